@@ -1,7 +1,7 @@
 """Activity analysis: which memory and values have tangents, given active operands.
 
-A forward fixpoint over the IR. It is conservative: something may be called active that
-is not (an op with a zero derivative), never the other way round.
+A forward fixpoint over the IR. It is conservative: it may call something active that is
+not (an op with a zero derivative), never the reverse.
 """
 
 import functools
@@ -33,8 +33,8 @@ class Activity:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """Positions of the inputs with a tangent: the chosen ones, and those whose
-        memory the kernel writes a tangent into or copies together with one."""
+        """Positions of the inputs with a tangent: the chosen ones, and those into whose
+        memory the kernel writes a tangent or copies one."""
         return tuple(n for n, p in enumerate(self.kernel.inputs) if self.is_active(p))
 
     @property
@@ -118,8 +118,8 @@ class _Finder:
             self._activate(op.results)
 
     def _copy(self, op: Op) -> None:
-        """The tangent is copied separately, with its own semaphore: all copies that one
-        semaphore counts are active, or none is."""
+        """The tangent is copied separately, with its own semaphore: either all copies
+        that one semaphore counts are active, or none is."""
         source, target, *rest = (self.roots.of(v) for v in op.operands)
         joined = {source, target}
         started = op.name == "copy_start" and source in self.memory

@@ -3,7 +3,7 @@
 `cotangents` runs them; `plan` makes them, once per kernel. The path: the kernel as a
 program (`per_program.py`), its reverse (`reverse.py`), split into stages
 (`backward_stages.py`), each as one or more kernels (`backward_windows.py`). They are
-ordinary kernels: every backend runs them, and they can be mapped and differentiated.
+ordinary kernels: every backend runs them, and they can be batched and differentiated.
 """
 
 import functools
@@ -55,7 +55,7 @@ MOST_PARTS = (
     256  # for a GPU, where they take no more than a share of the operands' bytes
 )
 SMALL_SHARE = 1 / 32
-KEPT_SHARE = 1 / 8  # of the bytes of operands and results, for what a call keeps
+KEPT_SHARE = 1 / 8  # of the bytes of operands and results, for residuals
 UNREPEATABLE = ("debug_print", "debug_check", "delay", "atomic_rmw", "atomic_cas")
 LEAST_PARTS = 8  # devices share parts: with fewer, few devices could share the axis
 
@@ -69,13 +69,13 @@ class BackwardPlan:
     seeds: dict[int, Value]  # the refs of cotangents of results, by their position
     targets: dict[int, Value]  # the refs of wanted cotangents, by operand position
     changing: dict[int, Value]  # refs that start as seeds, by the result's position
-    choices: tuple["Way", ...]  # all ways there are, the chosen one first
+    choices: tuple["Way", ...]  # all alternatives, the chosen one first
     machine: Machine  # for which it was chosen
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to divide the work among kernels, and what it takes."""
+    """One way to divide the work among kernels, and its cost."""
 
     steps: tuple[Built, ...]
     estimate: Estimate
@@ -84,26 +84,26 @@ class Way:
 
 @dataclass(frozen=True)
 class KeepingPlan:
-    """A forward kernel that keeps something, and the backward kernels that use it."""
+    """A forward kernel that keeps residuals, and the backward kernels that use them."""
 
     forward: Built  # the kernel's results, and `kept`
     kept: tuple[Value, ...]  # refs that no operand of the call holds
-    results: tuple[Value, ...]  # the kernel's, some of which the backward kernels read
-    backward: BackwardPlan  # where all results have cotangents
-    stages: tuple[Program, ...]  # of which its steps are made
+    results: tuple[Value, ...]  # the kernel's; the backward kernels read some
+    backward: BackwardPlan  # for cotangents of all results
+    stages: tuple[Program, ...]  # of which its steps consist
 
 
 def keeping(
     call: Any, primals: Sequence[Any], active: Sequence[bool]
 ) -> tuple[list[Any], list[Any]] | None:
-    """Results of a call, and what the forward kernel keeps for `cotangents`.
+    """Results of a call, and the residuals of the forward kernel for `cotangents`.
 
-    None where it keeps nothing.
+    None if it keeps nothing.
 
     Args:
         call: the `Call`.
         primals: the operands.
-        active: those whose cotangents will be asked for.
+        active: those whose cotangents will be requested.
     """
     made = keeping_plan(call.kernel, tuple(active), Machine.of(chip_for(call.backend)))
     if made is None:
@@ -124,14 +124,14 @@ def cotangents(
     """The cotangents of a call's operands, by backward kernels.
 
     Args:
-        call: the `Call`; its options go to the backward kernels too.
+        call: the `Call`; its options apply to the backward kernels too.
         primals: the operands.
         cotangents: of the results; None is zero, as for every integer result.
-        wanted: the operands whose cotangents are asked for.
-        kept: what `keeping` gave for the same operands; or nothing.
+        wanted: the operands whose cotangents are requested.
+        kept: what `keeping` returned for the same operands; or nothing.
 
     Returns:
-        One array per operand; None where it is zero or was not wanted.
+        One array per operand; None where it is zero or was not requested.
 
     Raises:
         NoBackwardKernel: there is none; the message says which op and why.
@@ -168,7 +168,7 @@ def cotangents(
 def _names(
     rule: bool | Partition | None, made: BackwardPlan
 ) -> dict[Value, Sequence[str]]:
-    """What the author calls the dimensions of arrays and of their cotangents."""
+    """The author's names for dimensions of arrays and of their cotangents."""
     if not isinstance(rule, Partition):
         return {}
     return {
@@ -212,9 +212,9 @@ def plan(
 
     Args:
         kernel: what was called.
-        wanted: per operand, whether its cotangent is asked for.
+        wanted: per operand, whether its cotangent is requested.
         known: per result, whether it has a cotangent.
-        machine: what is to run them; it decides where there are several ways.
+        machine: what will run them; it decides between alternatives.
 
     Raises:
         NoBackwardKernel: there are none.
@@ -226,10 +226,10 @@ def plan(
 def keeping_plan(
     kernel: Kernel, wanted: tuple[bool, ...], machine: Machine
 ) -> KeepingPlan | None:
-    """Backward kernels that use what the forward kernel keeps, where that pays.
+    """Backward kernels that use residuals of the forward kernel, where that pays off.
 
-    It does where a first backward kernel would run products of the program again, and
-    where what is kept is small beside operands and results.
+    It does if a first backward kernel would otherwise repeat matmuls of the program,
+    and the residuals are small compared with operands and results.
     """
     if not _has_products(kernel) or kernel.aliases:
         return None
@@ -280,7 +280,7 @@ def _steps(
 
 
 def _keeping(made: BackwardPlan, kernel: Kernel) -> KeepingPlan | None:
-    """The chosen way with its first stage in two; its stages write the results."""
+    """The chosen way with its first stage split; its stages write the results."""
     way = made.choices[0]
     if not way.stages.saved:
         return None
@@ -321,7 +321,7 @@ def _plan(
     machine: Machine,
     written: Sequence[Value] = (),
 ) -> BackwardPlan:
-    """See `plan`; `written`: results that the stages write, too."""
+    """See `plan`; `written`: results that the stages also write."""
     if machine.cuts_rows:
         kernel = fewer_rows(kernel)
     program = _with_exact_limits(step_blocks(program_of(kernel)))
@@ -349,7 +349,7 @@ def _plan(
             targets[shared[n]] = ref
     results = list(dict.fromkeys([*targets.values(), *changing.values()]))
     program = split_axes(replace(program, body=made.body), results)
-    # Partial sums are for small operands, as the weights of a norm are.
+    # Partial sums are for small operands, such as the weights of a norm.
     sums = _Sums(sum(map(_bytes, kernel.inputs)), machine)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
     ways: list[Way] = []
@@ -368,19 +368,19 @@ def _plan(
 
 
 def _with_exact_limits(program: Program) -> Program:
-    """Loops whose length is a quotient without a remainder, as that length."""
+    """Replace trip counts that are exact quotients by their value."""
     facts = facts_of(program.body, program.sizes)
     return program.with_body(exact_quotients(program.body, facts)).simplified()
 
 
 def _in_base_two(program: Program) -> Program:
-    """Exponentials to base two, before what they need of maxima is kept or saved."""
+    """Convert exponentials to base two, before maxima are kept or saved."""
     folded = fold_exp2(kernel_of(program, main_refs(program.body), ()))
     return program.with_body(Pipeline.of(find_pipeline(folded)).body)
 
 
 def _narrowed(steps: list[Built], final: dict[Value, T.DType]) -> list[Built]:
-    """Results that one kernel alone makes, in one piece, in their final type."""
+    """Results that one kernel alone computes, in one piece, in their final type."""
     made = Counter(ref for step in steps for ref in step.results)
     narrowed = []
     for step in steps:
@@ -414,7 +414,7 @@ def _reversed(
         kernel.inputs,
         written,
     )
-    # The reverse is that of plain sums; their values come from the loop as written.
+    # The reverse is that of plain sums; their values come from the original loop.
     return replace(made, body=substitute(made.body, sums.same))
 
 
@@ -423,8 +423,8 @@ def _alternatives(
 ) -> list[Stages]:
     """Split into stages, unless several would have to change the same memory.
 
-    A loop that adds to several cotangents may be one stage whose kernels each do again
-    what they share; where that means products, staying in one kernel is another way.
+    A loop that adds to several cotangents may be one stage whose kernels each recompute
+    what they share; if that includes matmuls, a single kernel is an alternative.
     """
     program = program.simplified()
     for ref in main_refs(program.body):
@@ -449,7 +449,7 @@ def _alternatives(
 
 
 def _repeats_products(stage: Program, results: Sequence[Value]) -> bool:
-    """Whether the kernels of a stage would compute some product more than once."""
+    """Whether the kernels of a stage would compute some matmul more than once."""
     refs = Roots(stage.body).written(stage.body)
     chains = groups([place(stage, ref) for ref in results if ref in refs])
     parts = [only(stage, [p.ref for p in chain]) for chain in chains]
@@ -469,7 +469,7 @@ def _bytes(ref: Value) -> int:
 
 
 class _Sums(NamedTuple):
-    """What decides whether kernels make partial sums.
+    """What decides whether kernels compute partial sums.
 
     Attributes:
         budget: bytes of the operands, of which partial sums may take a quarter.
@@ -483,7 +483,7 @@ class _Sums(NamedTuple):
 def _kernels(
     stage: Program, results: Sequence[Value], changing: set[Value], sums: _Sums
 ) -> list[Built]:
-    """One kernel per group of results that one order of the grid serves."""
+    """One kernel per group of results that can share a grid order."""
     refs = Roots(stage.body).written(stage.body)
     mine = [place(stage, ref) for ref in results if ref in refs]
     mine = [replace(p, changes=p.ref in changing) for p in mine]
@@ -512,7 +512,7 @@ def together(placements: Sequence[Placement]) -> list[Placement]:
 
 
 def groups(placements: Sequence[Placement]) -> list[list[Placement]]:
-    """Results whose own axes are nested in one another: one order serves them."""
+    """Groups of results whose own axes are nested, so that one order serves them."""
     chains: list[list[Placement]] = []
     for placement in sorted(placements, key=lambda p: -len(p.own)):
         for chain in chains:
@@ -525,14 +525,14 @@ def groups(placements: Sequence[Placement]) -> list[list[Placement]]:
 
 
 def grid_order(group: Sequence[Placement], rank: int) -> list[int]:
-    """Axes that more results call their own come first."""
+    """Axes that more results have as their own come first."""
     return sorted(range(rank), key=lambda a: -sum(a in p.own for p in group))
 
 
 def cut_into_parts(
     group: Sequence[Placement], order: Sequence[int], sizes: Sequence[int], sums: _Sums
 ) -> Parts | None:
-    """Parallel programs where the grid has too few: sums over parts of an axis."""
+    """Split sums over parts of an axis where the grid has too few parallel programs."""
     shared = frozenset[int].intersection(*(p.own for p in group))
     programs = prod(sizes[a] for a in shared)
     rest = [a for a in order if a not in shared and sizes[a] > 1]
@@ -543,7 +543,7 @@ def cut_into_parts(
     fits = sums.budget / max(taken, 1)  # parts that would take as much as the operands
     most = min(MOST_PARTS, max(min(FEW_PARTS, fits / 4), fits * SMALL_SHARE))
     counts = [d for d in range(1, int(most) + 1) if sizes[axis] % d == 0]
-    # Devices come in powers of two, and each is to have whole parts.
+    # Devices come in powers of two, and each should have whole parts.
     count = max(counts, key=lambda d: (d & -d, d), default=1)
     enough = count >= LEAST_PARTS or count == sizes[axis]
     return Parts(axis, count) if enough else None

@@ -1,9 +1,9 @@
-"""Grid axes whose quotient chooses a cotangent's block become two axes.
+"""Splits grid axes whose quotient chooses a cotangent's block into two axes.
 
-Heads of queries that share keys see the block `head // 4` of them, so four programs in
-a row add to one block of the keys' cotangent. With the heads as two axes, groups and
-heads of a group, that block belongs to one step of the first axis: groups run in
-parallel, and devices can share them.
+Query heads that share keys see key block `head // 4`, so four consecutive programs add
+to one block of the keys' cotangent. With the heads as two axes, groups and heads within
+a group, that block belongs to one step of the first axis: groups run in parallel, and
+devices can share them.
 """
 
 from collections.abc import Iterable
@@ -51,7 +51,7 @@ class _Quotients:
         self.code = IndexCode(program.body)
 
     def group(self, index: Value) -> int:
-        """What the grid index is divided by; 1 if the value is no proper quotient."""
+        """The divisor of the grid index; 1 if the value is not a proper quotient."""
         if self.size < 4 or self.code.key(index) is None or index in self.code.ids:
             return 1
         ids = self.body.params
@@ -77,7 +77,7 @@ class _Quotients:
 
 
 def _split(program: Program, axis: int, group: int) -> Program:
-    """The axis as two: groups, and steps within one."""
+    """The axis as two: groups, and steps within a group."""
     quotients = _Quotients(program, axis)
     old = program.body.params[axis]
     name = old.name or f"i{axis}"

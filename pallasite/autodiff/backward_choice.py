@@ -1,9 +1,9 @@
-"""Which way of computing the cotangents a chip does fastest: a small estimate.
+"""Estimates which way of computing the cotangents is fastest on a chip.
 
 Kernels that divide the work among more programs may do some of it twice. Whether that
-pays depends on how many programs run at once, and on what the chip computes and moves
-in the time; `estimate` says how long a kernel takes, roughly, which is enough to
-compare two ways of doing the same.
+pays off depends on how many programs run concurrently and on the chip's compute and
+memory rates; `estimate` gives a kernel's rough duration, which is enough to compare two
+ways of doing the same.
 """
 
 from collections.abc import Sequence
@@ -20,32 +20,32 @@ from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import VIEWS
 from pallasite.target import Chip, Gpu, Host, Tpu
 
-USED = 0.5  # of a chip's rates, by a kernel that keeps it busy
+USED = 0.5  # share of a chip's peak rates that a busy kernel reaches
 START_GPU, START_TPU, START_CPU = 4e-6, 2e-6, 5e-6  # seconds until a kernel runs
-SPECIAL_GPU = 16 * 1.7e9  # exponentials per second and multiprocessor
+SPECIAL_GPU = 16 * 1.7e9  # exponentials per second and SM
 TPU_SPECIAL = 1e12
-# By how much longer a GPU takes where programs add to sums in main memory at each step.
+# How much longer a GPU takes where programs accumulate in main memory at each step.
 # Measured on an H200: attention's gradient of 128 heads, 21 ms where 7 were estimated.
 SUMS_IN_MEMORY = 3.0
-MOST_STEPS = 1 << 16  # of a loop whose length is computed, for an estimate
+MOST_STEPS = 1 << 16  # of a loop with a computed trip count, for an estimate
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What an estimate asks of a chip. Rates are per second, of all its cores."""
+    """What an estimate needs to know of a chip. Rates are per second, of all cores."""
 
     name: str
-    cores: int  # that run programs at once
+    cores: int  # that run programs concurrently
     flops: float
     transcendentals: float
     bytes: float
     start: float  # seconds that a kernel takes to start
-    on_chip: int | None = None  # bytes for the blocks of a program; None: any number
-    must_fit: bool = False  # on chip; else larger blocks stay in main memory
+    on_chip: int | None = None  # bytes for the blocks of a program; None: unlimited
+    must_fit: bool = False  # on chip; otherwise larger blocks stay in main memory
     base_two: bool = False  # its exponentials have base two
-    sums_in_memory: float = 1.0  # how much longer programs take that add to such sums
-    cuts_rows: bool = False  # tiles are to fit into its registers
-    enough_programs: int = 16  # in parallel: with as many, no sum is split into parts
+    sums_in_memory: float = 1.0  # slowdown of programs that accumulate in memory
+    cuts_rows: bool = False  # tiles should fit into its registers
+    enough_programs: int = 16  # in parallel: with this many, no sum is split into parts
 
     @staticmethod
     def of(chip: Chip | Host) -> "Machine":
@@ -76,15 +76,15 @@ class Machine:
                 enough_programs=chip.cores,
             )
         vmem = chip.scoped_vmem if isinstance(chip, Tpu) else None
-        # One core runs the programs of a kernel, one after another.
+        # One core runs the programs of a kernel sequentially.
         return Machine(chip.name, 1, flops, TPU_SPECIAL, moved, START_TPU, vmem, True)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What some kernels take, one after another."""
+    """The cost of some kernels, run one after another."""
 
-    programs: tuple[int, ...]  # per kernel: how many may run at once
+    programs: tuple[int, ...]  # per kernel: how many may run concurrently
     flops: int
     bytes: int
     seconds: float
@@ -105,7 +105,7 @@ def estimate(kernels: Sequence[Kernel], machine: Machine) -> Estimate:
         count = prod(n or 1 for n, kind in pairs if kind == "parallel")
         total = cost(_as_placed(with_most_steps(kernel), machine))
         rounds = -(-count // machine.cores)
-        # The last round may leave cores idle; so does a single one.
+        # The last wave may leave cores idle; so does a single one.
         idle = rounds * machine.cores / max(count, 1)
         computing = total.flops / machine.flops
         computing += total.transcendentals / machine.transcendentals
@@ -128,13 +128,13 @@ def _adds_to_parts(pipeline: Pipeline) -> bool:
 
 def _blocks(pipeline: Pipeline) -> int:
     """The bytes of the blocks that one step is shown, and of its scratch."""
-    refs = [block.ref for block in pipeline.blocks] * 2  # the next step's, too
+    refs = [block.ref for block in pipeline.blocks] * 2  # the next step's too
     refs += [op.result.ref for op in walk(pipeline.body) if op.name == "alloc"]
     return sum(ref.size * ref.dtype.bytes for ref in refs)
 
 
 def with_most_steps(kernel: Kernel) -> Kernel:
-    """Loops whose length the grid indices decide, as long as they get."""
+    """Loops whose trip count depends on grid indices, at their maximum."""
     facts = Facts()
     facts.note_block(kernel.body)
 
@@ -152,7 +152,7 @@ def with_most_steps(kernel: Kernel) -> Kernel:
 
 
 def _as_placed(kernel: Kernel, machine: Machine) -> Kernel:
-    """Blocks that are larger than what is on chip, in main memory."""
+    """Move blocks that exceed on-chip memory to main memory."""
     if machine.on_chip is None or machine.must_fit:
         return kernel
     pipeline = Pipeline.of(find_pipeline(kernel))

@@ -1,10 +1,10 @@
 """Splits a reversed program into stages that each visit memory in their own order.
 
 A program that accumulated along a sequential grid axis has a reverse whose loop over
-that axis only adds to cotangents: its steps can come in any order, so they become
-steps of a grid, which can then be ordered such that each block of a cotangent is
-visited once (`backward_windows.py`). What such a loop needs of the code before it
-is computed again if that is cheap, and saved to memory by a first stage if not.
+that axis only adds to cotangents: its iterations can run in any order, so they become
+grid steps, which can then be ordered so that each block of a cotangent is visited once
+(`backward_windows.py`). What such a loop needs from the code before it is recomputed if
+that is cheap, and otherwise saved to memory by a first stage.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -20,19 +20,19 @@ from pallasite.ir.rewrite import clone, substitute
 from pallasite.ir.roles import Loop
 from pallasite.ir.types import INDEX, RefType
 
-MOST_STEPS = 1 << 16  # of a loop whose length is computed, as an axis of a grid
+MOST_STEPS = 1 << 16  # of a loop with a computed trip count, as a grid axis
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Programs in the order in which they run; `saved` refs go between them."""
+    """Programs in execution order; `saved` refs pass data between them."""
 
     programs: tuple[Program, ...]
     saved: tuple[Value, ...] = ()
 
 
 def split(program: Program, may_cut: Callable[[Program], bool]) -> Stages:
-    """Take out every loop that can be a grid, recursively.
+    """Turn every loop that can be a grid into a stage, recursively.
 
     Args:
         program: what to split.
@@ -53,9 +53,9 @@ def split(program: Program, may_cut: Callable[[Program], bool]) -> Stages:
 
 
 def _free_loop(program: Program, op: Op) -> tuple[Program, Op] | None:
-    """The program with a loop that can be a grid axis in the place of this one.
+    """The program with this loop replaced by one that can be a grid axis.
 
-    It has a known length, carries nothing and adds to blocks it moves over.
+    It has a known trip count, carries nothing and adds to blocks it moves over.
     """
     if op.name != "for":
         return None
@@ -83,7 +83,7 @@ def _outside_loops(block: Block) -> Iterable[Op]:
 
 
 def _with_known_length(program: Program, op: Op) -> tuple[Program, Op] | None:
-    """Steps past a limit that the program computes do nothing."""
+    """Make iterations past a limit that the program computes do nothing."""
     body, loop = program.body, Loop.of(op)
     if trip_count(op, body) is not None:
         return program, op
@@ -106,10 +106,10 @@ def _with_known_length(program: Program, op: Op) -> tuple[Program, Op] | None:
 
 
 def _is_before(b: Builder, index: Value, limit: Value, program: Program) -> Value:
-    """Whether an index is below a limit; of a quotient, without the division.
+    """Whether an index is below a limit; for a quotient, without the division.
 
-    `i < x // 64` is `(i + 1) * 64 <= x`, which passes can solve for what `x` is made
-    of (`passes/guard_bounds.py`).
+    `i < x // 64` is `(i + 1) * 64 <= x`, which passes can solve for the operands of `x`
+    (`passes/guard_bounds.py`).
     """
     op = producers_of(program.body).get(limit)
     if op is not None and op.name == "div":
@@ -127,7 +127,7 @@ def _moves_with(op: Op, index: Value) -> bool:
 
 
 def trip_count(op: Op, body: Block) -> int | None:
-    """The number of steps of a loop from 0 by 1, if it is known."""
+    """The trip count of a loop from 0 by 1, if it is known."""
     first, limit, step = (_constant(v, body) for v in Loop.of(op).bounds)
     return limit if (first, step) == (0, 1) else None
 
@@ -168,7 +168,7 @@ def _cut(program: Program, loop: Op) -> tuple[Program, Program, list[Value]]:
 
 
 def _factors_before(body: Block, op: Op) -> tuple[Block, Op]:
-    """Factors of a loop's products that are the same in all steps, before the loop."""
+    """Hoist loop-invariant factors of a loop's products."""
     loop = Loop.of(op)
     made = producers_of(loop.body)
     variant = {*loop.body.params}
@@ -209,7 +209,7 @@ def _captured(region: Block) -> list[Value]:
 
 
 class Slice:
-    """What of a list of ops some values need."""
+    """The slice of a list of ops that some values need."""
 
     def __init__(self, ops: Sequence[Op]):
         self.ops = ops
@@ -219,7 +219,7 @@ class Slice:
     def closure(
         self, values: Iterable[Value], known: Sequence[Value] = ()
     ) -> tuple[Op, ...]:
-        """The ops that make some values, in order, from those that are known."""
+        """The ops that compute some values, in order, from known ones."""
         pending, found = list(values), set[Op]()
         while pending:
             value = pending.pop()
@@ -234,7 +234,7 @@ class Slice:
         return not any(map(self.is_costly, self.closure(values)))
 
     def is_costly(self, op: Op) -> bool:
-        """Loops, branches, products, memory that changes."""
+        """Loops, branches, matmuls, memory that changes."""
         return (
             bool(op.regions and op.name != "custom")
             or op.name in ("alloc", "dot")
@@ -244,11 +244,11 @@ class Slice:
     def to_save(
         self, values: Iterable[Value], factors: Container[Value] = ()
     ) -> list[Value]:
-        """What to save such that computing the values again is cheap.
+        """What to save so that recomputing the values is cheap.
 
-        A value itself, or what it is made of where that takes fewer bytes: a block
-        that is divided by a column is computed again from the column. But `factors` of
-        products are saved as they are multiplied: matrix units take them from memory.
+        A value itself, or what it is computed from if that takes fewer bytes: a block
+        that is divided by a column is recomputed from the column. But `factors` of
+        matmuls are saved as they are multiplied: matrix units take them from memory.
         """
         saved: dict[Value, None] = {}
         costly = [v for v in values if not self.is_cheap([v])]
@@ -293,8 +293,8 @@ def _all(ops: Sequence[Op]) -> Iterable[Op]:
 def saved_ref(value: Value, sizes: Sequence[int]) -> Value:
     """An array of the values that all programs save.
 
-    Those of the last axis are next to each other along the first dimension of the
-    tile, so that blocks of several programs, or of parts of one, are blocks of it.
+    Those of the last axis are contiguous along the first dimension of the tile, so that
+    blocks of several programs, or of parts of one, are blocks of it.
     """
     tile = value.tile
     name = f"saved_{value.name}" if value.name else "saved"

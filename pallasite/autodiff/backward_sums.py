@@ -1,5 +1,5 @@
-"""Sums of cotangents in plain ops: a block is set to zero at its first step, then added
-to in place; where there is one step, and addends to different parts, they are stored.
+"""Lowers sums of cotangents to plain ops: a block is zeroed at its first step, then
+added to in place; with only one step and addends to disjoint parts, these are stored.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from pallasite.passes.analysis.memory import Roots
 
 @dataclass(frozen=True)
 class Sum:
-    """A block that addends go to; it stays the same along the `inner` grid indices."""
+    """A block with addends; it stays the same along the `inner` grid indices."""
 
     block: Value
     inner: Sequence[Value]
@@ -51,14 +51,14 @@ def _addends(body: Block, block: Value) -> list[Op]:
 
 
 def _are_parts(addends: Sequence[Op], block: Value, body: Block) -> bool:
-    """Whether addends go to every element of the block, each to elements of its own."""
+    """Whether addends cover every element of the block, and are disjoint."""
     if any(op.operands[0] is not block or op not in body.ops for op in addends):
         return False
     return disjoint(addends) and sum(map(elements, addends)) == block.ref.size
 
 
 def _replaces(op: Op, block: Value) -> bool:
-    """Whether an addend goes to every element of the block, and so may be stored."""
+    """Whether an addend covers every element of the block, and so may be stored."""
     if op.operands[0] is not block or op.attrs["mask"]:
         return False
     return covers_whole(block.ref.shape, op.attrs["index"])
@@ -95,7 +95,7 @@ class _Expansion:
         return Block(block.params, tuple(b.ops), block.yields)
 
     def is_addend(self, op: Op) -> bool:
-        """Not the program's own atomics, nor those that may name a place twice."""
+        """Not the program's own atomics, nor those that may hit a place twice."""
         is_sum = op.attrs["kind"] == "add" and op.result not in self.used
         return is_sum and not any(isinstance(e, Gather) for e in op.attrs["index"])
 

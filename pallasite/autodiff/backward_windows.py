@@ -1,7 +1,7 @@
 """From a program that adds to cotangents to a kernel with a grid and windows.
 
-Each cotangent gets a window of its own. Grid axes that choose its block come first, the
-others are innermost and sequential: the block is set to zero at the first of them and
+Each cotangent gets its own window. Grid axes that choose its block come first, the
+others are innermost and sequential: the block is zeroed at the first of their steps and
 added to in place. Dimensions whose block is not chosen by one grid index alone (two
 programs may share it, or a loop moves over it) are shown whole.
 """
@@ -44,8 +44,8 @@ class Placement:
 
     ref: Value
     kept: tuple[bool, ...]  # dimensions divided into blocks by grid indices
-    own: frozenset[int]  # those grid axes: other steps touch other blocks
-    changes: bool = False  # it starts as something, rather than as zero
+    own: frozenset[int]  # those grid axes: other steps access other blocks
+    changes: bool = False  # it has an initial value other than zero
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class IndexCode:
     def digits(self, value: Value, sizes: Sequence[int]) -> list[int]:
         """The axes whose grid indices are the digits of the value, or nothing.
 
-        An axis has one digit; two, as `backward_axes.py` makes them, count as
+        An axis has one digit; two, as `backward_axes.py` makes them, combine to
         `outer * sizes[inner] + inner`.
         """
         form = self.forms.of(value)
@@ -117,7 +117,7 @@ class IndexCode:
         return op is not None and op.name == "constant" and op.attrs["value"] == 0
 
     def emit(self, b: Builder, value: Value, known: dict[Value, Value]) -> Value:
-        """Emit the function; `known` maps grid indices and grows."""
+        """Emit the function; `known` maps grid indices and is extended."""
         if value not in known:
             op = self.made.get(value)
             if op is None:
@@ -165,10 +165,10 @@ class Built:
     kernel: Kernel
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
-    parts: tuple[int, ...]  # per result: how many partial sums it has; 1: it is whole
+    parts: tuple[int, ...]  # per result: number of partial sums; 1: it is whole
     own: tuple[frozenset[int], ...]  # per result: the axes that choose its block
     order: tuple[int, ...]  # the program's grid axes with several steps, slowest first
-    changing: tuple[Value, ...] = ()  # results that start as the last operands
+    changing: tuple[Value, ...] = ()  # results initialised by the last operands
 
 
 def build(
@@ -185,7 +185,7 @@ def build(
         name: of the kernel.
         results: with their placements.
         order: the grid axes, slowest first.
-        parts: an axis to split in two, with the parts in front.
+        parts: an axis to split in two, with the parts first.
     """
     return _Build(program, name, results, order, parts).run()
 
@@ -252,7 +252,7 @@ class _Build:
         return found
 
     def new_ids(self, b: Builder) -> tuple[list[Value], dict[Value, Value], Value]:
-        """Grid indices of the kernel; what the program's are; the number of the part"""
+        """Grid indices of the kernel, those of the program, and the part's number"""
         ids: list[Value] = []
         known: dict[Value, Value] = {}
         part = None
@@ -458,7 +458,7 @@ class _Build:
 
 
 def _whole(dim: BlockDim, n: int) -> BlockDim:
-    """A dimension shown whole, padded for a last block that hangs over."""
+    """A dimension shown whole, padded for a last block past the edge."""
     if dim.kind == "squeezed":
         return BlockDim(n)
     if dim.kind == "element":
@@ -467,7 +467,7 @@ def _whole(dim: BlockDim, n: int) -> BlockDim:
 
 
 def without_idle_windows(kernel: Kernel) -> Kernel:
-    """Windows that the body does not use, removed."""
+    """Remove windows that the body does not use."""
     pipeline = Pipeline.of(find_pipeline(kernel))
     used = {v for inner in walk(pipeline.body) for v in inner.operands}
     new = pipeline.showing(each for each in pipeline.shown if each.block in used)
@@ -476,7 +476,7 @@ def without_idle_windows(kernel: Kernel) -> Kernel:
 
 
 def only(program: Program, results: Sequence[Value]) -> Program:
-    """The program without what it does to other results."""
+    """The program without its effects on other results."""
     roots = Roots(program.body)
     others = set(main_refs(program.body)) - set(results)
 

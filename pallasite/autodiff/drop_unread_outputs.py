@@ -1,8 +1,8 @@
 """Removes outputs that a kernel only writes and that no caller uses.
 
-A tangent kernel computes the original results beside their tangents. Where it never
-reads one back, its stores, its window and the output itself can go, and dead code
-removal takes what was computed for it alone.
+A tangent kernel computes the original results alongside their tangents. If it never
+reads one back, its stores, its window and the output itself can go, and dead-code
+elimination removes what was computed only for it.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def without_unread(kernel: Kernel, unwanted: Sequence[Value]) -> Kernel:
 
 
 def _needed(op: Op) -> tuple[Value, ...]:
-    """Refs an op cannot do without: those it reads, and both ends of a copy."""
+    """Refs an op depends on: those it reads, and both ends of a copy."""
     if op.name in ("copy_start", "copy_wait"):
         return op.operands
     return read_refs(op)

@@ -1,9 +1,9 @@
-"""Finite numbers where a block hangs over its array's edge.
+"""Finite numbers where a block extends past its array's edge.
 
-What a kernel reads there is unspecified and must not matter to its results. It would
-matter to cotangents: zero times an infinity is NaN. `harmless_edges` repeats the first
-row (or column) of the block in their place, which is inside the array: code that is
-finite for that row is finite for its copies, and their cotangent is zero.
+What a kernel reads there is undefined and must not affect its results. It would affect
+cotangents: zero times infinity is NaN. `harmless_edges` substitutes the first row (or
+column) of the block, which is inside the array: code that is finite for that row is
+finite for its copies, and their cotangent is zero.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from pallasite.passes.analysis.memory import VIEWS
 
 
 def harmless_edges(body: Block) -> tuple[Block, set[Value]]:
-    """The program with safe reads; and the copies, which are to count as constants."""
+    """The program with safe reads; and the copies, which count as constants."""
     walker = _Edges()
     return walker.block(body), walker.copies
 
@@ -53,7 +53,7 @@ class _Edges:
         return spans and bool(_edges(view, entries))
 
     def load(self, b: Builder, op: Op) -> None:
-        """Emit the load such that its old result is the safe value."""
+        """Emit the load so that its old result is the safe value."""
         view, access = self.views[op.operands[0]], Access.of(op)
         raw = Value(op.result.tile, op.result.name)
         b.ops.append(op.with_(results=(raw,)))
@@ -93,7 +93,7 @@ class _Edges:
 
 
 def _edges(view: Op, index: Index) -> list[int]:
-    """Dimensions of the block that an access spans and that may hang over."""
+    """Dimensions of the block that an access spans and that may pass the edge."""
     window: Window = view.attrs["window"]
     sizes = view.operands[0].ref.shape
     kept = [(d, n) for d, n in zip(window.dims, sizes, strict=True) if _is_kept(d)]
@@ -122,7 +122,7 @@ def _inside(
     start = b.constant(entry.start or 0, T.INDEX)
     if operand is not None:
         start = b.cast(operand, T.I32)
-    # A block number out of range means the nearest block.
+    # A block index out of range stands for the nearest block.
     block = b.op("clamp", b.index(0), block, b.index(-(-n // size) - 1))
     start = b.add(start, b.mul(block, b.index(size)))
     axis = sum(isinstance(e, Span) for e in access.index[:dim])

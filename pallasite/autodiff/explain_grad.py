@@ -1,7 +1,8 @@
 """`pl.explain_grad(f)(*args)`: how the cotangent of each kernel operand is computed.
 
-Two ways: generated backward kernels (`backward.py`) where the kernel's structure allows
-it, else the functional form of the kernel, differentiated by JAX. Nothing is run.
+There are two ways: generated backward kernels (`backward.py`) if the kernel's structure
+allows it, else the functional form of the kernel, differentiated by JAX. Nothing is
+run.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,7 +42,7 @@ class GradReport:
 
     operands: tuple[OperandGrad, ...]
     kernels: tuple[Kernel, ...]
-    ways: tuple[str, ...] = ()  # where there was a choice: each way, the chosen first
+    ways: tuple[str, ...] = ()  # if there was a choice: each way, the chosen first
 
     def __str__(self) -> str:
         rows = [(o.kernel, o.operand, o.tier, o.why) for o in self.operands]
@@ -57,15 +58,15 @@ class GradReport:
 
 
 def explain_grad(function: Callable[..., Any]) -> Callable[..., GradReport]:
-    """See how the gradients of the kernels in a function are computed.
+    """Show how the gradients of the kernels in a function are computed.
 
     Args:
         function: any JAX function that calls kernels (not its gradient).
 
     Returns:
         A function of the same arguments (arrays or `jax.ShapeDtypeStruct`s; anything
-        else is handed to `function` as it is). It gives a `GradReport`: print it, or
-        look at its `operands` and `kernels`.
+        else is passed to `function` unchanged). It returns a `GradReport`: print it, or
+        inspect its `operands` and `kernels`.
 
     Raises:
         SpecError: the function calls no kernel.
@@ -96,7 +97,7 @@ def explain_grad(function: Callable[..., Any]) -> Callable[..., GradReport]:
 
 
 def explain(kernel: Kernel, backend: str | None = None) -> list[OperandGrad]:
-    """One row per operand of a kernel, every float result having a cotangent."""
+    """One row per operand of a kernel, assuming cotangents of all float results."""
     try:
         made, reason = chosen_plan(kernel, backend), ""
     except NoBackwardKernel as error:
@@ -125,7 +126,7 @@ def backward_kernels(kernel: Kernel, backend: str | None = None) -> list[Kernel]
 def ways_of(kernel: Kernel, backend: str | None = None) -> list[str]:
     """The ways to divide the work among kernels, the chosen one first.
 
-    None where there is no choice.
+    None if there is no choice.
     """
     try:
         made = chosen_plan(kernel, backend)
@@ -150,7 +151,7 @@ def _products(kernel: Kernel) -> int:
 
 
 def kept_bytes(kernel: Kernel, backend: str | None = None) -> int:
-    """What the forward kernel keeps for the backward kernels, beside its results."""
+    """Bytes the forward kernel keeps for the backward kernels, besides its results."""
     found = _keeping(kernel, backend)
     refs = () if found is None else found.kept
     return sum(ref.ref.size * ref.ref.dtype.bytes for ref in refs)
@@ -177,8 +178,8 @@ def full_plan(
 
     Args:
         kernel: what is called.
-        backend: what the call names, if it names one.
-        machine: what is to run them; default: the backend's, else the one JAX sees.
+        backend: the call's, if it names one.
+        machine: what will run them; default: the backend's, else the one JAX sees.
     """
     # Not needed to import the package.
     from pallasite.autodiff.backward import plan

@@ -1,6 +1,6 @@
 """Tells JAX that kernel calls have derivatives; the first one loads the rules.
 
-`rules.py` and what it needs are half of the package, which most programs never use.
+`rules.py` and its imports are half of the package, which most programs never use.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,6 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, call: Call) -> list[An
 
 
 def register() -> None:
-    """`calls/pallas_call.py` does, once."""
+    """Called once, by `calls/pallas_call.py`."""
     ad.primitive_jvps[call_p] = _jvp
     ad.primitive_transposes[call_p] = _transpose

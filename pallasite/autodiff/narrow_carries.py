@@ -1,8 +1,8 @@
-"""Loop carries that repeat a column over several lanes, as the column.
+"""Narrows loop-carried values that repeat a column over several lanes to the column.
 
 A TPU kernel keeps a column of statistics as wide as a vector, writes it broadcast and
-reads its first lane. What a loop carries then is the column: `narrow_carries` makes it
-so, such that analyses see the same values that the kernel computes with.
+reads its first lane. What such a loop really carries is the column: `narrow_carries`
+makes that explicit, so that analyses see the values that the kernel computes with.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from pallasite.ir.types import TileType
 
 
 def narrow_carries(body: Block) -> Block:
-    """Narrow the carries of every loop that are constants first and columns then."""
+    """Narrow carried values of every loop that start constant and become columns."""
     made = {v: op for op in walk(body) for v in op.results}
 
     def rewrite(op: Op, b: Rewriter) -> list[Value] | None:
@@ -86,7 +86,7 @@ def _first(b: Builder, value: Value, shape: tuple[int, ...]) -> Value:
 
 
 def _broadcast(wide: Value, column: Value) -> Op:
-    """The op that makes a wide value of its column."""
+    """The op that broadcasts a column to a wide value."""
     b = Builder()
     b.broadcast(column, wide.tile.shape)
     return b.ops[0].with_(results=(wide,))
@@ -105,7 +105,7 @@ def _lanes_of_column(op: Op, b: Rewriter) -> Value | None:
 def _column(
     value: Value, carry: Value, inside: Mapping[Value, Op]
 ) -> tuple[int, ...] | None:
-    """The shape that a carry's next value is broadcast from."""
+    """The shape from which a carried value's next value is broadcast."""
     op = inside.get(value)
     if op is None:
         return None
@@ -122,7 +122,7 @@ def _column(
 
 
 def _is_column(op: Op) -> bool:
-    """Whether a broadcast repeats dimensions of one element, and adds none."""
+    """Whether a broadcast only repeats dimensions of size one, and adds none."""
     shape, wide = op.operands[0].tile.shape, op.result.tile.shape
     dims = tuple(op.attrs["dims"])
     return len(shape) == len(wide) and dims == tuple(range(len(wide))) and shape != wide

@@ -1,10 +1,10 @@
-"""Cotangents in the type of their operand.
+"""Stores cotangents in the type of their operand.
 
-Cotangents are summed up in f32. Storing a block in the operand's own type moves half
+Cotangents are accumulated in f32. Storing a block in the operand's own type moves half
 the bytes (bf16), and no kernel has to convert the array afterwards. A block that is
-stored and never loaded, as a whole or in parts, is no sum: it is stored in that type.
-One that the steps of a program add to is kept in scratch instead, and stored by the
-last of them.
+stored and never loaded, as a whole or in parts, is not a sum: it is stored in that
+type. One that the steps of a program add to is accumulated in scratch instead, and
+stored by the last of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ def narrow_results(kernel: Kernel, dtypes: Mapping[int, DType]) -> Kernel:
     """The kernel with some results of another type.
 
     Args:
-        kernel: whose body is one pipeline, with what it allocates before.
-        dtypes: by position of the result: the type it is converted to in the end.
+        kernel: its body is one pipeline, preceded by allocations.
+        dtypes: by position of the result: the type it is finally converted to.
     """
     for number, dtype in dtypes.items():
         kernel = _narrowed(kernel, kernel.outputs[number], dtype)
@@ -88,13 +88,13 @@ def _steps_of(pipeline: Pipeline, shown: Shown) -> list[int]:
         if not is_step or pipeline.grid[axis] is None:
             break
         axes.insert(0, axis)
-    # Steps of axes further out would come back to a block.
+    # Steps of outer axes would revisit a block.
     outer = range(len(pipeline.grid) - len(axes))
     return axes if all(ids[a] in needed for a in outer if pipeline.grid[a] != 1) else []
 
 
 def _in_scratch(op: Op, b: Rewriter, block: Value, sums: Value) -> list[Value] | None:
-    """An access to scratch, which has no dimensions of one element."""
+    """An access to scratch, which has no dimensions of size one."""
     if block not in op.operands:
         return None
     access = Access.of(op)

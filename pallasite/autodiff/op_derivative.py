@@ -1,6 +1,6 @@
-"""Derivatives of single ops: what JAX knows about an op, brought back into IR.
+"""Derivatives of single ops: JAX's own, imported back into IR.
 
-The emulation writes every pure op in `lax`, and JAX knows the derivative of each of
+The emulation expresses every pure op in `lax`, and JAX has the derivative of each of
 those. So the derivative of an op is `jax.jvp` or `jax.vjp` of its emulation, traced
 once per signature and imported like any other jaxpr: there is no second table.
 """
@@ -40,7 +40,7 @@ def is_pure(op: Op) -> bool:
 
 
 def meaning_of(op: Op) -> Callable[..., Sequence[Any]]:
-    """A pure op as a JAX function of its operands; gives the list of its results."""
+    """A pure op as a JAX function of its operands, which returns a list of results."""
     if op.name == "custom":
         return custom_rules.function(op)
     numbers = JaxNumbers()
@@ -93,10 +93,10 @@ def vjp_ops(
         op: a pure op (see `is_pure`); its own operands and results are not used.
         primals, results: values of its operands and results at this point.
         cotangents: of the results; None is zero.
-        wanted: the operands whose cotangents are asked for; others give None.
+        wanted: the operands whose cotangents are requested; others give None.
 
     Returns:
-        One cotangent per operand; None where it is zero or was not wanted.
+        One cotangent per operand; None where it is zero or was not requested.
 
     Raises:
         UnsupportedError: the derivative needs something the language does not have.
@@ -125,7 +125,7 @@ class _Signature:
     mode: str  # "jvp" or "vjp"
     known: tuple[bool, ...]  # vjp: the results with a cotangent
     op: "_Example"
-    context: Any  # what else tracing depends on: x64 and the like
+    context: Any  # what else tracing depends on, such as x64
 
     @staticmethod
     def of(
@@ -144,7 +144,7 @@ class _Signature:
 
 
 class _Example:
-    """Carries an op along in a signature without being part of it."""
+    """Carries an op along in a signature without affecting equality."""
 
     def __init__(self, op: Op):
         self.op = op
@@ -160,8 +160,8 @@ class _Example:
 class _Traced:
     """A jaxpr from operands and (co)tangents to results and (co)tangents.
 
-    Only what the (co)tangents need is kept: `equations` in order, the results of the
-    op itself being there already.
+    Only what the (co)tangents need is kept: `equations` in order, given that the
+    results of the op itself already exist.
     """
 
     closed: Any
@@ -283,7 +283,7 @@ def _moving_outputs(closed: Any, first: int) -> list[Any]:
 
 class _Splicer(Importer):
     """Imports a derivative in place of an op: with the op's own source line, and
-    taking nothing from outside."""
+    without captures."""
 
     def __init__(self, op: Op, builder: Builder):
         from pallasite.importer.rules import RULES

@@ -1,6 +1,6 @@
 """A kernel as one program per parallel grid index, in a form that can be transformed.
 
-`Program` is what `passes/promote.py` makes of a kernel: grid indices as parameters,
+`Program` is the output of `passes/promote.py` for a kernel: grid indices as parameters,
 windows as `block_view`s of the kernel's refs, sequential axes as loops, scratch and
 read-back results as values. It is a Kernel whose pipeline has no windows.
 """
@@ -55,10 +55,10 @@ def kernel_of(
 
 
 def program_of(kernel: Kernel) -> Program:
-    """Take a kernel apart.
+    """Decompose a kernel.
 
     Raises:
-        NoBackwardKernel: it is no single pipeline.
+        NoBackwardKernel: it is not a single pipeline.
     """
     if sum(op.name == "pipeline" for op in kernel.body.ops) != 1:
         raise NoBackwardKernel("the kernel is not one pipeline", at=kernel.loc)
@@ -69,9 +69,9 @@ def program_of(kernel: Kernel) -> Program:
     if after:
         raise NoBackwardKernel(f"{after[0].name} after the grid", at=after[0].loc)
     body = pipeline.body
-    # What comes before the grid (its dynamic sizes) is the same for every program.
+    # What precedes the grid (its dynamic sizes) is the same for every program.
     body = Block(body.params, (*promoted.body.ops[:place], *body.ops))
-    # A result that shares its memory with an operand is that operand.
+    # A result that aliases an operand is that operand.
     same = {kernel.outputs[o]: kernel.inputs[i] for i, o in kernel.aliases}
     body = substitute(body, same)
     sizes = tuple(n for n in pipeline.sizes if isinstance(n, int))
@@ -84,7 +84,7 @@ def program_of(kernel: Kernel) -> Program:
 
 
 def without_copies(kernel: Kernel) -> Kernel:
-    """Async copies as loads and stores: a copy may happen when it is started."""
+    """Async copies as loads and stores: a copy may take place when it is started."""
 
     def rewrite(op: Op, builder: Rewriter) -> list[Value] | None:
         refs = list(op.operands)

@@ -1,14 +1,14 @@
-"""Sums that a loop keeps relative to a running maximum, as plain sums.
+"""Converts sums that a loop keeps relative to a running maximum to plain sums.
 
 A loop that carries `m = max(m, ...)` and sums of `exp(x - m)`, rescaled whenever `m`
-grows, computes what a loop over `exp(x - final m)` computes: a softmax that sees its
-row block by block, a logsumexp, attention. As a chain of rescalings its reverse has to
-go through the steps from the last to the first, with every step's carries kept; as
-plain sums over a known maximum the steps come in any order, and need nothing of one
-another (`backward_stages.py`).
+grows, computes the same as a loop over `exp(x - final m)`: an online softmax, a
+logsumexp, attention. As a chain of rescalings, its reverse must go through the
+iterations from the last to the first, with every iteration's carried values kept; as
+plain sums over a known maximum, the iterations can run in any order and are independent
+(`backward_stages.py`).
 
-`plain_sums` proves it by exponents: every value is followed as `u`, `u + p * m` or
-`u * exp(p * m)` with `u` independent of `m`. If each carry keeps its exponent and
+`plain_sums` proves it by exponents: every value is tracked as `u`, `u + p * m` or `u *
+exp(p * m)` with `u` independent of `m`. If each carried value keeps its exponent and
 nothing that leaves the program depends on `m`, then `m` has no cotangent, and any `m`
 gives the same results.
 """
@@ -39,11 +39,11 @@ class PlainSums:
 
     body: Block
     scales: frozenset[Value]  # the final maxima: they count as constants
-    same: Mapping[Value, Value]  # the plain sums, by what the first loop has for them
+    same: Mapping[Value, Value]  # the plain sums, by their values in the first loop
 
 
 def plain_sums(body: Block) -> PlainSums:
-    """Follow every loop of rescaled sums by one of plain sums, which the rest uses."""
+    """Follow each loop of rescaled sums by one of plain sums, used from there on."""
     walker = _Walk(producers_of(body))
     return PlainSums(walker.block(body), frozenset(walker.scales), walker.same)
 
@@ -82,7 +82,7 @@ class _Walk:
     def rescaled(
         self, loop: Loop, after: Sequence[Op], yields: Sequence[Value]
     ) -> "tuple[Loop, _Steps] | None":
-        """Whether some carry is a scale, and what the others are relative to it."""
+        """Whether some carried value is a scale, and how the others relate to it."""
         compared = {v for o in walk(loop.body) if o.name == "max" for v in o.operands}
         for n, carry in enumerate(loop.carried):
             if carry not in compared or not is_float(carry):
@@ -93,7 +93,7 @@ class _Walk:
         return None
 
     def steps(self, loop: Loop, scale: int) -> "_Steps | None":
-        """The exponents of the carries, if every step keeps them."""
+        """The exponents of the carried values, if every iteration preserves them."""
         floats = [n for n, c in enumerate(loop.carried) if n != scale and is_float(c)]
         first = {loop.carried[n]: ANY for n in floats}
         found = self.one_step(loop, scale, first)
@@ -152,12 +152,12 @@ class _Walk:
 
 @dataclass(frozen=True)
 class _Steps:
-    """What is known of one step of a loop of rescaled sums."""
+    """What is known about one iteration of a loop of rescaled sums."""
 
-    scale: int  # the carry that is the maximum
+    scale: int  # the carried value that is the maximum
     known: Mapping[Value, Known]
     scales: frozenset[Value]
-    after: tuple[Known, ...]  # of what the step yields
+    after: tuple[Known, ...]  # of the iteration's yields
 
 
 def _plain(loop: Loop, steps: _Steps) -> tuple[list[Op], dict[Value, Value]]:
@@ -216,7 +216,7 @@ class _Plain:
         return Block(params, ops, tuple(map(self.value, region.yields)))
 
     def is_replaced(self, b: Builder, op: Op) -> bool:
-        """Scales are one value; what is left of their differences is 0, and 1."""
+        """Scales are one value; their differences are 0, whose exponential is 1."""
         if len(op.results) != 1:
             return False
         result, now = op.result, self.known.get(op.result)

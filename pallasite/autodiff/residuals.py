@@ -1,10 +1,10 @@
-"""What a forward kernel keeps for the backward kernels, so that it need not run again.
+"""Residuals: what a forward kernel keeps so that the backward need not run it again.
 
-The first stage of a reverse computes what the others need of the program (in attention
-the maximum and sum of each row) from the operands alone, by running all of it. `keep`
-divides such a stage in two: the program itself, with these values as more results, and
-a stage that has them loaded. A value that a result was made from by a division, as an
-accumulator is in attention, is taken from the result instead.
+The first stage of a reverse computes what the others need from the program (in
+attention, the maximum and sum of each row) from the operands alone, by running all of
+it. `keep` splits such a stage in two: the program itself, with these values as extra
+results, and a stage that loads them. A value from which a result was computed by a
+division, such as an accumulator in attention, is recovered from the result instead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from pallasite.passes.analysis.memory import Roots
 
 @dataclass(frozen=True)
 class Kept:
-    """A stage of a reverse, in two."""
+    """A stage of a reverse, split in two."""
 
     forward: Program  # writes the kernel's results and `refs`
     stage: Program  # reads them, and the cotangents of the results
@@ -32,7 +32,7 @@ class Kept:
 def keep(
     stage: Program, seeds: Sequence[Value], results: Sequence[Value]
 ) -> Kept | None:
-    """Divide a stage; None where it is not the program and something after it.
+    """Split a stage; None if it is not the program followed by something.
 
     Args:
         stage: code that stores the program's results and what other stages need.
@@ -83,7 +83,7 @@ class _Keep:
         others = [r for r in written if r not in mine]
         first = only(self.program.with_body(forward), mine)
         second = only(self.program.with_body(known), others)
-        # The program must not run again after all.
+        # The program must not have to run again after all.
         if any(op.name in ("for", "while", "dot") for op in walk(second.body)):
             return None
         if not main_refs(second.body):
@@ -91,7 +91,7 @@ class _Keep:
         return Kept(first, second, (*early, *refs))
 
     def depends_on(self, refs: Sequence[Value]) -> set[Value | Op]:
-        """Values and ops that some refs have a part in."""
+        """Values and ops that depend on some refs."""
         found: set[Value | Op] = set(refs)
         for op in self.body.ops:
             inside = [*walk(Block((), (op,)))]
@@ -102,7 +102,7 @@ class _Keep:
         return found
 
     def handed_on(self) -> list[Value]:
-        """What later ops use of the program."""
+        """What later ops use from the program."""
         found: dict[Value, None] = {}
         for op in self.body.ops:
             if op not in self.later:
@@ -119,7 +119,7 @@ class _Keep:
         return Block(self.body.params, (*b.ops, *body.ops), body.yields)
 
     def way_to_result(self, value: Value) -> "_Way | None":
-        """How a result was made of a value, if that can be undone."""
+        """How a result was computed from a value, if that is invertible."""
         for op in self.stores:
             access, view = Access.of(op), self.made.get(op.operands[0])
             root = self.roots.of(op.operands[0])
@@ -133,7 +133,7 @@ class _Keep:
         return None
 
     def steps(self, source: Value, stored: Value | None) -> list[Op] | None:
-        """The ops from one value to another, if all of them can be undone."""
+        """The ops from one value to another, if all of them are invertible."""
         ops: list[Op] = []
         value = stored
         while value is not source:
@@ -149,7 +149,7 @@ class _Keep:
 
 @dataclass(frozen=True, eq=False)
 class _Way:
-    """How a result was made of a value: casts, reshapes, divisions, then a store."""
+    """How a result was computed from a value: casts, reshapes, divisions, a store."""
 
     stored: Access
     view: Op
@@ -162,11 +162,11 @@ class _Way:
         return [*divisors, *self.view.operands[1:], *self.stored.index_operands]
 
     def is_cheap(self, slicer: Slice, known: Sequence[Value]) -> bool:
-        """Whether all of that is, from values that are known."""
+        """Whether all of that is cheap, given the known values."""
         return not any(map(slicer.is_costly, slicer.closure(self.needed, known)))
 
     def undone(self, b: Builder, slicer: Slice, known: Mapping[Value, Value]) -> Value:
-        """The value again, from the result; outside of it: zero."""
+        """The value, recovered from the result; past the edge: zero."""
         ops = slicer.closure(self.needed, list(known))
         again = clone(Block((), ops, tuple(self.needed)), dict(known))
         b.ops += again.ops

@@ -1,12 +1,12 @@
 """Reverse mode on the IR of one program: its code again, then backwards.
 
 `reverse_program(body, targets, seeds, sizes)` takes the code of a program after
-`passes/promote.py` and gives code that computes what the program did and then, op by
+`passes/promote.py` and returns code that computes what the program did and then, op by
 op from the last to the first, the cotangents. Memory has cotangents too: a `load` adds
 to the cotangent of what it read (as `atomic_rmw` add, which `backward_windows.py`
-writes in plain ops), a `store` takes the cotangent of what it wrote. Branches and loops
-are run again inside their reverse; a loop keeps on a stack what that needs of its
-carries.
+lowers to plain ops), a `store` takes the cotangent of what it wrote. Branches and loops
+are recomputed inside their reverse; a loop keeps the carried values that this needs on
+a stack.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,9 +36,9 @@ from pallasite.ir.roles import Loop
 from pallasite.passes.analysis.boxes import disjoint
 from pallasite.passes.analysis.memory import VIEWS, written_refs
 
-# What a reverse leaves out when it runs code again.
+# What a reverse omits when it recomputes code.
 EFFECTS = ("store", "atomic_rmw", "atomic_cas", "debug_print", "debug_check", "delay")
-MOST_KEPT = 1 << 16  # steps of a loop whose carries may be kept on a stack
+MOST_KEPT = 1 << 16  # iterations of a loop whose carried values may be kept on a stack
 
 
 def reverse_program(
@@ -52,7 +52,7 @@ def reverse_program(
 ) -> "Reversed":
     """The program's code followed by its reverse.
 
-    A ref may have a target and a seed: an operand that shares its memory with a result.
+    A ref may have a target and a seed: an operand that aliases a result.
 
     Args:
         body: a program; its parameters are the grid indices.
@@ -85,7 +85,7 @@ class Reversed:
     # Refs whose cotangent changes while the reverse runs: it starts as the seed and, if
     # the ref has a target, ends as what the target gets.
     changing: Mapping[Value, Value]
-    # Stand-ins for memory that is not there any more: the reverse must not need them.
+    # Placeholders for memory that no longer exists: the reverse must not need them.
     lost: Mapping[Value, Op]
 
 
@@ -123,12 +123,12 @@ class _Reverse:
         lost = {op.operands[0]: self.lost_loads[v] for v, op in self.stand_ins.items()}
         return Reversed(Block(self.body.params, tuple(b.ops)), self.changing, lost)
 
-    # --- what runs forward ---
+    # --- the forward part ---
 
     def find_lost(self, block: Block, stored: set[Value]) -> None:
         """Loads of results' memory that may see what this program stored there.
 
-        `stored`: roots that may have been stored to; grows.
+        `stored`: roots that may have been stored to; is extended.
         """
         for op in block.ops:
             if op.name in ("for", "while"):
@@ -144,8 +144,7 @@ class _Reverse:
                     self.stand_ins[op.result] = _stand_in(op)
 
     def again(self, ops: Sequence[Op], first: bool = False) -> tuple[Op, ...]:
-        """Ops with their side effects removed; the `first` time, effects on scratch
-        are kept."""
+        """Ops without side effects; those on scratch are kept the `first` time."""
         kept = []
         for op in ops:
             if op.name in EFFECTS and not (first and self.is_private(op)):
@@ -165,13 +164,13 @@ class _Reverse:
         return self.activity.root(op.operands[0]) in self.results
 
     def is_private(self, op: Op) -> bool:
-        """Whether an op does something to scratch, and to nothing else."""
+        """Whether an op has an effect on scratch, and on nothing else."""
         if not op.operands or not op.operands[0].is_ref:
             return False
         return self.activity.root(op.operands[0]) in self.scratch
 
     def open_scratch(self, b: Builder) -> None:
-        """Cotangents of scratch that depends on something, zero to begin with."""
+        """Cotangents of scratch that depends on something, initially zero."""
         top = {op.result for op in self.body.ops if op.name == "alloc"}
         for op in walk(self.body):
             if op.name != "alloc" or op.result not in self.activity.varied:
@@ -211,9 +210,9 @@ class _Reverse:
         )
 
     def may_repeat(self, op: Op, loop: Op) -> bool:
-        """Whether two steps of a loop may store to the same place.
+        """Whether two iterations of a loop may store to the same place.
 
-        Not if one of the block's numbers is the loop's own index.
+        They do not if one of the block indices is the loop's own index.
         """
         view = self.activity.view_ops.get(op.operands[0])
         return view is None or Loop.of(loop).index not in view.operands[1:]
@@ -221,7 +220,7 @@ class _Reverse:
     def copy_seed(self, b: Builder, result: Value, seed: Value) -> bool:
         """A block of the seed that stores can take from and set to zero.
 
-        Only where one block is all the program sees of the result.
+        Only if one block is all the program sees of the result.
         """
         views = [
             op for op in walk(self.body) if op.operands[:1] == (result,) and op.results
@@ -263,10 +262,10 @@ class _Reverse:
         fill = 0 if ref in self.changing.values() else None
         return replace(window, mode="out", fill=fill)
 
-    # --- going backwards ---
+    # --- the backward part ---
 
     def backward(self, b: Builder, ops: Sequence[Op], ct: Cotangents) -> None:
-        """Emit the reverse of ops that were emitted before; `ct` grows and shrinks."""
+        """Emit the reverse of ops that were emitted before; updates `ct`."""
         for op in reversed(ops):
             b.loc = op.loc
             handler = _HANDLERS.get(op.name)
@@ -365,7 +364,7 @@ class _Reverse:
     # --- branches ---
 
     def is_live(self, op: Op, ct: Cotangents) -> bool:
-        """Whether an op with regions has cotangents to hand on."""
+        """Whether an op with regions has cotangents to propagate."""
         if any(r in ct for r in op.results):
             return True
         refs = (r for inner in walk(Block((), (op,))) for r in written_refs(inner))
@@ -387,7 +386,7 @@ class _Reverse:
             inside.append((inner, found))
         active = [v for v in captured if any(v in found for _, found in inside)]
         for value in [*active]:
-            # What every branch hands on unchanged does not depend on the branch.
+            # What every branch passes on unchanged does not depend on the branch.
             (first, *others) = (found.get(value) for _, found in inside)
             if first is None or first not in cotangents:
                 continue
@@ -405,13 +404,13 @@ class _Reverse:
             self.add(b, ct, value, cotangent)
 
     def finished(self, region: Block) -> Block:
-        """A region of the reverse, with values of its own and no more than it needs."""
+        """A region of the reverse, with its own values and only what it needs."""
         region = live(region)
         self.check_memory(region)
         return clone(region)
 
     def check_memory(self, region: Block) -> None:
-        """Code that runs again must find in memory what it found the first time."""
+        """Recomputed code must find in memory what it found the first time."""
         for op in walk(region):
             if op.name != "load":
                 continue
@@ -458,7 +457,7 @@ def _zeroed(b: Builder, ref: T.RefType) -> Value:
 
 
 def _stores(block: Block, activity: Activity, root: Value, loops: tuple[Op, ...] = ()):
-    """The ops that write a root, each with the loops around it."""
+    """The ops that write a root, each with its enclosing loops."""
     for op in block.ops:
         if any(activity.root(ref) is root for ref in written_refs(op)):
             yield op, loops
@@ -497,7 +496,7 @@ def _written(b: Builder, access: Access) -> Value | None:
 
 
 def _wide(b: Builder, places: Value) -> Value:
-    """An index tile in a type that can hold the size of a dimension, too."""
+    """An index tile in a type that can also hold the size of a dimension."""
     return b.cast(places, T.I32) if places.tile.dtype.bits < 32 else places
 
 

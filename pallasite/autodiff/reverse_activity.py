@@ -80,7 +80,7 @@ class Activity:
                 self.varied.add(target)
 
     def captured(self, *regions: Block) -> list[Value]:
-        """Values with cotangents that regions use and do not define."""
+        """Values with cotangents that regions capture."""
         inside = {v for region in regions for v in defined(region)}
         used = [v for region in regions for v in used_values(region)]
         return [
@@ -111,7 +111,7 @@ def used_values(block: Block) -> list[Value]:
 
 
 def facts_of(block: Block, sizes: Sequence[int | None]) -> Facts:
-    """Facts of the integers of a program, whose parameters are grid indices."""
+    """Facts about the integers of a program, whose parameters are grid indices."""
     facts = Facts()
     facts.note_grid(block.params, sizes)
     facts.note_block(block)

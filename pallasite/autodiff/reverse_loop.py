@@ -1,8 +1,8 @@
-"""The reverse of a `for` loop: its steps from the last to the first, each run again.
+"""The reverse of a `for` loop: its iterations in reverse order, each recomputed.
 
-A step is run again from its carries. Those that its reverse needs are kept on a stack
-by the forward loop; a loop that only adds up needs none, and its reverse may take the
-steps in any order.
+An iteration is recomputed from its carried values. The forward loop keeps those that
+its reverse needs on a stack; a loop that only accumulates needs none, and its reverse
+may run the iterations in any order.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Cotangents = dict[Value, Value]
 
 
 class Reverse(Protocol):
-    """What the reverse of a loop needs of the reverse around it (`reverse.py`)."""
+    """What the reverse of a loop needs from the enclosing reverse (`reverse.py`)."""
 
     activity: Activity
 
@@ -63,7 +63,8 @@ class ReverseLoop:
         results = self.emit_loop(live(block), inits)
         for value, total in zip(captured, results[len(varied) :], strict=True):
             self.ct[value] = total
-        # After the sums, which would hide them: a carry may start as a captured value.
+        # After the sums, which would hide them: a captured value may be the initial
+        # one.
         for n, cotangent in zip(varied, results, strict=False):
             self.outer.add(self.b, self.ct, self.loop.inits[n], cotangent)
 
@@ -100,14 +101,14 @@ class ReverseLoop:
         return self.b.emit("for", *bounds, *inits, regions=(clone(region),))
 
     def is_free(self, block: Block) -> bool:
-        """Whether the steps may be taken in any order: they only add to sums."""
+        """Whether iterations may run in any order: they only accumulate."""
         varied = sum(p in self.outer.activity.varied for p in self.params)
         pairs = [*zip(block.params, block.yields, strict=True)]
         stores = any(op.name == "store" for op in walk(block))
         return all(p is y for p, y in pairs[:varied]) and not stores
 
     def count(self) -> Value:
-        """How many steps the loop takes."""
+        """The trip count of the loop."""
         first, limit, step = self.loop.bounds
         b = self.b
         one = b.like(1, first)
@@ -116,11 +117,11 @@ class ReverseLoop:
         return b.cast(steps, T.I32)
 
     def keep(self, needed: list[int]) -> dict[int, Value]:
-        """Make the forward loop keep these of its carries, one entry per step."""
+        """Make the forward loop keep these carried values, one entry per iteration."""
         if not needed:
             return {}
         depth = self.outer.most_steps(self.op)
-        # The op there may lack effects of this one, and so be another object.
+        # The op there may lack effects of this one, and so be a different object.
         place = next(
             i for i, op in enumerate(self.b.ops) if op.results == self.op.results
         )

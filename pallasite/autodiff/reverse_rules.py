@@ -1,4 +1,4 @@
-"""Cotangents of pure ops: a product has a rule of its own, JAX knows the others."""
+"""Cotangents of pure ops: a matmul has its own rule, JAX has the others."""
 
 from collections.abc import Sequence
 from math import log
@@ -19,7 +19,7 @@ def pull_back(
 ) -> list[Value | None]:
     """Emit the cotangents of a pure op's operands; None where zero or not wanted.
 
-    Cotangents may be wider than what they belong to (see `accumulated`).
+    Cotangents may be wider than the values they belong to (see `accumulated`).
     """
     if op.name == "dot" and cotangents[0] is not None:
         return [
@@ -51,7 +51,7 @@ def pull_back(
     try:
         return vjp_ops(b, op, op.operands, op.results, narrow, wanted)
     except (NotImplementedError, TypeError) as error:
-        # JAX has no rule, or the rule needs what the language does not have.
+        # JAX has no rule, or the rule needs something the language lacks.
         reason = str(error).splitlines()[0]
         what = f"{op.name} has no derivative here: {reason}"
         raise NoBackwardKernel(what, at=op.loc) from error
@@ -66,7 +66,7 @@ def _maker(b: Builder, value: Value) -> Op | None:
 
 
 def _number(b: Builder, value: Value) -> float | None:
-    """The number that a tile is full of, where the builder has made it."""
+    """The number that fills a tile, if the builder made it."""
     op = _maker(b, value)
     if op is not None and op.name == "broadcast_in_dim":
         return _number(b, op.operands[0])
@@ -74,9 +74,9 @@ def _number(b: Builder, value: Value) -> float | None:
 
 
 def _times(b: Builder, value: Value, number: float | None) -> Value:
-    """A cotangent times a number; factors that come one after another are one.
+    """A cotangent times a number; successive factors are combined.
 
-    So are those before and after a mask, which puts zeros where there is none.
+    So are those before and after a mask, which inserts zeros.
     """
     assert number is not None
     op = _maker(b, value)
@@ -97,7 +97,7 @@ def _scaled(b: Builder, value: Value, number: float) -> Value:
 
 
 def accumulated(dtype: T.DType) -> T.DType:
-    """The type in which cotangents of a type are kept and summed up."""
+    """The type in which cotangents of a type are kept and accumulated."""
     return T.F32 if dtype.bits < 32 else dtype
 
 
@@ -106,24 +106,24 @@ def cotangent_type(value: Value) -> T.TileType:
 
 
 def _dot_operand(b: Builder, op: Op, cotangent: Value, side: int) -> Value:
-    """The cotangent of one side of a product: that of the result times the other side.
+    """The cotangent of one operand of a matmul: the result's times the other operand.
 
-    The order of the two is chosen such that the result needs no transposition where
-    possible: `x @ y` gives `ct @ y.T` and `x.T @ ct`, in one dot each.
+    Their order is chosen so that the result needs no transpose where possible: `x @ y`
+    gives `ct @ y.T` and `x.T @ ct`, in one dot each.
     """
     sides = Dot.of(op).sides
     x, x_batch, x_free, x_contract = sides[side]
     other, other_batch, other_free, other_contract = sides[1 - side]
     n = len(x_batch)
     free = (len(x_free), len(other_free))
-    # The result of the product is batch, lhs rest, rhs rest.
+    # The dimensions of the result are batch, lhs rest, rhs rest.
     first_other = n + (free[0] if side == 0 else 0)
     ct_other = tuple(range(first_other, first_other + free[1]))
     cotangent, other = _same_types(b, op, cotangent, other, x.tile.dtype)
     dtype = accumulated(x.tile.dtype)
     ct_side = (cotangent, ct_other, tuple(range(n)))
     other_side = (other, other_free, other_batch)
-    # What is left of `other` is the contracted dimensions, in the order it has them.
+    # The contracted dimensions remain of `other`, in its own order.
     order = sorted(range(len(other_contract)), key=lambda i: other_contract[i])
     contracted = tuple(x_contract[i] for i in order)
     if (*x_batch, *x_free, *contracted) == tuple(range(x.tile.rank)):
@@ -162,8 +162,8 @@ def _same_types(
 ) -> tuple[Value, Value]:
     """Both factors in one type.
 
-    A product of bf16 operands keeps bf16 factors, as its hardware does: the cotangent
-    is rounded. Otherwise the narrower one is widened.
+    A matmul of bf16 operands keeps bf16 factors, as its hardware does: the cotangent is
+    rounded. Otherwise the narrower one is widened.
     """
     y = other.tile.dtype
     if x == y == T.BF16:

@@ -1,16 +1,16 @@
 """Rules of differentiation: jvp, transpose, and vmap of both, for kernel calls.
 
-Two primitives of their own keep derivatives of a call together, so that they can be
+Two separate primitives keep derivatives of a call together, so that they can be
 batched, partitioned and differentiated again as one operation:
 
-- `tangent_p` takes operands and tangents and gives tangents of the results. It runs the
-  tangent kernel (`tangent.py`) through the same backends as the call. What a forward
-  kernel kept (`residuals.py`) comes last among its operands, for its transpose only.
-- `cotangent_p` takes operands and cotangents of the results and gives cotangents of
+- `tangent_p` takes operands and tangents and returns tangents of the results. It runs
+  the tangent kernel (`tangent.py`) through the same backends as the call. Residuals of
+  a forward kernel (`residuals.py`) are its last operands, for its transpose only.
+- `cotangent_p` takes operands and cotangents of the results and returns cotangents of
   operands, through the functional form of the kernel (`reversible.py`).
 
-They are each other's transpose. `pull_back` decides how cotangents are found: by
-backward kernels (`backward.py`) where there are some, else by `cotangent_p`.
+They are each other's transpose. `pull_back` decides how cotangents are computed: by
+backward kernels (`backward.py`) if there are any, else by `cotangent_p`.
 """
 
 import functools
@@ -55,14 +55,14 @@ def pull_back(
     wanted: Sequence[bool],
     kept: Sequence[Array] = (),
 ) -> list[Array | None]:
-    """Cotangents of a call's operands: the one place that chooses how.
+    """Cotangents of a call's operands: the only place that chooses how.
 
     Args:
         call: the kernel call.
         primals: its operands.
         cotangents: of its results; None is zero.
-        wanted: the operands whose cotangents are asked for; others give None.
-        kept: what the forward kernel kept for this, if anything.
+        wanted: the operands whose cotangents are requested; others give None.
+        kept: the forward kernel's residuals for this, if any.
     """
     if all(c is None for c in cotangents):
         return [None] * len(primals)
@@ -76,7 +76,7 @@ def pull_back(
             raise NoBackwardKernel("the author says what one device runs")
         made = backward.cotangents(call, primals, cotangents, wanted, kept)
         return [
-            # Its type must be that of what it belongs to, also on explicit mesh axes.
+            # Its type must be that of its primal, also on explicit mesh axes.
             c if c is None else jaxcompat.lying_as(c, jaxcompat.aval_of(p))
             for c, p in zip(made, primals, strict=True)
         ]
@@ -91,18 +91,18 @@ def pull_back(
 
 
 def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, call: Call) -> Any:
-    """The call itself, and beside it a call of its tangent kernel."""
+    """The call itself, and a call of its tangent kernel."""
     _refuse_warpgroups(call)
     plain = _in_plain_ops(call)
     found = _keeping(plain, primals, tangents)
     results, kept = (call_p.bind(*primals, call=call), []) if found is None else found
-    # The call itself has checked what its derivatives compute again.
+    # The call itself has checked what its derivatives recompute.
     return results, _push(_unchecked(plain), primals, tangents, kept)
 
 
 def _refuse_warpgroups(call: Call) -> None:
-    """What warpgroups do in the background (products, copies that barriers count) has
-    no rules: a derivative without it would be a wrong one."""
+    """Asynchronous ops of warpgroups (matmuls, copies that barriers count) have no
+    rules: a derivative without them would be wrong."""
     found = next((op for op in walk(call.kernel.body) if op.name in GPU_LEVEL), None)
     if found is not None:
         raise UnsupportedError(
@@ -121,7 +121,7 @@ _without_checks = functools.lru_cache(maxsize=1024)(without_checks)
 
 
 def _in_plain_ops(call: Call) -> Call:
-    """Instructions to matrix units have no rules of their own: what they mean has."""
+    """Instructions to matrix units have no rules; their expansions do."""
     kernel = write_out(call.kernel)
     return call if kernel is call.kernel else replace(call, kernel=kernel)
 
@@ -129,7 +129,7 @@ def _in_plain_ops(call: Call) -> Call:
 def _keeping(
     call: Call, primals: Sequence[Array], tangents: Sequence[Any]
 ) -> tuple[list[Array], list[Array]] | None:
-    """Results of the call, and what its kernel keeps for a reverse; None: nothing."""
+    """Results of the call, and its kernel's residuals for a reverse; None: none."""
     avals = list(map(jaxcompat.aval_of, primals))
     if wants_emulation(call) or local_of(call) is not None:
         return None
@@ -159,12 +159,12 @@ def _push(
 
 
 def _no_tangent(aval: Any) -> Any:
-    """The symbolic zero that is the tangent of a value of this type."""
+    """The symbolic zero tangent of a value of this type."""
     return ad.Zero(aval.to_tangent_aval())
 
 
 def _is_active(tangent: Any) -> bool:
-    """Whether a tangent is there: not a symbolic zero, and not that of an integer."""
+    """Whether a tangent exists: neither a symbolic zero nor that of an integer."""
     return type(tangent) is not ad.Zero and tangent.dtype != jax.dtypes.float0
 
 
@@ -209,7 +209,7 @@ def _split(
 
 
 def _tangents_of(fn: Callable, call: Call, active: Flags) -> Callable[..., list[Array]]:
-    """The same by JAX, of a function that computes what the call does."""
+    """The same by JAX, for a function that computes what the call does."""
     outputs = activity(call.kernel, active).outputs
 
     def run(*operands: Array) -> list[Array]:
@@ -265,7 +265,7 @@ def _cotangents(call: Call, wanted: Flags, known: Flags) -> Callable[..., list[A
 def _cotangents_of(
     fn: Callable, wanted: Flags, known: Flags
 ) -> Callable[..., list[Array]]:
-    """The same by JAX, of a function that computes what the call does."""
+    """The same by JAX, for a function that computes what the call does."""
 
     def run(*operands: Array) -> list[Array]:
         primals, given = operands[: len(wanted)], iter(operands[len(wanted) :])
@@ -292,7 +292,7 @@ def _transpose_tangent(
     """Cotangents of the tangents are those of the operands they belong to."""
     count = len(active)
     primals, tangents = _split(operands, active)
-    # A tangent that is known adds something fixed, which a transpose leaves out.
+    # A known tangent adds a constant, which a transpose omits.
     wanted = [t is not None and ad.is_undefined_primal(t) for t in tangents]
     full: list[Any] = [None] * call.kernel.num_outputs
     outputs = activity(call.kernel, active).outputs
@@ -308,7 +308,7 @@ def transpose_call(cotangents: Sequence[Any], *operands: Any, call: Call) -> lis
     """A call that is linear in some operands (`jax.linear_transpose`): its derivative
     is the same everywhere, so it is taken at zero.
 
-    No operand is zero, really: what the call checks is not to be checked there.
+    No operand is actually zero, so the call's checks must not run there.
     """
     call = _unchecked(_in_plain_ops(call))
     linear = tuple(map(ad.is_undefined_primal, operands))
@@ -328,7 +328,7 @@ def _instantiated(cotangent: Any) -> Array | None:
 def _transpose_cotangent(
     tangents: Sequence[Any], *operands: Any, call: Call, wanted: Flags, known: Flags
 ) -> list[Any]:
-    """Backwards through a pull-back is a push-forward."""
+    """The transpose of a pull-back is a push-forward."""
     primals, cotangents = operands[: len(wanted)], iter(operands[len(wanted) :])
     asked = [k and ad.is_undefined_primal(next(cotangents)) for k in known]
     pending = iter(tangents)
@@ -347,7 +347,7 @@ def _transpose_cotangent(
     return [*[None] * len(wanted), *chosen]
 
 
-# --- once more ---
+# --- second derivatives ---
 
 
 def _jvp_tangent(
@@ -420,7 +420,7 @@ def _batch_tangent(
 ) -> Any:
     """The tangent of the batched call. An operand and its tangent are batched alike.
 
-    What was kept is of another kernel than the batched one keeps, and is left out.
+    The residuals are of another kernel than the batched one's, and are left out.
     """
     count = len(active)
     operands, dims = (x[: count + sum(active)] for x in (operands, dims))
@@ -446,7 +446,7 @@ def _batch_cotangent(
     wanted: Flags,
     known: Flags,
 ) -> Any:
-    """Cotangents of the batched call. Each wanted one differs between examples."""
+    """Cotangents of the batched call. Each requested one differs between examples."""
     size = _batch_size(operands, dims)
     needed = [d is not None or w for d, w in zip(dims, wanted, strict=False)]
     needed = _with_aliased(call, needed)
@@ -465,7 +465,7 @@ def _batch_size(operands: Sequence[Array], dims: Sequence[int | None]) -> int:
 
 
 def _with_aliased(call: Call, needed: list[bool]) -> list[bool]:
-    """An operand that is also a result has one copy per example."""
+    """An operand that aliases a result has one copy per example."""
     aliased = {source for source, _ in call.kernel.aliases}
     return [f or n in aliased for n, f in enumerate(needed)]
 
@@ -584,7 +584,7 @@ def _register(which: Any, meaning: Callable[..., Callable]) -> None:
     primitive.MEANINGS[which] = meaning
 
 
-# The rules of `call_p` itself are told by `first_derivative.py`.
+# `first_derivative.py` registers the rules of `call_p` itself.
 _register(tangent_p, _tangents)
 _register(cotangent_p, _cotangents)
 ad.primitive_jvps[tangent_p] = _jvp_tangent

@@ -1,9 +1,9 @@
-"""Sums that a loop carries, added to memory by each step instead.
+"""Lets each iteration add to memory what a loop would carry as a sum.
 
-The reverse of a loop adds up the cotangent of what its steps read outside of it, and
-hands on the sum: scaled or cast, it is added to a cotangent in memory after the loop.
-As all of that is linear, every step may add its share there itself. Then the loop
-carries nothing, and its steps can be steps of a grid (`backward_stages.py`).
+The reverse of a loop accumulates the cotangent of what its iterations capture and
+passes on the sum: scaled or cast, it is added to a cotangent in memory after the loop.
+As all of that is linear, every iteration may add its share there itself. Then the loop
+carries nothing, and its iterations can be grid steps (`backward_stages.py`).
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ EITHER = ("mul",)
 
 
 def sink_sums(body: Block, op: Op) -> tuple[Block, Op] | None:
-    """The loop without results, in its program; None: a result is more than a sum.
+    """The loop without results, in its program; None if a result is more than a sum.
 
     Args:
         body: the code of a program.
@@ -50,7 +50,7 @@ def sink_sums(body: Block, op: Op) -> tuple[Block, Op] | None:
 
 
 def _shares(body: Block, loop: Loop) -> list[Value] | None:
-    """What each step adds to the sums, if all the loop carries are sums from zero."""
+    """What each iteration adds, if all carried values are sums from zero."""
     made = {v: op for op in loop.body.ops for v in op.results}
     users = users_of(loop.body)
     outside = {v: op for op in body.ops for v in op.results}
@@ -69,7 +69,7 @@ def _shares(body: Block, loop: Loop) -> list[Value] | None:
 
 
 def _chain(after: Sequence[Op], results: Sequence[Value]) -> list[Op] | None:
-    """The ops that hand on the sums; None: one of them is not linear."""
+    """The ops that pass on the sums; None if one of them is not linear."""
     sums, found = set(results), list[Op]()
     for op in after:
         if not any(v in sums for inner in walk(Block((), (op,))) for v in _used(inner)):

@@ -1,8 +1,8 @@
-"""Slices that move with a loop become blocks that its index chooses.
+"""Turns slices that move with a loop into blocks chosen by its index.
 
 A kernel that is shown all keys and loads `keys[j * 64 : (j + 1) * 64]` in a loop reads
 the same as one whose grid brings it block `j`. As blocks, cotangents of what it reads
-can be divided over a grid (`backward_windows.py`).
+can be distributed over a grid (`backward_windows.py`).
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from pallasite.passes.derive_counters import with_counters
 
 
 def step_blocks(program: Program) -> Program:
-    """Loads in loops, of slices that step with the loop, from blocks of their own."""
+    """Load slices that advance with a loop from blocks of their own."""
     walker = _Walk(program.body)
     return program.with_body(walker.block(program.body, None))
 
@@ -60,7 +60,7 @@ class _Walk:
         return Block(block.params, tuple(b.ops), block.yields)
 
     def number(self, value: Value) -> int | None:
-        """The number that a scalar integer is."""
+        """The value of a scalar integer, if constant."""
         op = self.made.get(value)
         if op is None or op.name != "constant":
             return None
@@ -77,7 +77,7 @@ class _Walk:
         return _Steps(loop.index, forms)
 
     def load(self, b: Builder, op: Op, loop: _Steps) -> Op:
-        """The load, from a block if one of its dimensions steps with the loop."""
+        """The load, from a block if one of its dimensions advances with the loop."""
         access, view = Access.of(op), self.views.get(op.operands[0])
         if view is None or view.operands[0] in self.written:
             return op

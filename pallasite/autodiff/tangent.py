@@ -2,8 +2,8 @@
 
 An IR -> IR transformation. Every active ref (see `activity.py`) gets a second one for
 its tangent, and so does every window, allocation and semaphore over it; loads, stores,
-copies and carried values are doubled beside their originals, which stay as they are.
-Pure ops ask `op_derivative.py`. The result runs like any other kernel.
+copies and carried values are duplicated next to their originals, which stay as they
+are. `op_derivative.py` handles pure ops. The result runs like any other kernel.
 """
 
 import functools
@@ -25,12 +25,12 @@ from pallasite.ir.rule_table import RuleTable
 class TangentKernel:
     """A kernel from (inputs, tangents of inputs) to tangents of outputs.
 
-    Outputs that it reads back itself come before those tangents, `skipped` of them.
+    Outputs that it reads back itself precede those tangents, `skipped` of them.
     """
 
     kernel: Kernel
     inputs: tuple[int, ...]  # whose tangents it takes; may be more than the active ones
-    outputs: tuple[int, ...]  # whose tangents it gives
+    outputs: tuple[int, ...]  # whose tangents it returns
 
     @property
     def skipped(self) -> int:
@@ -58,7 +58,7 @@ def tangent_kernel(kernel: Kernel, active: tuple[bool, ...]) -> TangentKernel:
 
 
 class _Doubling:
-    """One transformation: `tangents` maps each active value to that of its tangent.
+    """One transformation: `tangents` maps each active value to its tangent's value.
 
     An active tile may have no entry: its tangent turned out to be zero.
     """
@@ -85,7 +85,7 @@ class _Doubling:
         return TangentKernel(made, found.inputs, found.outputs)
 
     def aliases(self) -> tuple[tuple[int, int], ...]:
-        """Tangents of an operand and result in one place are in one place too."""
+        """The tangents of an operand and result that alias also alias."""
         kernel, found = self.kernel, self.found
         doubled = [
             (
@@ -109,7 +109,7 @@ class _Doubling:
         return None if value is None else self.tangents.get(value)
 
     def full_tangent(self, value: Value) -> Value:
-        """The tangent of a float tile, zeros made explicit."""
+        """The tangent of a float tile, with explicit zeros."""
         return self.tangents.get(value) or self.builder.like(0, value)
 
     def active_among(self, values: Sequence[Value]) -> list[Value]:
@@ -123,7 +123,7 @@ class _Doubling:
         params: Sequence[Value] | None = None,
         yields: Sequence[Value] = (),
     ) -> Block:
-        """The doubled block; also yields the tangents of `yields`."""
+        """The duplicated block; also yields the tangents of `yields`."""
         outer, self.builder = self.builder, Builder()
         for op in block.ops:
             self.builder.loc = op.loc
@@ -228,7 +228,7 @@ def _store(d: _Doubling, op: Op) -> None:
 
 @_RULES.rule("atomic_rmw")
 def _atomic(d: _Doubling, op: Op) -> None:
-    """Adding and exchanging are linear in the value and in the memory."""
+    """Addition and exchange are linear in the value and in the memory."""
     d.keep(op)
     access = Access.of(op)
     ref = d.tangent(access.ref)
@@ -244,7 +244,7 @@ def _atomic(d: _Doubling, op: Op) -> None:
 
 @_RULES.rule("copy_start", "copy_wait")
 def _copy(d: _Doubling, op: Op) -> None:
-    """A second copy; all that one semaphore counts is doubled, or nothing is."""
+    """A second copy; either all that one semaphore counts is duplicated, or nothing."""
     d.keep(op)
     if not d.active_among(op.operands[:2]):
         return
@@ -255,7 +255,7 @@ def _copy(d: _Doubling, op: Op) -> None:
 
 @_RULES.rule("sem_signal", "sem_wait", "sem_read", "delay")
 def _signal(d: _Doubling, op: Op) -> None:
-    """Counts of the program's own, which no copy of a tangent waits for."""
+    """The program's own counts, which no copy of a tangent waits for."""
     d.keep(op)
 
 
@@ -327,5 +327,5 @@ def _pipeline(d: _Doubling, op: Op) -> None:
 
 
 def _tangent_window(window: Window) -> Window:
-    """The `fill` value outside the array is constant: its tangent is zero."""
+    """The `fill` value past the edge is constant: its tangent is zero."""
     return window if window.fill is None else replace(window, fill=0.0)

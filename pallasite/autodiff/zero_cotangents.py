@@ -1,9 +1,9 @@
-"""Backward code without the cotangents that are zero.
+"""Removes zero cotangents from backward code.
 
-What a forward kernel keeps (`residuals.py`) is for cotangents of all its results; often
-some have none, as attention's log-sum-exp that nobody uses. Zeros in its place would be
-read and, worse, multiplied: 0 / 0 is NaN in a row whose sum is zero. `without` takes
-out what a reverse computes of such a cotangent, in which it is linear.
+Residuals of a forward kernel (`residuals.py`) are for cotangents of all its results;
+often some have none, such as attention's unused log-sum-exp. Zeros in their place would
+be read and, worse, multiplied: 0 / 0 is NaN in a row whose sum is zero. `without`
+removes what a reverse computes from such a cotangent, in which it is linear.
 """
 
 from collections.abc import Container
@@ -13,7 +13,7 @@ from pallasite.ir.nodes import Op, Value
 from pallasite.ir.rewrite import Rewriter, map_ops
 from pallasite.passes.analysis.memory import Roots
 
-# Zero where one of these operands is (None: any), whatever the others are.
+# Zero if one of these operands is (None: any), whatever the others are.
 ZERO_BY = {"mul": None, "dot": None, "div": (0,)} | {
     name: (0,)
     for name in ("neg", "cast", "reshape", "broadcast_in_dim", "transpose", "reduce")
@@ -21,7 +21,7 @@ ZERO_BY = {"mul": None, "dot": None, "div": (0,)} | {
 
 
 def without(program: Program, seeds: Container[Value]) -> Program:
-    """The program where the cotangents in some refs are zero.
+    """The program for zero cotangents in some refs.
 
     Args:
         program: a stage of a reverse.

@@ -1,11 +1,11 @@
 """What a backend is: a name, the ops it has, its passes, and stages from text to text.
 
-A backend lists the ops it has natively, its passes (Kernel to Kernel, applied after the
+A backend lists the ops it has natively, its passes (Kernel to Kernel, run after the
 shared ones by the one runner in `passes/run.py`) and its stages: each a function of the
-text before it, the first of the scheduled kernel's. `Compiled` runs them as they are
-asked for; `launch` says how XLA calls the result, which is kept on disk where it is
-data. Backends import no JAX, nothing of the language and no other backend;
-`runtime/ffi.py` turns a Launch into a call.
+previous stage's text, the first of the scheduled kernel's. `Compiled` runs them on
+demand; `launch` says how XLA calls the result, which is cached on disk if it is data.
+Backends import no JAX, nothing of the language and no other backend; `runtime/ffi.py`
+turns a Launch into a call.
 """
 
 import pickle
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Scheduled(str):
-    """The text of a scheduled kernel, which the first stage need not read again."""
+    """The text of a scheduled kernel, which the first stage need not parse again."""
 
     kernel: Kernel
 
@@ -43,7 +43,7 @@ class Scheduled(str):
 
 
 def scheduled_kernel(text: str) -> Kernel:
-    """The kernel a first stage starts from; any text of one will do."""
+    """The kernel that a first stage starts from; accepts any kernel's text."""
     from pallasite.ir.text import parse_kernel
 
     return text.kernel if isinstance(text, Scheduled) else parse_kernel(text)
@@ -51,23 +51,23 @@ def scheduled_kernel(text: str) -> Kernel:
 
 @dataclass(frozen=True)
 class Stage:
-    """A named function from the text before it to its own text (or machine code)."""
+    """A named function from the previous stage's text to its own (or machine code)."""
 
     name: str
     make: Callable[[str], Any]
-    is_view: bool = False  # to be read only: the next stage starts from the text before
+    is_view: bool = False  # for reading only: the next stage skips it
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the author said about one call, for backends: all of it optional."""
+    """The author's options for one call, for backends: all of them optional."""
 
     compiler_params: Mapping[str, Any] = field(default_factory=dict)
     cost_estimate: Mapping[str, int] | None = None
     debug: bool = False
     metadata: Mapping[str, str] | None = None
-    chip: Chip | None = None  # the accelerator compiled for; None: not known
-    lines: bool = False  # the text of every stage says which source lines it is from
+    chip: Chip | None = None  # the accelerator compiled for; None: unknown
+    lines: bool = False  # annotate the text of every stage with source lines
     own: bool = False  # the package's own kernel: no advice on its blocks
 
 
@@ -82,13 +82,13 @@ class Launch:
     has_side_effect: bool = False
     handler: int | None = None  # address of an XLA FFI handler to register (CPU)
     keep_alive: Any = None  # owner of the handler's code
-    symbol: str = ""  # what profilers of the device call the kernel
+    symbol: str = ""  # what device profilers call the kernel
     scratch_results: tuple[tuple[tuple[int, ...], str], ...] = ()  # shape, numpy dtype
-    # Which operands go to the call, and in which forms they and results do; None: all
-    # as they are.
+    # Which operands go to the call, and the forms of these and of results; None: all as
+    # they are.
     operands: tuple[tuple[int, Form | None], ...] | None = None
     result_forms: tuple[Form | None, ...] = ()
-    # Words of 32 bits that a call takes as zeros and hands to `read_log` on the host.
+    # 32-bit words that a call takes as zeros and passes to `read_log` on the host.
     log_words: int = 0
     log_shape: tuple[int, ...] | None = None  # None: a vector
     read_log: Callable[[Any], None] | None = None
@@ -97,7 +97,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Resource:
-    """What a program takes of something that a chip has little of."""
+    """A program's use of a scarce resource of the chip."""
 
     name: str  # "VMEM", "shared memory", "registers per thread"
     used: int
@@ -106,12 +106,12 @@ class Resource:
 
 
 class Backend(Protocol):
-    """The whole interface; a shared pass needing more belongs in the op table."""
+    """The whole interface; if a shared pass needs more, put it in the op table."""
 
     name: str
     platforms: tuple[str, ...]  # JAX platform names it can run on
     native: frozenset[str]  # ops its emitter has; the rest are decomposed
-    exports: bool  # whether what it makes can leave this process (`jax.export`)
+    exports: bool  # whether its output can leave this process (`jax.export`)
 
     def passes(self, options: Options) -> "Sequence[Pass]":
         """The backend's own passes, after the shared ones."""
@@ -122,7 +122,7 @@ class Backend(Protocol):
         ...
 
     def launch(self, compiled: "Compiled") -> Launch:
-        """How to call what the stages made."""
+        """How to call the output of the stages."""
         ...
 
     def version(self) -> str:
@@ -130,7 +130,7 @@ class Backend(Protocol):
         ...
 
     def resources(self, compiled: "Compiled") -> Sequence[Resource]:
-        """What one program takes of the chip, as far as that is known."""
+        """What one program takes of the chip's resources, as far as known."""
         ...
 
 
@@ -138,7 +138,7 @@ class Compiled(Mapping[str, Any]):
     """A kernel on its way through a backend: the output of every stage, by its name.
 
     The first is "scheduled": the kernel after all passes, printed with source lines.
-    Nothing is made before it is asked for, so that what is cached costs no passes.
+    Everything is made on demand, so that a cache hit runs no passes.
     """
 
     def __init__(
@@ -159,12 +159,12 @@ class Compiled(Mapping[str, Any]):
 
     @cached_property
     def kernel(self) -> Kernel:
-        """The kernel after the passes every backend shares."""
+        """The kernel after the shared passes."""
         return self._run(self.imported, self.shared)
 
     @cached_property
     def scheduled(self) -> Kernel:
-        """The kernel after the backend's own passes, too."""
+        """The kernel after the backend's own passes as well."""
         return self._run(self.kernel, self.backend.passes(self.options))
 
     def _run(self, kernel: Kernel, passes: "Sequence[Pass]") -> Kernel:
@@ -201,14 +201,14 @@ class Compiled(Mapping[str, Any]):
         return {n: self[n] for n in self if isinstance(self[n], str)}
 
 
-# Below the package's folder: what a launch depends on, besides the backend's folder.
+# Relative to the package: what a launch depends on, besides the backend's folder.
 _SOURCES = ("target", "ir", "ops", "passes", "runtime/forms.py", "backends/base.py")
 
 
 def stored_launch(compiled: Compiled, make: Callable[[], Launch]) -> Launch:
-    """A launch that is data, from disk where it was made before: then no passes run."""
+    """A launch that is data, from disk if it was made before: then no passes run."""
     if config.get("verify") or config.get("dump"):
-        return make()  # its passes are to be seen
+        return make()  # its passes are to be shown
     backend = compiled.backend
     code = sources.hash_of(*_SOURCES, f"backends/{backend.name}")
     passes = [p.name for p in compiled.shared]
@@ -229,35 +229,35 @@ _MODULES = {
     "cuda": "pallasite.backends.cuda",
     "tpu": "pallasite.backends.tpu",
 }
-# The backends of calls that name none, by JAX platform, in the order they are asked.
+# The default backends by JAX platform, in the order they are tried.
 DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("cpu",),
     "cuda": ("cuda", "triton"),
     "tpu": ("tpu",),
 }
-# Products, and what only an author who schedules warpgroups writes.
+# Matmuls, and ops written only by authors who schedule warpgroups.
 _FOR_CUDA = frozenset(("dot", "wgmma", "barrier_wait", "bulk_wait", "roles"))
 
 
 def defaults(platform: str | None, kernel: Kernel) -> tuple[str, ...]:
-    """The backends of a platform in the order they are asked for a kernel."""
+    """The backends of a platform, in the order they are tried for a kernel."""
     named = DEFAULTS.get(platform or "", ())
     return named[::-1] if platform == "cuda" and not _suits_cuda(kernel) else named
 
 
-# Besides elementwise ops, what programs have that read, reduce and write rows.
+# Besides elementwise ops, those of programs that read, reduce and write rows.
 _ROW_OPS = {"pipeline", "load", "store", "reduce"}
 _ROW_OPS |= {"broadcast_in_dim", "reshape", "constant", "iota"}
-_ROW_BYTES = 16  # what rows are multiples of that start where wide loads can
+_ROW_BYTES = 16  # alignment of rows that allows wide loads
 _MOST_REDUCTIONS = 5
 
 
 def _suits_cuda(kernel: Kernel) -> bool:
     """Whether `cuda` is the faster backend, by measurement (benchmarks/gpu.py).
 
-    It is for products, and for rows that each program reads once and reduces a few
-    times. What loops read, Triton reads steps ahead; it is also faster at rows that
-    start anywhere (softmax of 8191 columns: 3.4 against 3.0 TB/s on an H200). With five
+    It is for matmuls, and for rows that each program reads once and reduces a few
+    times. Triton prefetches loads in loops iterations ahead; it is also faster for
+    unaligned rows (softmax of 8191 columns: 3.4 against 3.0 TB/s on an H200). With five
     reductions (the gradient of softmax) `cuda` is still the faster: 3.5 against 3.0.
     """
     from pallasite.ir.opdef import table

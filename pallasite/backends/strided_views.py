@@ -1,9 +1,9 @@
 """Views of memory by strides and edges, for backends that compute addresses themselves.
 
-A ref is a `View`: a base pointer, one stride per dimension, and for each dimension of
-the array that a block may hang over, where the block starts and where the array ends.
-`StridedViews` emits the ops that make views. Numbers are Python's where they are known;
-how others are added and multiplied is the backend's, which derives from it.
+A ref is a `View`: a base pointer, one stride per dimension, and, for each dimension of
+the array past whose edge a block may extend, where the block starts and where the array
+ends. `StridedViews` emits the ops that make views. Known numbers are Python's; the
+backend, which derives from it, defines how others are added and multiplied.
 """
 
 from abc import ABC, abstractmethod
@@ -28,15 +28,15 @@ class Dim:
     edge: int | None = None  # key of the Edge it moves along
     edge_step: int = 1  # positions along that edge per element
     axis: int = 0  # the dimension of the array it moves along
-    step: int = 1  # elements of that one per element
+    step: int = 1  # elements of that dimension per element
 
 
 @dataclass(frozen=True)
 class Edge(Generic[N]):
-    """A dimension of the array that a view may leave."""
+    """A dimension of the array past whose edge a view may extend."""
 
     start: int | N  # the view's first element
-    stop: int | N  # one past the last element there is
+    stop: int | N  # one past the last existing element
     below: bool  # whether the start may be negative
 
 
@@ -51,7 +51,7 @@ class View(Generic[N]):
     edges: tuple[tuple[int, Edge[N]], ...] = ()
     fill: float | int | bool | None = None
     wide: bool = False  # offsets need 64 bits
-    memory: Value | None = None  # the kernel parameter or scratch it is a part of
+    memory: Value | None = None  # the kernel parameter or scratch it is part of
 
 
 V = TypeVar("V", bound=View[Any])
@@ -64,19 +64,19 @@ def dims_of(ref: RefType) -> tuple[Dim, ...]:
 
 
 class StridedViews(ABC, Generic[V, N]):
-    """Emits views. The last base of an emitter, which has the members left open."""
+    """Emits views. The last base of an emitter, which defines the abstract members."""
 
     facts: Facts
     views: dict[Value, V]
 
-    # --- what a backend says ---
+    # --- defined by the backend ---
 
     @abstractmethod
     def refuse(self, op: Op, why: str = "", fix: str = "") -> NoReturn: ...
 
     @abstractmethod
     def whole_number(self, value: Value) -> int | N:
-        """A scalar of the kernel as an i32; one out of range at the range's end."""
+        """A scalar of the kernel as an i32, saturated."""
 
     @abstractmethod
     def plus(self, x: int | N, y: int | N, wide: bool = False) -> int | N: ...
@@ -91,7 +91,7 @@ class StridedViews(ABC, Generic[V, N]):
     def start(
         self, entry: At | Span, operand: Value | None, size: int, clamp: bool
     ) -> int | N:
-        """Where an index entry starts in a dimension of a size."""
+        """Where an index entry starts in a dimension of a given size."""
 
     def stepped(self, view: V, dim: Dim, start: int | N, multiple: int) -> V:
         """The view with its first element `start` elements further along a dimension.
@@ -132,9 +132,9 @@ class StridedViews(ABC, Generic[V, N]):
     def block_start(
         self, dim: BlockDim, index: Value, size: int
     ) -> tuple[int | N, int, int]:
-        """First element of a block, with the least and greatest it can be.
+        """First element of a block, with its bounds.
 
-        The index is a valid block number: `place_windows` has clamped it.
+        The index is a valid block index: `place_windows` has clamped it.
         """
         fact = self.facts.of(index)
         low, high = max(fact.low, 0), min(fact.high, last_number(dim, size))
@@ -149,7 +149,7 @@ class StridedViews(ABC, Generic[V, N]):
         return start, low, high
 
     def block_multiple(self, dim: BlockDim, index: Value) -> int:
-        """What is known to divide the number of a block's first element."""
+        """What is known to divide the index of a block's first element."""
         multiple = self.facts.of(index).multiple
         if dim.kind == "blocked":
             return multiple * dim.size
@@ -159,7 +159,7 @@ class StridedViews(ABC, Generic[V, N]):
         self.views[op.result] = self.picked(Access.of(op))
 
     def picked(self, access: Access) -> V:
-        """What an index picks of a view: the dimensions of its spans."""
+        """What an index selects from a view: the dimensions of its spans."""
         view = self.views[access.ref]
         dims: list[Dim] = []
         for dim, (entry, operand) in zip(view.dims, access.split_index(), strict=True):
@@ -168,7 +168,7 @@ class StridedViews(ABC, Generic[V, N]):
             view = self.shifted(view, dim, start)
             if isinstance(entry, Span):
                 dims.append(_strided(dim, entry.size, entry.stride))
-            elif dim.size == 0:  # there is no element at all
+            elif dim.size == 0:  # there are no elements at all
                 nothing = max(dict(view.edges), default=-1) + 1, Edge(0, 0, False)
                 view = replace(view, edges=(*view.edges, nothing))
         return replace(view, dims=tuple(dims))

@@ -1,9 +1,9 @@
-"""Kernels that talk to other devices, emulated: one evaluator runs all devices.
+"""Emulation of kernels that communicate between devices: one evaluator runs them all.
 
 The operands of all devices are gathered, the first device's process runs the evaluator
-(`interpret/devices.py`) on them, and each device gets its own results back. No device
-waits for another but in XLA's collectives. A report is handed to every device,
-which then raises it: one that raised it alone would leave the others waiting.
+(`interpret/devices.py`) on them, and each device gets its own results back. Devices
+wait for each other only in XLA's collectives. A report is passed to every device, which
+then raises it: if one raised it alone, the others would wait forever.
 """
 
 import functools
@@ -23,7 +23,7 @@ from pallasite.ir.nodes import Kernel
 
 Array = Any
 
-_reports: dict[int, Exception] = {}  # by number, until as many newer ones have come
+_reports: dict[int, Exception] = {}  # by number; the oldest are dropped
 _numbers = itertools.count(1)
 _KEPT = 64
 
@@ -48,7 +48,7 @@ def on_devices(
     shapes = (jax.ShapeDtypeStruct((count,), np.dtype(np.int32)), *outputs)
 
     def evaluate(*gathered: Array) -> tuple[np.ndarray, ...]:
-        """Run all devices. First comes the number of a report, 0 if there is none."""
+        """Run all devices. The first result is the number of a report, 0 if none."""
         arrays = [np.asarray(x) for x in gathered]
         try:
             found = run_devices(
@@ -74,7 +74,7 @@ def on_devices(
             lambda *xs: tuple(jnp.zeros(s.shape, s.dtype) for s in shapes),
             *gathered,
         )
-        # Device n gets row n of what the first device has.
+        # Device n gets row n of the first device's results.
         own = [jax.lax.all_to_all(x, names, 0, 0)[0] for x in parts]
         return _checked_results(own)
 

@@ -1,4 +1,4 @@
-"""Elementwise ops for the emulation: which JAX function each one is.
+"""Elementwise ops for the emulation: the JAX function for each.
 
 A function takes the op's operands, and its attributes by name.
 """
@@ -25,7 +25,7 @@ def _round(x: Array, rounding_method: int) -> Array:
 def _population_count(x: Array) -> Array:
     bits = jnp.iinfo(x.dtype).bits
     if bits < 8:
-        # XLA on CPU counts the copies of the sign in the rest of the byte.
+        # XLA on CPU also counts the sign extension in the rest of the byte.
         x = lax.convert_element_type(x, jnp.uint8) & jnp.uint8((1 << bits) - 1)
     return lax.population_count(x)
 

@@ -2,7 +2,7 @@
 
 `emulate(kernel)` is an ordinary JAX function of the operands; under jit it runs on any
 platform, and it can be batched and differentiated. Memory is carried through loops and
-updated in place by XLA; a program touches only its blocks.
+updated in place by XLA; a program accesses only its blocks.
 """
 
 import math
@@ -37,7 +37,7 @@ def emulate(kernel: Kernel) -> Callable[..., list[Array]]:
     return run
 
 
-# Updates that XLA can scatter where indices may repeat.
+# Updates that XLA can scatter if indices repeat.
 _SCATTER: dict[str, Callable[[Any], Callable[..., Array]]] = {
     "add": lambda at: at.add,
     "max": lambda at: at.max,
@@ -72,7 +72,7 @@ class JaxNumbers:
     # --- memory ---
 
     def uninitialised(self, type: RefType) -> Array:
-        """Poison where the type has one, so that a read of it shows."""
+        """Poison if the type has one, so that a read of it shows."""
         return jnp.full(type.shape, _poison(type), type.dtype.np)
 
     def pad(
@@ -102,7 +102,7 @@ class JaxNumbers:
         return value
 
     def _take_runs(self, array: Array, picks: Picks) -> Array:
-        """A rectangle: one slice, static where all starts are."""
+        """A rectangle: one slice, static if all starts are."""
         starts, sizes = [p.start for p in picks], [p.extent for p in picks]
         if all(isinstance(s, int) for s in starts):
             limits = [s + n for s, n in zip(starts, sizes, strict=True)]
@@ -110,7 +110,7 @@ class JaxNumbers:
             if sizes == list(array.shape) and set(strides) <= {1}:
                 return array
             return lax.slice(array, starts, limits, strides)
-        # The walker has clamped the starts: there is nothing to wrap around.
+        # The walker has clamped the starts: nothing can wrap around.
         value = lax.dynamic_slice(
             array, [tiles.int32(s) for s in starts], sizes, allow_negative_indices=False
         )
@@ -168,7 +168,7 @@ class JaxNumbers:
     def rmw_in_turn(
         self, array: Array, picks: Picks, kind: str, value: Array, mask: Array | None
     ) -> tuple[Array, Array]:
-        """Equal indices may repeat, and XLA has no scatter of this kind."""
+        """Indices may repeat, and XLA has no scatter of this kind."""
         old, indices = self.take(array, picks), _touched(array, picks, mask)
         flat = [jnp.broadcast_to(i, value.shape).reshape(-1) for i in indices]
         values = value.reshape(-1)
@@ -320,7 +320,7 @@ def _squeeze(value: Array, picks: Picks) -> Array:
 
 
 def _positions(picks: Picks, shape: Sequence[int] | None) -> tuple[tuple, Array]:
-    """Index arrays over the picked shape (clamped into `shape`), and which are inside
+    """Index arrays over the selected shape (clamped to `shape`), and which are within
     their bounds."""
     result = picked_shape(picks)
     rank = len(result)
@@ -357,7 +357,7 @@ def _positions(picks: Picks, shape: Sequence[int] | None) -> tuple[tuple, Array]
 
 
 def _touched(array: Array, picks: Picks, mask: Array | None) -> tuple[Array, ...]:
-    """Index arrays of a write; elements not to be written get one out of range."""
+    """Index arrays of a write; elements not to be written get an index out of range."""
     indices, inside = _positions(picks, array.shape)
     valid = inside if mask is None else inside & mask
     return (jnp.where(valid, indices[0], array.shape[0]), *indices[1:])
@@ -377,7 +377,7 @@ def bitcast_rows(value: Array, before: TileType, after: TileType) -> Array:
 
 
 def static_bounds(first: Array, limit: Array, step: Array) -> int | None:
-    """The trip count where the bounds are constants."""
+    """The trip count, if the bounds are constants."""
     try:
         lo, hi, by = (int(v) for v in (first, limit, step))
     except jax.errors.ConcretizationTypeError:
@@ -386,7 +386,7 @@ def static_bounds(first: Array, limit: Array, step: Array) -> int | None:
 
 
 def dynamic_bounds(first: Array, limit: Array, step: Array) -> Array:
-    """The trip count as an array; no difference is taken that could wrap around."""
+    """The trip count as an array, computed without differences that could wrap."""
     if first.dtype.itemsize < 4:
         first, limit, step = (tiles.int32(v) for v in (first, limit, step))
     one = jnp.ones_like(step)

@@ -1,10 +1,10 @@
 """The emulation in a form that JAX can differentiate in reverse.
 
-It differs from `emulate.py` in three ways, none of them in meaning. Loops have a static
-length where one is known: the program ids and counters give a loop a greatest number of
-trips, and trips beyond its real end do nothing. Loops with no bound are run back by
-recomputation (`reversible_while.py`). Unwritten memory holds a finite number instead
-of NaN, which would come back as 0 * NaN in a gradient.
+It differs from `emulate.py` in three ways, none of them semantic. Loops have a static
+trip count where a bound is known: program ids and counters give a loop a maximum trip
+count, and iterations beyond its actual end do nothing. Loops without a bound are
+reversed by recomputation (`reversible_while.py`). Uninitialised memory holds a finite
+number instead of NaN, which would come back as 0 * NaN in a gradient.
 """
 
 import functools
@@ -36,7 +36,7 @@ from pallasite.passes.analysis.intervals import Fact, Facts
 from pallasite.passes.canonicalize import canonicalize
 
 Array = Any
-# Inside the domain of nearly all functions, and no derivative there is infinite.
+# In the domain of nearly all functions, where no derivative is infinite.
 _HARMLESS = 0.5
 # A bound beyond this is no better than none.
 _MOST_TRIPS = 1 << 16
@@ -69,7 +69,7 @@ def _prepared(kernel: Kernel) -> Kernel:
 
 
 class SmoothNumbers(JaxNumbers):
-    """Numbers without poison, all of whose operations have derivatives."""
+    """Numbers without poison, whose operations all have derivatives."""
 
     def uninitialised(self, type: RefType) -> Array:
         return jnp.full(type.shape, _harmless(type.dtype.np), type.dtype.np)
@@ -101,7 +101,7 @@ class ReverseNumbers(SmoothNumbers):
 
     def tile_op(self, op: Op, operands: Sequence[Array]) -> Sequence[Array]:
         if op.name == "constant" and not op.result.tile.shape:
-            # Known while tracing, as the length of a loop must be.
+            # Known at trace time, as the trip count must be.
             return (np.asarray(op.attrs["value"], op.attrs["type"].dtype.np),)
         return super().tile_op(op, operands)
 
@@ -122,7 +122,7 @@ class ReverseNumbers(SmoothNumbers):
         return backward_loop(go_on, lambda v: same_types(body(v), v), carry)
 
     def grid(self, sizes, carry, body) -> list[Array]:
-        """Programs are recomputed on the way back: what they held is not kept."""
+        """Programs are recomputed in the backward pass: their values are not kept."""
         static = all(isinstance(s, int) for s in sizes)
         total = int(np.prod(sizes)) if static else dynamic_product(sizes)
 
@@ -137,7 +137,7 @@ class ReverseNumbers(SmoothNumbers):
 def _loop(
     total: int | Array, most: int | None, carry: list[Array], body: Callable
 ) -> list[Array]:
-    """Run `body(n, values)` for n below `total`, of which there are at most `most`."""
+    """Run `body(n, values)` for n below `total`, which is at most `most`."""
     carry = [jnp.asarray(x) for x in carry]
 
     def one(n: Array, values: list[Array]) -> list[Array]:
@@ -168,7 +168,7 @@ def _unbounded(total: Array, carry: list[Array], body: Callable) -> list[Array]:
 
 
 class SmoothWalker(Walker):
-    """The walker, for functions with rules of their own calling those."""
+    """The walker; functions with custom rules call those."""
 
     def do_custom(self, op: Op) -> Sequence[Array]:
         return custom_rules.function(op)(*(self.env[v] for v in op.operands))
@@ -177,7 +177,7 @@ class SmoothWalker(Walker):
 
 
 class ReverseWalker(SmoothWalker):
-    """The walker, telling the numbers how long each loop can get."""
+    """The walker, which passes each loop's maximum trip count to the numbers."""
 
     def __init__(self, kernel: Kernel, numbers: ReverseNumbers):
         super().__init__(kernel, numbers)
@@ -193,7 +193,7 @@ class ReverseWalker(SmoothWalker):
 
 @functools.lru_cache(maxsize=1024)
 def most_trips(kernel: Kernel) -> dict[Op, int]:
-    """The greatest number of trips of each `for`, where that is known."""
+    """The maximum trip count of each `for`, where known."""
     found: dict[Op, int] = {}
     _visit(kernel.body, Facts(), found)
     return found
@@ -214,7 +214,7 @@ def _visit(block: Block, facts: Facts, found: dict[Op, int]) -> None:
 
 
 def _carried_counters(loop: Loop, trips: int, facts: Facts) -> None:
-    """A carried number that each trip adds a constant to (as fori_loop's own)."""
+    """A carried number to which each iteration adds a constant (as fori_loop's own)."""
     makers = {v: inner for inner in loop.body.ops for v in inner.results}
     for initial, param, after in zip(
         loop.inits, loop.carried, loop.yields, strict=True

@@ -1,8 +1,9 @@
-"""A `while` loop that can be run backwards, whatever its length.
+"""A `while` loop that can be reversed, whatever its trip count.
 
-JAX differentiates loops in reverse only if their length is static, since it keeps what
-each trip computed. Here only the state at a few checkpoints is kept; going back,
-the state before each trip is computed again from the nearest checkpoint.
+JAX differentiates loops in reverse only if their trip count is static, since it keeps
+what each iteration computed. Here only the state at a few checkpoints is kept; in the
+backward pass, the state before each iteration is recomputed from the nearest
+checkpoint.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from pallasite import jaxcompat
 
 Array = Any
 State = tuple[Array, ...]
-_PLACES = 32  # states kept; going back over n trips costs about n * n / 64 trips
+_PLACES = 32  # states kept; reversing n iterations costs about n * n / 64
 
 
 def backward_loop(
@@ -25,9 +26,9 @@ def backward_loop(
     body: Callable[[list[Array]], list[Array]],
     carry: Sequence[Array],
 ) -> list[Array]:
-    """`while go_on(carry): carry = body(carry)`, with a derivative in reverse."""
+    """`while go_on(carry): carry = body(carry)`, with a reverse-mode derivative."""
     carry = tuple(carry)
-    # All that the loop uses must be handed to the way back: nothing is closed over.
+    # Everything the loop uses must be passed to the backward pass: no captures.
     test, test_values = jaxcompat.without_closure(lambda *c: go_on(list(c)), *carry)
     step, step_values = jaxcompat.without_closure(lambda *c: body(list(c)), *carry)
 
@@ -72,7 +73,7 @@ def backward_loop(
 def _repeat(
     trips: Array, body: Callable[[Array, list[Array]], list[Array]], carry: list[Array]
 ) -> list[Array]:
-    """Run `body(n, carry)` for n below `trips`; can itself be run backwards."""
+    """Run `body(n, carry)` for n below `trips`; can itself be reversed."""
 
     def one(counted: list[Array]) -> list[Array]:
         n, *c = counted
@@ -89,7 +90,7 @@ def _step_back(
     floats: list[Array],
     sums: list[Array],
 ) -> list[Array]:
-    """Cotangents before one trip from those after it, then `sums` of values used."""
+    """Cotangents before an iteration from those after it, then `sums` of uses."""
     both = (*before, *used)
 
     def run(floats_in: list[Array]) -> list[Array]:
@@ -105,7 +106,7 @@ def _step_back(
 def _states(
     step: Callable[[Sequence[Array]], list[Array]], carry: State, trips: Array
 ) -> Callable[[Array], list[Array]]:
-    """The state before trip n, as a function of n."""
+    """The state before iteration n, as a function of n."""
     stride = jnp.maximum(1, -(-trips // _PLACES))
 
     def keep(n: Array, places: list[Array], c: list[Array]) -> list[Array]:

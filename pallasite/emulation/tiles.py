@@ -61,7 +61,7 @@ def _concatenate(op: Op, *parts: Array) -> Array:
 
 @RULES.rule("pad")
 def _pad(op: Op, x: Array, value: Array) -> Array:
-    """Crops by a slice: XLA compiles negative padding with some of its passes only."""
+    """Crops by a slice: not all of XLA's passes handle negative padding."""
     edges = list(zip(op.attrs["low"], op.attrs["high"], strict=True))
     grown = [(max(low, 0), max(high, 0)) for low, high in edges]
     interior = op.attrs["interior"]
@@ -126,8 +126,8 @@ def _scan(op: Op, x: Array) -> Array:
 @RULES.rule("dot")
 def _dot(op: Op, lhs: Array, rhs: Array) -> Array:
     a = op.attrs
-    # XLA's CPU runtime lacks some products of narrow numbers, and says so only when
-    # they run; widened they are the same numbers.
+    # XLA's CPU runtime lacks some matmuls of narrow types, and says so only at run
+    # time; widened, they give the same numbers.
     types = [v.tile.dtype for v in op.operands]
     result = a["dtype"].np
     wide = np.dtype(np.int32) if _is_part_of_byte(a["dtype"]) else result
@@ -148,7 +148,7 @@ def _dot(op: Op, lhs: Array, rhs: Array) -> Array:
 
 
 def _is_part_of_byte(dtype: DType) -> bool:
-    """Integers of which XLA's CPU runtime has few operations."""
+    """Integers for which XLA's CPU runtime has few operations."""
     return dtype.is_integer and dtype.bits < 8
 
 
@@ -227,7 +227,7 @@ def int32(x: Any) -> Array:
 
 
 def clamp_index(index: Any, low: int, high: int) -> Any:
-    """An index, or a tile of them, brought into a range, as int32."""
+    """An index, or a tile of indices, clamped to a range, as int32."""
     if isinstance(index, int):
         return min(max(index, low), high)
     if index.dtype.itemsize >= 4 and index.dtype != jnp.int32:
@@ -238,10 +238,10 @@ def clamp_index(index: Any, low: int, high: int) -> Any:
 
 
 def update_slice(array: Array, value: Array, starts: Sequence[Array]) -> Array:
-    """dynamic_update_slice; starts are clamped, negative ones too.
+    """dynamic_update_slice; starts are clamped, including negative ones.
 
-    XLA on CPU moves a reshape of the result in front of the update and then overwrites
-    what a shifted slice of `array` in `value` has yet to read (openxla/xla#49176). The
+    XLA on CPU moves a reshape of the result before the update and then overwrites what
+    a shifted slice of `array` in `value` has yet to read (openxla/xla#49176). The
     barrier keeps them apart, and costs nothing: the update stays in place.
     """
     updated = lax.dynamic_update_slice(

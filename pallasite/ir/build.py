@@ -1,7 +1,7 @@
-"""Builder: makes ops in order, with types from the op table.
+"""Builder: appends ops in order, with result types from the op table.
 
-`Builder.emit` is the one way to make an op; the short methods below it are
-shorthands for the ops that passes and decompositions use most.
+`Builder.emit` is the only way to make an op; the methods below it are shorthands for
+the ops that passes and decompositions use most.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ Scalar = bool | int | float
 
 
 def _plain(value: Any) -> Any:
-    """Python's numbers for those of numpy and of JAX's tracing.
+    """Convert numpy's numbers and those of JAX tracing to Python's.
 
-    An attribute is then what its text says, and an emitter may print it as it is.
+    An attribute is then exactly what its text says, and an emitter may print it as is.
     """
     if type(value) is tuple:
         return tuple(_plain(each) for each in cast(tuple[Any, ...], value))
@@ -37,7 +37,7 @@ class Builder:
     ):
         self.ops: list[Op] = []
         self.loc = loc
-        self.watch = watch  # told of each op
+        self.watch = watch  # called with each op
 
     def emit(
         self,
@@ -88,7 +88,7 @@ class Builder:
     def broadcast(
         self, x: Value, shape: Sequence[int], dims: Sequence[int] | None = None
     ) -> Value:
-        """Broadcast; dimension d of `x` becomes `dims[d]` (default: the last)."""
+        """Broadcast; dimension d of `x` becomes `dims[d]` (default: trailing ones)."""
         shape = tuple(shape)
         if dims is None:
             dims = range(len(shape) - x.tile.rank, len(shape))

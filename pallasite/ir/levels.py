@@ -1,9 +1,9 @@
-"""The level of a kernel: `tile`, or `explicit` where code says how work overlaps.
+"""The level of a kernel: `tile`, or `explicit` where the code itself overlaps work.
 
-A kernel at level `tile` has operations on whole blocks only. At level `explicit` it may
-also start copies and wait for them, signal semaphores, split into roles that run side
-by side, and say the layouts of tiles and refs: what authors of `pltpu` and `plgpu` code
-write themselves, and what a backend derives. An op's row names the first level with it.
+A kernel at level `tile` has only operations on whole blocks. At level `explicit` it may
+also start copies and wait for them, signal semaphores, split into roles that run
+concurrently, and give layouts to tiles and refs: what authors of `pltpu` and `plgpu`
+code write themselves, and what a backend derives. An op's row names its first level.
 """
 
 from pallasite.ir.nodes import Block, Kernel, walk
@@ -17,6 +17,6 @@ def level_of(block: Block) -> str:
 
 
 def with_level(kernel: Kernel) -> Kernel:
-    """The kernel at that level of its body: for passes that add or remove copies."""
+    """The kernel with its body's level: for passes that add or remove copies."""
     level = level_of(kernel.body)
     return kernel if level == kernel.level else kernel.with_(level=level)

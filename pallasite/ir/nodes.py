@@ -1,8 +1,8 @@
 """The nodes of the Kernel IR: Value, Op, Block, Kernel, and the user's source line.
 
 Nodes are immutable. A Value is defined once, by an Op, a Block or a Kernel; Blocks may
-use the values of the code around them. `text.py` prints and parses them, `verify.py`
-says which are legal, `build.py` makes them.
+use the values of enclosing code. `text.py` prints and parses nodes, `verify.py` defines
+which are legal, `build.py` makes them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,13 +27,13 @@ class Loc:
 
     @property
     def comment(self) -> str:
-        """What generated code has at the end of lines that come from here."""
+        """The comment that generated code puts on lines that come from here."""
         return f"  // {self.file}:{self.line}"
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """One SSA value; identity is equality. `name` is a hint for the printed form."""
+    """One SSA value, compared by identity. `name` is a hint for the printed form."""
 
     type: Type
     name: str = ""
@@ -53,12 +53,12 @@ class Value:
         return isinstance(self.type, RefType)
 
 
-# --- how a load, store or subview picks elements: one entry per ref dimension ---
+# --- how a load, store or subview selects elements: one entry per ref dimension ---
 
 
 @dataclass(frozen=True)
 class At:
-    """One element; the dimension disappears. `start` None: the next index operand."""
+    """One element; drops the dimension. `start` None: the next index operand."""
 
     start: int | None = None
 
@@ -73,15 +73,15 @@ class Span:
 
     @property
     def extent(self) -> int:
-        """Elements from the first to the last picked one, both included."""
+        """Elements from the first to the last selected one, inclusive."""
         return (self.size - 1) * self.stride + 1 if self.size else 0
 
 
 @dataclass(frozen=True)
 class Gather:
-    """Elements named by an integer tile, which is the next index operand.
+    """Elements at the indices in an integer tile, which is the next index operand.
 
-    All Gather entries of one index have tiles of the same shape and are walked
+    The tiles of all Gather entries of one index have the same shape and advance
     together; that shape comes first in the result, before the Span dimensions.
     """
 
@@ -93,9 +93,9 @@ Index = tuple[At | Span | Gather, ...]
 class BlockDim:
     """How one dimension of an array is divided into blocks.
 
-    kind "blocked": the index map gives a block number; "element": a first element,
-    counted from `padding[0]` elements before the array; "squeezed": an element
-    number, and the block has no such dimension; "bounded": a first element and a
+    kind "blocked": the index map gives a block index; "element": the offset of the
+    first element, counted from `padding[0]` elements before the array; "squeezed": an
+    element index, and the block lacks the dimension; "bounded": a first element and a
     length of at most `size`.
     """
 
@@ -111,7 +111,7 @@ class Window:
     dims: tuple[BlockDim, ...]
     mode: str  # "in" or "out"
     space: str = "block"
-    fill: float | int | bool | None = None  # read outside the array; None: unspecified
+    fill: float | int | bool | None = None  # read past the edge; None: undefined
     buffers: int | None = None
 
     @property
@@ -119,7 +119,7 @@ class Window:
         return tuple(d.size for d in self.dims if d.kind != "squeezed")
 
     def may_hang_over(self, shape: Sequence[int]) -> bool:
-        """Whether a block can show elements outside an array of this shape."""
+        """Whether a block can extend past the edge of an array of this shape."""
         return any(
             d.kind != "squeezed" and (d.kind != "blocked" or n % max(d.size, 1) != 0)
             for d, n in zip(self.dims, shape, strict=True)
@@ -128,7 +128,7 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Straight-line code with parameters; `yields` is what it hands back."""
+    """Straight-line code with parameters; `yields` are the values it returns."""
 
     params: tuple[Value, ...] = ()
     ops: tuple["Op", ...] = ()
@@ -153,7 +153,7 @@ class Op:
 
     @property
     def own_attrs(self) -> Mapping[str, Any]:
-        """The attributes its row names: none of a backend's notes (`cpu.until`)."""
+        """The attributes its row names, without backends' notes (`cpu.until`)."""
         if not any("." in key for key in self.attrs):
             return self.attrs
         return {key: value for key, value in self.attrs.items() if "." not in key}
@@ -164,10 +164,10 @@ class Op:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A whole kernel: refs in main memory in, code, nothing out but what it stores.
+    """A whole kernel: refs in main memory and code, whose only results are its stores.
 
-    `params` are the operand refs, then `num_outputs` result refs. `aliases` pairs an
-    operand position with a result position: both refs are the same memory.
+    `params` are the operand refs, then `num_outputs` output refs. `aliases` maps an
+    operand position to an output position: both refs are the same memory.
     """
 
     name: str
@@ -188,7 +188,7 @@ class Kernel:
 
     @property
     def aliased_results(self) -> dict[Value, Value]:
-        """The result that is the same memory as an operand, by operand."""
+        """For each aliased operand, the output that shares its memory."""
         return {self.inputs[i]: self.outputs[o] for i, o in self.aliases}
 
     def with_(self, **changes: Any) -> "Kernel":
@@ -210,7 +210,7 @@ class Kernel:
 
 def walk(block: Block) -> Iterator[Op]:
     """Every op of a block and of the regions inside it, in program order."""
-    # Not by calls of itself: each op would pass through as many as it is deep.
+    # Iterative: with recursive generators each op would be re-yielded once per level.
     ahead = [iter(block.ops)]
     while ahead:
         for op in ahead[-1]:
@@ -227,7 +227,7 @@ def walk(block: Block) -> Iterator[Op]:
 
 @dataclass(frozen=True)
 class Access:
-    """A load, store, atomic or subview taken apart into its roles."""
+    """A load, store, atomic or subview, decomposed into its named parts."""
 
     ref: Value
     index: Index
@@ -257,7 +257,7 @@ class Access:
         )
 
     def split_index(self) -> list[tuple[At | Span | Gather, Value | None]]:
-        """Each index entry with its operand, if it has one."""
+        """Each index entry with its operand, if any."""
         pending = iter(self.index_operands)
         return [
             (e, next(pending) if isinstance(e, Gather) or e.start is None else None)

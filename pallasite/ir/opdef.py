@@ -17,7 +17,7 @@ TypeRule = Callable[[tuple[Type, ...], Attrs], tuple[Type, ...]]
 
 
 class Unit(Enum):
-    """What an op keeps busy, for the cost model."""
+    """The hardware unit an op occupies, for the cost model."""
 
     NONE = "none"
     ALU = "alu"
@@ -28,15 +28,15 @@ class Unit(Enum):
 
 
 class Effect(Enum):
-    """What an op does besides making its results."""
+    """What an op does besides producing its results."""
 
     PURE = "pure"
     READ = "read"
     WRITE = "write"  # also ordering: copies, semaphores, prints
 
 
-# Levels of the IR, each with the ops of those before it: operations on whole blocks;
-# copies in flight, semaphores, roles that run side by side and layouts.
+# Levels of the IR, each including the ops of those before it: operations on whole
+# blocks; copies in flight, semaphores, concurrent roles and layouts.
 TILE, EXPLICIT = "tile", "explicit"
 LEVELS = (TILE, EXPLICIT)
 
@@ -48,7 +48,7 @@ class OpDef:
     name: str
     type_rule: TypeRule
     arity: int | None = None  # None: any number
-    jax: str | None = None  # primitive of the same meaning, operand for operand
+    jax: str | None = None  # JAX primitive with the same meaning and operands
     attrs: tuple[str, ...] = ()
     dtypes: tuple[DType, ...] = ALL
     meaning: Callable[..., Any] | None = None  # numpy; elementwise ops only
@@ -58,7 +58,7 @@ class OpDef:
     elementwise: bool = False
     regions: int | None = 0  # None: any number
     domain: tuple[float, float] | None = None  # sampled by the conformance tests
-    max_ulp: float = 0  # allowed error in units of the result type; 0: exact
+    max_ulp: float = 0  # allowed error in ulps of the result type; 0: exact
     level: str = TILE  # the first level that has the op
     layouts: bool = False  # whether operands and results may have layouts
     doc: str = ""
@@ -82,4 +82,4 @@ def table() -> dict[str, OpDef]:
 
 
 class TypeRuleError(Exception):
-    """A type rule refuses its operands. The caller adds op, location and fix."""
+    """A type rule rejects its operands. The caller adds op, location and fix."""

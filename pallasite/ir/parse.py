@@ -1,8 +1,9 @@
-"""Reads the printed form of a kernel back into nodes.
+"""Parses the printed form of a kernel back into nodes.
 
 In: text as `text.py` prints it, with or without source lines and `//` comments. Out: a
-Kernel, not yet verified (`verify.py`). The reader refuses what is not the grammar, and
-a `%name` used above its definition or defined twice; the rest is the verifier's.
+Kernel, not yet verified (`verify.py`). The parser rejects what the grammar does not
+allow, and a `%name` used before its definition or defined twice; all other checks are
+the verifier's.
 """
 
 import json
@@ -29,7 +30,7 @@ from pallasite.ir.types import DTYPES, DType, Layout, RefType, TileType, Type
 
 _Item = TypeVar("_Item")
 
-# One match per token, with the space and comments before it.
+# One match per token, including the whitespace and comments before it.
 _TOKEN = re.compile(
     r"""(?:[ \t\r\n]+|//[^\n]*)*
     (?:(?P<value>%\w+)
@@ -56,7 +57,7 @@ def parse_kernel(text: str) -> Kernel:
     """The kernel a text describes.
 
     Raises:
-        ParseError: the text is not the printed form of a kernel; says the line, what
+        ParseError: the text is not the printed form of a kernel; gives the line, what
             was found and what was expected.
     """
     parser = _Parser(text)
@@ -73,7 +74,7 @@ class _Token(NamedTuple):
 
 
 def _tokens(text: str) -> list[_Token]:
-    """All of them, the last one twice: it may be looked at where two are wanted."""
+    """All tokens; the last appears twice, so that looking one ahead is safe."""
     found: list[_Token] = []
     for match in _TOKEN.finditer(text):
         kind = match.lastgroup
@@ -86,7 +87,7 @@ def _tokens(text: str) -> list[_Token]:
 
 
 class _Parser:
-    """Recursive descent over the tokens, one method per piece of the grammar."""
+    """Recursive-descent parser, with one method per production of the grammar."""
 
     def __init__(self, text: str):
         self.source = text
@@ -109,7 +110,7 @@ class _Parser:
         return self.tokens[self.index + 1].text
 
     def at(self, text: str) -> bool:
-        """`text` is a mark or a word, which no token of another kind looks like."""
+        """Whether the current token is `text`, a mark or a word of a unique kind."""
         return self.token.text == text
 
     def accept(self, text: str) -> bool:
@@ -188,14 +189,14 @@ class _Parser:
         return Block(params, tuple(ops), tuple(yields))
 
     def region(self) -> Block:
-        self.take()  # the label, which says nothing the op does not
+        self.take()  # the label, which is redundant
         self.expect("(")
         params = tuple(self.listed(self.define, ")"))
         self.expect("{")
         return self.block_rest(params)
 
     def op(self) -> Op:
-        # Results become visible after the op: it cannot use them, even in a region.
+        # Results become visible after the op: it cannot use them, not even in a region.
         results: list[tuple[str, Value]] = []
         if self.token.kind == "value":
             results = [self.declare()]
@@ -272,7 +273,7 @@ class _Parser:
 
     def loc(self) -> Loc | None:
         if self.token.kind == "loc":
-            # A kernel has many ops of few source lines: each line is read once.
+            # A kernel has many ops but few source lines: parse each line only once.
             text = self.take().text
             if text not in self.locs:
                 file, line, *function = _LOC_PARTS.findall(text)

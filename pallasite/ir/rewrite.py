@@ -1,7 +1,7 @@
-"""Changing kernels: walk and rebuild, substitute, clone, clean up, apply patterns.
+"""Rewriting kernels: walk and rebuild, substitute, clone, clean up, apply patterns.
 
 Nodes are immutable, so every function here returns new nodes, or the very same object
-where nothing changed (`new is old` tells). A rewriting function sees one op with a
+where nothing changed (test with `new is old`). A rewrite function gets one op and a
 `Rewriter` to build replacements; `passes/canonicalize.py` is a table of such functions.
 """
 
@@ -20,19 +20,19 @@ Node = TypeVar("Node", Kernel, Block)
 
 
 class Rewriter(Builder):
-    """A Builder that also knows which op made each value seen so far."""
+    """A Builder that also records which op defined each value seen so far."""
 
     def __init__(self, producers: dict[Value, Op]):
         super().__init__()
         self.producers = producers
 
     def producer(self, value: Value, name: str | None = None) -> Op | None:
-        """The op that made `value`, if there is one (and it is called `name`)."""
+        """The op that defines `value`, if any (and, if given, only if named `name`)."""
         op = self.producers.get(value)
         return op if op is None or name in (None, op.name) else None
 
 
-# None keeps the op; otherwise one value per result.
+# None keeps the op; otherwise one value per result replaces it.
 Rewrite = Callable[[Op, Rewriter], Sequence[Value] | Value | None]
 Pattern = tuple[str, Rewrite]  # op name or "*", what to do with such an op
 
@@ -40,8 +40,8 @@ Pattern = tuple[str, Rewrite]  # op name or "*", what to do with such an op
 def map_ops(node: Node, rewrite: Rewrite) -> Node:
     """Rebuild with each op replaced as `rewrite` says, inner ops before outer ones.
 
-    `rewrite` sees ops whose operands and regions are rewritten already. What it emits
-    on its builder goes where the op was.
+    The operands and regions of the ops `rewrite` gets are already rewritten. The ops it
+    emits take the place of the original.
     """
     if isinstance(node, Kernel):
         body = _Mapper(rewrite).block(node.body)
@@ -88,8 +88,8 @@ def apply_patterns(
 ) -> Kernel:
     """Apply patterns until none matches.
 
-    For each op the patterns of its name are tried in order, then those for "*"; the
-    first that gives values wins.
+    For each op, the patterns for its name are tried in order, then those for "*"; the
+    first that returns values wins.
 
     Raises:
         InternalError: patterns still match after `limit` rounds (they undo each other).
@@ -108,7 +108,7 @@ def apply_patterns(
             if made is not None:
                 matched = f"{getattr(rewrite, '__name__', rewrite)} on {op.name}"
                 return made
-            builder.ops.clear()  # ops of a refused rewrite
+            builder.ops.clear()  # ops of a rejected rewrite
         return None
 
     for _ in range(limit):
@@ -122,7 +122,7 @@ def apply_patterns(
 
 
 def substitute(block: Block, mapping: Mapping[Value, Value]) -> Block:
-    """Replace uses of values, in nested regions too; definitions stay."""
+    """Replace uses of values, also in nested regions; definitions stay."""
     ops = [
         with_regions(
             _with_operands(op, _mapped(op.operands, mapping)),
@@ -137,7 +137,7 @@ def substitute(block: Block, mapping: Mapping[Value, Value]) -> Block:
 
 
 def clone(block: Block, mapping: Mapping[Value, Value] | None = None) -> Block:
-    """A copy in which every value is fresh; `mapping` replaces values from outside."""
+    """A copy with fresh values throughout; `mapping` replaces free values."""
     return _clone(block, dict(mapping or {}))
 
 
@@ -159,7 +159,7 @@ def _fresh(values: tuple[Value, ...], fresh: dict[Value, Value]) -> tuple[Value,
 
 
 def inline(builder: Builder, block: Block, args: Sequence[Value]) -> tuple[Value, ...]:
-    """Emit a copy of the block's ops with `args` for its parameters; its yields."""
+    """Emit a copy of the block's ops with `args` as parameters; gives its yields."""
     mapping = dict(zip(block.params, args, strict=True))
     copy = clone(Block((), block.ops, block.yields), mapping)
     builder.ops += copy.ops
@@ -167,7 +167,7 @@ def inline(builder: Builder, block: Block, args: Sequence[Value]) -> tuple[Value
 
 
 def users_of(block: Block) -> dict[Value, list[Op]]:
-    """The ops that use each value, once per use; those in regions among them."""
+    """The ops that use each value, one entry per use, including uses in regions."""
     users: dict[Value, list[Op]] = defaultdict(list)
     for op in walk(block):
         for value in (*op.operands, *(v for r in op.regions for v in r.yields)):
@@ -179,32 +179,32 @@ def users_of(block: Block) -> dict[Value, list[Op]]:
 
 
 def writes(op: Op) -> bool:
-    """Whether the op, or one inside it, changes memory or the outside world."""
+    """Whether the op, or one nested in it, writes memory or has external effects."""
     if op.regions:
         return any(writes(inner) for region in op.regions for inner in region.ops)
     return op.name != "alloc" and table()[op.name].effect is Effect.WRITE
 
 
 def is_pure(op: Op) -> bool:
-    """Whether the op only computes: it has no code inside and sees no memory."""
+    """Whether the op only computes: it has no regions and accesses no memory."""
     return not op.regions and table()[op.name].effect is Effect.PURE
 
 
 def is_removable(op: Op) -> bool:
     """Whether the op can be removed if its results are unused."""
-    # A `while` may run for ever; `pipeline` and the rest have no results to be unused.
+    # A `while` may not terminate; `pipeline` and the rest have no results to be unused.
     may_stop = all(inner.name != "while" for r in op.regions for inner in walk(r))
     return op.name not in ("while", "pipeline") and may_stop and not writes(op)
 
 
 def dead_code(kernel: Kernel) -> Kernel:
-    """Dead code removed: ops without effects whose results are unused."""
+    """Dead-code elimination: removes effect-free ops whose results are unused."""
     body = _live_block(kernel.body, set())
     return kernel if body is kernel.body else kernel.with_(body=body)
 
 
 def _live_block(block: Block, live: set[Value]) -> Block:
-    """`live`: values used further down; grows by what this block uses."""
+    """`live`: values used later; the block's own uses are added to it."""
     live.update(block.yields)
     kept: list[Op] = []
     for op in reversed(block.ops):
@@ -221,7 +221,7 @@ def _live_block(block: Block, live: set[Value]) -> Block:
 
 
 def common_subexpressions(kernel: Kernel) -> Kernel:
-    """Common subexpressions shared: pure ops, and loads with no write in between."""
+    """CSE: of pure ops, and of loads with no write in between."""
     body = _Shared().block(kernel.body)
     return kernel if body is kernel.body else kernel.with_(body=body)
 
@@ -232,14 +232,14 @@ _Key = tuple[object, ...]
 class _Shared:
     """Available expressions by scope: inner regions see those of outer ones.
 
-    Not so the regions of a pipeline, which backends turn into functions: they share
-    nothing with the code around them that they did not use before.
+    The regions of a pipeline are an exception, because backends turn them into
+    functions: CSE must not make them use further values of the enclosing code.
     """
 
     def __init__(self) -> None:
         self.available: dict[_Key, Op] = {}
         self.replaced: dict[Value, Value] = {}
-        self.writes_seen = 0  # part of a load's key: a write makes earlier loads stale
+        self.writes_seen = 0  # part of a load's key: a write invalidates earlier loads
 
     def block(self, block: Block) -> Block:
         outer, self.available = self.available, dict(self.available)
@@ -259,8 +259,8 @@ class _Shared:
             self.writes_seen += op.name != "alloc"
             return op
         if effect is Effect.READ and op.name != "load":
-            return op  # a semaphore may change while nothing here writes
-        # By text: 0.0 and -0.0, 1 and True are equal to Python but not to us.
+            return op  # a semaphore may change without a write here
+        # By text: 0.0 and -0.0, 1 and True compare equal in Python but differ here.
         attrs = tuple((k, attr_text(op.attrs[k])) for k in sorted(op.attrs))
         epoch = self.writes_seen if effect is Effect.READ else 0
         key = (op.name, op.operands, attrs, epoch)

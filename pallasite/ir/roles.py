@@ -1,8 +1,8 @@
-"""What the operands, attributes and regions of a structured op are for, by name.
+"""The operands, attributes and regions of a structured op, by name.
 
 `Pipeline.of(op)`, `Loop.of(op)`, `While.of(op)`, `Cond.of(op)`, `Dot.of(op)` and so on
-take an op apart as `Access.of` (in `nodes.py`) does for memory ops; `to_op()` puts it
-together again. The layouts they know are those that the type rules in `ops/` state.
+decompose an op as `Access.of` (in `nodes.py`) does for memory ops; `to_op()` is the
+inverse. The operand orders they assume are those of the type rules in `ops/`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ from pallasite.ir.nodes import (
 
 
 class Shown(NamedTuple):
-    """One window of a pipeline with what belongs to it."""
+    """One window of a pipeline with its array, index map and block."""
 
     array: Value
     window: Window
@@ -32,10 +32,10 @@ class Shown(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """A pipeline taken apart: one array, window and index map per block of the body."""
+    """A pipeline, decomposed: one array, window and index map per block of the body."""
 
     op: Op
-    grid: tuple[int | None, ...]  # None: a size known only when the kernel runs
+    grid: tuple[int | None, ...]  # None: a size known only at run time
     dynamic_sizes: tuple[Value, ...]  # of the axes whose size in `grid` is None
     arrays: tuple[Value, ...]
     windows: tuple[Window, ...]
@@ -85,7 +85,7 @@ class Pipeline:
         return replace(self, **changes)
 
     def showing(self, shown: Iterable[Shown], body: Block | None = None) -> "Pipeline":
-        """With other windows, and a body over their blocks (None: the same ops)."""
+        """Copy with other windows, and a body over their blocks (None: same ops)."""
         arrays, windows, maps, blocks = _columns(shown)
         if body is None:
             body = replace(self.body, params=(*self.ids, *blocks))
@@ -106,8 +106,8 @@ def _columns(shown: Iterable[Shown]) -> tuple[tuple[Any, ...], ...]:
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """A `for` taken apart. Of what it carries: before, inside, after a step, after all
-    steps are `inits`, `carried`, `yields` and `results`."""
+    """A `for`, decomposed. Loop-carried values are `inits` before the loop, `carried`
+    inside, `yields` at the end of an iteration and `results` after the loop."""
 
     op: Op
     first: Value
@@ -152,7 +152,7 @@ class Loop:
 
 @dataclass(frozen=True, eq=False)
 class While:
-    """A `while` taken apart; both regions take what is carried."""
+    """A `while`, decomposed; both regions take the loop-carried values."""
 
     op: Op
     inits: tuple[Value, ...]
@@ -167,7 +167,7 @@ class While:
 
 @dataclass(frozen=True, eq=False)
 class Cond:
-    """A `cond` taken apart; the number is clamped to the branches there are."""
+    """A `cond`, decomposed; the index is clamped to the existing branches."""
 
     op: Op
     which: Value
@@ -178,7 +178,7 @@ class Cond:
         return Cond(op, op.operands[0], op.regions)
 
     def branch(self, number: int) -> Block:
-        """The branch that a number takes."""
+        """The branch that an index selects."""
         return self.branches[min(max(number, 0), len(self.branches) - 1)]
 
 
@@ -187,7 +187,7 @@ class DotSide(NamedTuple):
 
     value: Value
     batch: tuple[int, ...]
-    free: tuple[int, ...]  # rows of the left side, columns of the right one
+    free: tuple[int, ...]  # rows of the left operand, columns of the right one
     contract: tuple[int, ...]
 
     def sizes(self, dims: Sequence[int]) -> list[int]:
@@ -196,7 +196,7 @@ class DotSide(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Dot:
-    """A dot taken apart. Dimensions that meet have the same place on both sides."""
+    """A dot, decomposed. Paired dimensions are at the same position on both sides."""
 
     op: Op
     lhs: DotSide
@@ -205,7 +205,7 @@ class Dot:
     @staticmethod
     def of(op: Op) -> "Dot":
         pairs = zip(op.attrs["batch"], op.attrs["contract"], strict=True)
-        sides = zip(op.operands, pairs, strict=False)  # a fused one has more
+        sides = zip(op.operands, pairs, strict=False)  # a fused dot has more operands
         lhs, rhs = (_side(value, *dims) for value, dims in sides)
         return Dot(op, lhs, rhs)
 
@@ -215,14 +215,13 @@ class Dot:
 
     @property
     def depth(self) -> int:
-        """How many products are added up for each element of the result."""
+        """The number of products summed per element of the result."""
         return prod(self.lhs.sizes(self.lhs.contract))
 
 
 @dataclass(frozen=True, eq=False)
 class Wgmma:
-    """A wgmma taken apart: what is added to, both sides, the dimension of each that
-    is summed over."""
+    """A wgmma, decomposed: accumulator, both operands, contracted dimension of each."""
 
     sums: Value
     lhs: Value
@@ -238,7 +237,7 @@ class Wgmma:
 
 @dataclass(frozen=True, eq=False)
 class TensorMma:
-    """A tensor_mma taken apart: as a wgmma, and whether the sums are added to."""
+    """A tensor_mma, decomposed: like a wgmma, and whether it accumulates."""
 
     sums: Value
     lhs: Value
@@ -254,15 +253,15 @@ class TensorMma:
 
     @property
     def columns_dim(self) -> int:
-        """The dimension of the right side that is not summed over."""
+        """The non-contracted dimension of the right operand."""
         return 1 - self.contract[1]
 
 
 @dataclass(frozen=True)
 class Roles:
-    """What notes on a `roles` op say of each of them.
+    """What the notes on a `roles` op say about each role.
 
-    Makers of roles for one chip leave them out: then each is one warpgroup.
+    Notes are optional for roles made for one chip: without them, each is one warpgroup.
     """
 
     names: tuple[str, ...]
@@ -278,7 +277,7 @@ class Roles:
 
 @dataclass(frozen=True)
 class DotStore:
-    """A dot_store taken apart.
+    """A dot_store, decomposed.
 
     Operand order: lhs, rhs, ref, index operands, [addend], [tile, factors],
     [overwrite].
@@ -288,7 +287,7 @@ class DotStore:
     index: Index
     index_operands: tuple[Value, ...]
     addend: Value | None
-    scaled: tuple[Value, ...]  # a tile and factors per row, whose product is the addend
+    scaled: tuple[Value, ...]  # a tile and per-row factors, whose product is the addend
     overwrite: Value | None
 
     @staticmethod
@@ -303,7 +302,7 @@ class DotStore:
 
     @property
     def access(self) -> Access:
-        """Where the sums are, as a store has it."""
+        """Where the sums are stored, in the form a store has."""
         return Access(self.ref, self.index, self.index_operands)
 
 

@@ -1,7 +1,7 @@
-"""A table of rules by name, filled where each rule is written.
+"""A table of rules by name, registered where each rule is defined.
 
-Import rules, tangent rules and the tile ops of the number systems are kept so; an
-emitter lists its rules in one dict at the end of each file.
+Import rules, tangent rules and the tile ops of the number systems use it; an emitter
+lists its rules in one dict at the end of each file.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """The printed form of a kernel: deterministic, exact, and readable.
 
 `print_kernel(kernel)` is the text that identifies a kernel (cache key, dumps, golden
-tests); `parse_kernel(text)` gives it back, and printing that gives the same text.
-The grammar is described in `README.md`; the reader is `parse.py`.
+tests); `parse_kernel(text)` is its exact inverse. `README.md` describes the grammar;
+the parser is `parse.py`.
 """
 
 import json
@@ -33,7 +33,7 @@ from pallasite.ir.parse import parse_kernel as parse_kernel
 from pallasite.ir.types import DType, RefType, TileType
 
 INDEXED = frozenset({"load", "store", "atomic_rmw", "atomic_cas", "subview"})
-_IMPLIED = frozenset({"index", "mask", "other"})  # shown by the sugar of indexed ops
+_IMPLIED = frozenset({"index", "mask", "other"})  # shown by the syntax of indexed ops
 _TYPE, _NOTHING = frozenset({"type"}), frozenset[str]()
 _STORED = {"store": 1, "atomic_rmw": 1, "atomic_cas": 2}  # values written
 
@@ -47,7 +47,7 @@ def print_kernel(kernel: Kernel, locs: bool = False) -> str:
 
 
 def print_block(block: Block, locs: bool = False) -> str:
-    """The text of a block on its own; values from outside get names on first sight."""
+    """The text of a single block; outer values are named on first use."""
     printer = _Printer(locs)
     printer.block("block", block, "")
     return "\n".join(printer.lines)
@@ -66,7 +66,7 @@ def print_op(
 
 
 def region_labels(op_name: str, count: int) -> Sequence[str]:
-    """What the regions of an op are called in the text (for the reader's eye only)."""
+    """The labels of an op's regions in the text (for readers only)."""
     if op_name == "pipeline":
         return (*("map",) * (count - 1), "body")
     if op_name == "while":
@@ -75,7 +75,7 @@ def region_labels(op_name: str, count: int) -> Sequence[str]:
 
 
 class _Printer:
-    """Holds the names given so far and the lines made so far."""
+    """Holds the names assigned and the lines printed so far."""
 
     def __init__(self, locs: bool):
         self.locs = locs
@@ -83,7 +83,7 @@ class _Printer:
         self.names: dict[Value, str] = {}
         self.taken: set[str] = set()
         self.unnamed = 0
-        # Keyed by id: a type is hashed slowly, and the kernel keeps it alive.
+        # Keyed by id: hashing a type is slow, and the kernel keeps the type alive.
         self.types: dict[int, str] = {}
 
     def kernel(self, kernel: Kernel) -> str:
@@ -120,7 +120,7 @@ class _Printer:
 
     def op(self, op: Op, indent: str, regions: bool) -> None:
         sugared = op.name in INDEXED and _index_fits(op)
-        # Operands first: a value the op itself defines is not one it can use.
+        # Operands first: an op cannot use a value that it defines itself.
         operands = self.indexed(op) if sugared else self.values(op.operands)
         line = indent
         if op.results:
@@ -190,7 +190,7 @@ class _Printer:
         return self.names.get(value) or self.new_name(value)
 
     def new_name(self, value: Value) -> str:
-        """The hint, made unique by a number; a number alone where there is no hint."""
+        """The hint, made unique by a number; only a number where there is no hint."""
         if value.name:
             base = "%" + _NOT_IN_NAMES.sub("_", value.name)
             if base[1].isdigit():
@@ -208,13 +208,13 @@ class _Printer:
 
 
 def _implied_type(op: Op) -> frozenset[str]:
-    """`type` need not be said where the result says it already."""
+    """Whether `type` is redundant because the result's type says it already."""
     shown = len(op.results) == 1 and op.attrs.get("type") == op.results[0].type
     return _TYPE if shown else _NOTHING
 
 
 def _index_fits(op: Op) -> bool:
-    """Whether the operands are as many as the index and the flags call for."""
+    """Whether the operand count matches the index and the flags."""
     index: Any = op.attrs.get("index")
     if not isinstance(index, tuple) or not op.operands:
         return False

@@ -1,7 +1,7 @@
 """Element types, tile types and ref types of the Kernel IR.
 
-Everything a value can be: a tile (an array held in registers; a scalar is a rank-0
-tile) or a ref (a typed window onto memory in a named space). Read `nodes.py` next.
+Every value is a tile (an array held in registers; a scalar is a rank-0 tile) or a ref
+(a typed window onto memory in a named space). Read `nodes.py` next.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-import ml_dtypes as ml_dtypes  # numpy knows the names of its types from here on
+import ml_dtypes as ml_dtypes  # registers its type names with numpy
 import numpy as np
 
 
@@ -44,7 +44,7 @@ class DType:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The least and greatest number of an integer type; bools are 0 and 1."""
+        """The smallest and largest value of an integer type; bools are 0 and 1."""
         assert not self.is_float, self
         if self.is_bool:
             return 0, 1
@@ -53,7 +53,7 @@ class DType:
 
     @property
     def bytes(self) -> int:
-        """Bytes one element takes in main memory (sub-byte types take one each)."""
+        """Bytes per element in main memory (sub-byte types take one each)."""
         return max(1, self.bits // 8)
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ ALL = (*NUMBERS, BOOL)
 
 
 def dtype_of(numpy_dtype: object) -> DType | None:
-    """The IR dtype of a numpy dtype, or None where the language has none."""
+    """The IR dtype of a numpy dtype, or None if the IR has none."""
     try:
         return _BY_NUMPY.get(np.dtype(numpy_dtype))  # type: ignore[arg-type]
     except TypeError:
@@ -120,10 +120,10 @@ def dtype_of(numpy_dtype: object) -> DType | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """How elements are placed in registers of lanes, or in a memory: `@swizzle(128)`.
+    """How elements are placed in the registers of lanes, or in memory: `@swizzle(128)`.
 
-    The explicit level's; which kinds there are, and what they mean, is a backend's to
-    say. To the evaluator a value is the same in every layout.
+    Exists only at the explicit level; the backend defines which kinds there are and
+    what they mean. To the evaluator, a value is the same in every layout.
     """
 
     kind: str
@@ -163,8 +163,8 @@ class TileType:
         return f"{self.dtype}[{','.join([f'{n:d}' for n in self.shape])}]{layout}"
 
 
-# Memory spaces. `any` is main memory seen as a whole; `block` is where a backend puts
-# the window of a pipeline (VMEM, shared memory, registers, or a view of main memory).
+# Memory spaces. `any` is main memory as a whole; `block` is wherever a backend puts the
+# window of a pipeline (VMEM, shared memory, registers, or a view of main memory).
 SPACES = (
     "any",  # main memory, wherever the array lives
     "hbm",
@@ -180,7 +180,7 @@ SPACES = (
     "sem",  # counting semaphores
     "dma_sem",  # semaphores that async copies signal
     "barrier_sem",  # semaphores shared between devices
-    "mbarrier",  # barriers of a GPU's shared memory, which count arrivals and bytes
+    "mbarrier",  # barriers in a GPU's shared memory; count arrivals and bytes
 )
 
 
@@ -203,7 +203,7 @@ class RefType:
 
     @property
     def tile(self) -> TileType:
-        """What a load of the whole ref gives; registers have layouts of their own."""
+        """The type of a load of the whole ref; its layout is not the ref's."""
         return TileType(self.shape, self.dtype)
 
     @property

@@ -1,8 +1,8 @@
-"""What a legal kernel is: `verify(kernel)` raises VerifyError at the first breach.
+"""Defines legal kernels: `verify(kernel)` raises VerifyError at the first violation.
 
-Run on what the importer makes and, with PALLASITE_VERIFY, after each pass. Most rules
-come from the op table (arity, attributes, dtypes, type rule); the rest, what a type
-rule cannot see (scopes, windows, constants), is here, one small function per rule.
+Runs on the importer's output and, with PALLASITE_VERIFY, after each pass. Most rules
+come from the op table (arity, attributes, dtypes, type rule); what a type rule cannot
+see (scopes, windows, constants) is checked here, by one small function per rule.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ SEMANTICS = (
     "parallel",
     "core_parallel",
     "subcore_parallel",
-    "cluster",  # programs that run at once and see each other's shared memory
+    "cluster",  # programs that run concurrently and see each other's shared memory
 )
 BLOCK_KINDS = ("blocked", "element", "squeezed", "bounded")
 WINDOW_MODES = ("in", "out")
@@ -45,17 +45,17 @@ def verify(kernel: Kernel) -> None:
     _Verifier(kernel).run()
 
 
-# Ops that keep all rules about an op by itself. Most ops outlive a pass, nodes do not
-# change, and these rules are most of the time.
+# Ops known to satisfy the rules about a single op. Most ops outlive a pass, nodes are
+# immutable, and these rules take most of the verification time.
 _legal: WeakSet[Op] = WeakSet()
 
 
 class _Breach(Exception):
-    """A broken rule; the verifier adds the op and its location."""
+    """A violated rule; the verifier adds the op and its location."""
 
 
 class _Verifier:
-    """Walks a kernel in program order, with the values defined and visible so far."""
+    """Walks a kernel in program order, tracking the values that are visible."""
 
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
@@ -78,7 +78,7 @@ class _Verifier:
             self.check_pending()
 
     def check_pending(self) -> None:
-        """A product in flight is used by what adds to it or waits for it only."""
+        """A matmul in flight may only be accumulated into or waited for."""
         pending = _pending_tiles(self.kernel.body)
         for op in walk(self.kernel.body) if pending else ():
             for n, value in enumerate(op.operands):
@@ -160,7 +160,7 @@ class _Verifier:
 def _op_text(op: Op, kernel: Kernel) -> str:
     try:
         return print_op(op, within=kernel, regions=False)
-    except InternalError:  # an attribute that cannot be printed is what is wrong
+    except InternalError:  # the violation is that an attribute cannot be printed
         return f"{op.name} {dict(op.attrs)!r}"
 
 
@@ -210,7 +210,7 @@ def _check_type(type_: Type, level: str) -> None:
 
 
 def _pending_tiles(body: Block) -> set[Value]:
-    """Results of wgmma that no wgmma_wait gave, also through loops and branches."""
+    """Results of wgmma without a wgmma_wait yet, also through loops and branches."""
     ops = list(walk(body))
     found = {v for op in ops if op.name == "wgmma" for v in op.results}
     before = -1
@@ -294,7 +294,7 @@ def _check_types(op: Op, row: OpDef) -> None:
         expected = row.type_rule(tuple(v.type for v in op.operands), attrs)
     except TypeRuleError as error:
         raise _Breach(f"{op.name}: {error}") from None
-    except Exception as error:  # a rule assumes operands and attrs of the right form
+    except Exception as error:  # type rules assume well-formed operands and attrs
         detail = f"{type(error).__name__}: {error}".rstrip(": ")
         raise _Breach(
             f"{op.name}: malformed operands or attributes ({detail})"
@@ -385,7 +385,7 @@ def _check_remote_copy(op: Op) -> None:
 
 
 def _check_load(op: Op) -> None:
-    """A copy that a barrier counts: by the copy engine, into shared memory."""
+    """A copy counted by a barrier: by the copy engine, into shared memory."""
     if op.name == "copy_wait":
         raise _Breach("copy_wait: a barrier is waited for with barrier_wait")
     target, barrier = op.operands[1].ref, op.operands[2].ref

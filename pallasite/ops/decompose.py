@@ -1,9 +1,9 @@
 """Decompositions: how an op is computed from others where a backend lacks it.
 
-`LOWER` names for a row of `elementwise.py` the function that is its `lower`:
-`(Builder, *values, **attrs) -> Value`. Following `lower` again and again ends in ops
-that need no decomposition. `SHORTCUTS` are other ways that lean on one op which a
-backend may have; `passes/legalize.py` prefers them where it does.
+`LOWER` maps a row of `elementwise.py` to the function that is its `lower`:
+`(Builder, *values, **attrs) -> Value`. Applying `lower` repeatedly ends in ops that
+need no decomposition. `SHORTCUTS` are alternatives that rely on one op which a backend
+may have; `passes/legalize.py` prefers them where it does.
 """
 
 from pallasite.ops import decompose_exp

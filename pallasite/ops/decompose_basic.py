@@ -1,6 +1,6 @@
 """Decompositions of arithmetic, rounding and bit ops into simpler ones.
 
-All are exact. `decompose.py` gathers them under the names of their ops.
+All are exact. `decompose.py` collects them by op name.
 """
 
 from pallasite.ir.build import Builder
@@ -56,7 +56,7 @@ def clamp(b: Builder, low: Value, x: Value, high: Value) -> Value:
 
 @formula
 def sign(x: Expr) -> Expr:
-    """NaN and both zeros give themselves."""
+    """NaN and both zeros are unchanged."""
     if x.dtype.kind == "uint":
         return x.min(1)
     return where(x > 0, 1, where(x < 0, -1, x))
@@ -105,7 +105,7 @@ def nextafter(x: Expr, y: Expr) -> Expr:
     if layout is None:
         raise NotApplicable(f"f16, bf16, f32 and f64 only, not {x.dtype}")
     pattern, zero = x.bitcast(layout.integer), 0.0
-    # The bits of a float count its distance from zero.
+    # A float's bits, as an integer, count its distance from zero.
     outwards = (x < y).op("eq", x > zero)
     step = where(outwards, pattern + 1, pattern - 1)
     tiny = (y.bitcast(layout.integer) & layout.sign_mask) | 1
@@ -135,7 +135,7 @@ def reduce_precision(x: Expr, *, exponent_bits: int, mantissa_bits: int) -> Expr
 
 @formula
 def population_count(x: Expr) -> Expr:
-    """Counts in fields of 2, 4 and 8 bits, then adds the bytes by a product."""
+    """Counts in fields of 2, 4 and 8 bits, then adds the bytes by a multiplication."""
     width = _width(x)
 
     def repeated(byte: int) -> int:
@@ -149,7 +149,7 @@ def population_count(x: Expr) -> Expr:
 
 @formula
 def clz(x: Expr) -> Expr:
-    """Fill all bits below the leading one, then count the zeros."""
+    """Set all bits below the leading one, then count the zeros."""
     width, shift = _width(x), 1
     while shift < width:
         x = x | x.shift_logical(shift)
@@ -175,7 +175,7 @@ def _integer_rem(x: Expr, y: Expr) -> Expr:
 
 @float_formula
 def _float_rem(x: Expr, y: Expr) -> Expr:
-    """Long division, some quotient bits a round, as many rounds as a tile needs.
+    """Long division, some quotient bits per round, as many rounds as a tile needs.
 
     Each round leaves |rest| <= divisor/2, where divisor = |y| * 2**(round * digits).
     The quotient has few enough bits for its products with both halves of the divisor
@@ -184,13 +184,13 @@ def _float_rem(x: Expr, y: Expr) -> Expr:
     layout = format_of(x)
     digits = 10 if layout.mantissa == 23 else 20
     base, whole = abs(y), abs(x)
-    # A quotient rounded up must not overflow: start from a quarter, finish at the end.
+    # A quotient rounded up must not overflow: start with a quarter, undo it at the end.
     huge = whole >= 2.0 ** (layout.bias - 1)
     size = where(huge, whole * 0.25, whole)
     mantissa, exponent = _normalized(base)
     _, top = _normalized(size)
     distance = (top - exponent).max(0)
-    # Division by a constant: a product and a shift, right for distances below 2**12.
+    # Division by a constant: a multiply and a shift, exact for distances below 2**12.
     rounds = (distance * (65536 // digits + 1)) >> 16
     rest = _divide_rounds(size, mantissa, exponent, rounds, digits)
     rest = where(rest < 0.0, rest + base, rest)
@@ -203,7 +203,7 @@ def _float_rem(x: Expr, y: Expr) -> Expr:
 
 
 def _normalized(size: Expr) -> tuple[Expr, Expr]:
-    """m in [1, 2) and integer e with size = m * 2**e; 0 and infinity give something."""
+    """m in [1, 2) and integer e with size = m * 2**e; arbitrary for 0 and infinity."""
     layout = format_of(size)
     lift = layout.mantissa + 1
     subnormal = size < layout.smallest
@@ -217,7 +217,7 @@ def _normalized(size: Expr) -> tuple[Expr, Expr]:
 def _divide_rounds(
     size: Expr, mantissa: Expr, exponent: Expr, rounds: Expr, digits: int
 ) -> Expr:
-    """A loop from the most rounds any element needs down to 0."""
+    """A loop from the most rounds that any element needs down to 0."""
     outer = size.scope.builder
     most = _largest(outer, rounds.cast(I32).value)
     counter, carried = Value(TileType((), I32)), Value(size.value.type)

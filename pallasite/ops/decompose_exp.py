@@ -1,7 +1,7 @@
 """Decompositions of exponentials, logarithms, hyperbolic functions, powers and roots.
 
-The ones everything rests on (exp, exp2, log) use bit fields and polynomials only; the
-others use those three, so a backend that has them natively keeps its speed.
+The basic ones (exp, exp2, log) use only bit fields and polynomials; the others use
+those three, so a backend that has them natively keeps its speed.
 """
 
 from pallasite.ir.build import Builder
@@ -66,7 +66,7 @@ def exp(x: Expr) -> Expr:
 
 
 def _within_exponents(x: Expr) -> Expr:
-    """x, but no further out than where 2**x is infinity or zero anyway."""
+    """x, clamped to where 2**x is infinity or zero anyway."""
     layout = format_of(x)
     return x.max(-2.0 - layout.bias - layout.mantissa).min(layout.bias + 2.0)
 
@@ -140,10 +140,10 @@ def log2(x: Expr) -> Expr:
 
 @float_formula
 def log1p(x: Expr) -> Expr:
-    """log of the rounded 1 + x, corrected for what the rounding lost.
+    """log of the rounded 1 + x, corrected for the rounding error.
 
-    The last bit is dropped too: compilers that take (x + 1) - 1 for x, as XLA does,
-    would find nothing lost.
+    The last bit is dropped too: compilers that simplify (x + 1) - 1 to x, as XLA does,
+    would see no error.
     """
     rounded = (bits(x + 1.0) & -2).bitcast(x.dtype)
     lost = x - (rounded - 1.0)
@@ -174,7 +174,7 @@ def cosh(x: Expr) -> Expr:
 
 
 def _exp_halves(x: Expr) -> tuple[Expr, Expr]:
-    """exp(x/2) and exp(-x/2): their squares reach as far as sinh and cosh do."""
+    """exp(x/2) and exp(-x/2): their squares have the same range as sinh and cosh."""
     root = (x * 0.5).op("exp")
     return root, 1.0 / root
 
@@ -224,7 +224,7 @@ def rsqrt(x: Expr) -> Expr:
 
 @float_formula
 def cbrt(x: Expr) -> Expr:
-    """A third of the exponent field, then two or three rounds of improvement."""
+    """A third of the exponent field, then two or three refinements."""
     layout, size = format_of(x), abs(x)
     lift = 3 * ((layout.mantissa + 3) // 3)
     subnormal = size < layout.smallest
@@ -252,7 +252,7 @@ def pow_(b: Builder, x: Value, y: Value) -> Value:
 def _float_pow(x: Expr, y: Expr) -> Expr:
     size = abs(x)
     high, low = _log2_extended(size)
-    # log2 of a float other than 1 is large enough for this bound to change nothing.
+    # log2 of a float other than 1 is large enough for this bound to have no effect.
     bound = 2.0 ** (2 * format_of(x).mantissa)
     power = y.max(-bound).min(bound)
     product, error = two_product(high, power)
@@ -268,7 +268,7 @@ def _log2_extended(x: Expr) -> tuple[Expr, Expr]:
     """log2 of a positive number as a sum of two floats.
 
     log(m) = 2 atanh(s) with s = (m - 1)/(m + 1); s and the leading term 2s carry a
-    correction, the rest of the series is small enough without.
+    correction, the rest of the series is small enough without one.
     """
     m, e = mantissa_and_exponent(x)
     f = m - 1.0
@@ -289,7 +289,7 @@ def _log2_extended(x: Expr) -> tuple[Expr, Expr]:
 
 
 def _pow_at_edges(x: Expr, y: Expr, result: Expr) -> Expr:
-    """Signs, zeros, infinities and NaN, as IEEE's pow."""
+    """Signs, zeros, infinities and NaN, as in IEEE's pow."""
     size = abs(x)
     half = y * 0.5
     whole = y.floor().eq(y)

@@ -1,7 +1,7 @@
-"""Gathering single elements along one axis by comparing and selecting.
+"""Gathers of single elements along one axis, by comparing and selecting.
 
 Covers `x[indices]` along one axis (whole rows) and take_along_axis. Every candidate is
-compared with every index, so this suits short axes; ops that do not fit are refused.
+compared with every index, so this suits short axes; other gathers are rejected.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Sorting by a bitonic network: compare and exchange at constant distances.
 
 Floats are compared as integers of the same order; the position is the last key, which
-makes the order total and the sort stable. A few largest elements are found without
-sorting the rest: one by one.
+makes the order total and the sort stable. The few largest elements are found one by
+one, without sorting the rest.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def sort(
     padded = [lengthened(b, x, axis, size) for x in operands]
     place = positions(b, padded[0], axis)
     keys = [_sort_key(b, x) for x in padded[:num_keys]]
-    if size > n:  # what was added sorts last
+    if size > n:  # padding sorts last
         keys.insert(0, b.cast(b.ge(place, b.like(n, place)), I32))
     network = _Network(b, axis, size, place)
     rows = network.run([*keys, place, *padded], len(keys) + 1)
@@ -64,7 +64,7 @@ class _Network:
     def step(
         self, rows: list[Value], num_keys: int, run: int, distance: int
     ) -> list[Value]:
-        """Order each pair `distance` apart; upwards in every other run."""
+        """Order each pair `distance` apart; ascending in every other run."""
         b = self.b
         apart = {"axis": self.axis, "distance": distance}
         partners = [b.op("exchange", x, **apart) for x in rows]
@@ -75,7 +75,7 @@ class _Network:
         return [b.select(swap, y, x) for x, y in zip(rows, partners, strict=True)]
 
     def clear(self, bit: int) -> Value:
-        """Where a bit of the position is not set."""
+        """Where a bit of the position is clear."""
         b, place = self.b, self.place
         return b.eq(b.and_(place, b.like(bit, place)), b.like(0, place))
 
@@ -105,14 +105,14 @@ def _float_key(x: Expr) -> Expr:
 
 
 def top_k(b: Builder, x: Value, *, axis: int, k: int) -> tuple[Value, ...]:
-    """By integers in the order of the elements, from which these are made again."""
+    """By integers in the order of the elements, which are then converted back."""
     own = x.tile.dtype
     if own not in (I32, I64):
         keys, places = b.emit("top_k", _ordered(b, x), axis=axis, k=k)
         return _from_ordered(b, keys, own), places
     bits_of_place = next_power_of_two(x.tile.shape[axis]).bit_length() - 1
     steps = bits_of_place * (bits_of_place + 1) // 2
-    # To find one costs about as much as a step of the network.
+    # Finding one costs about as much as a step of the network.
     return (_one_by_one if k <= steps else _first_sorted)(b, x, axis, k)
 
 
@@ -124,10 +124,10 @@ def _first_sorted(b: Builder, x: Value, axis: int, k: int) -> tuple[Value, ...]:
 
 
 def _one_by_one(b: Builder, x: Value, axis: int, k: int) -> tuple[Value, ...]:
-    """The largest, and its first position; that one struck out; again.
+    """Find the maximum and its first position; strike it out; repeat.
 
-    A struck element becomes the least there is. What was the least from the start is
-    told apart by its position: struck elements have none, that is, the row's length.
+    A struck element becomes the minimum of the type. Elements that had this value from
+    the start differ by position: struck ones have none, that is, the row's length.
     """
     n, shape = x.tile.shape[axis], x.tile.shape
     none = filled(b, x, axis, k, 0)
@@ -180,7 +180,7 @@ def _from_ordered(b: Builder, keys: Value, dtype: DType) -> Value:
 
 @float_formula
 def _total_order(x: Expr) -> Expr:
-    """Negative floats are in the order of their bits reversed."""
+    """Negative floats are in the reverse order of their bits."""
     return _reverse_negative(bits(x), format_of(x))
 
 

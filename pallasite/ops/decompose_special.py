@@ -38,7 +38,7 @@ def erfc(x: Expr) -> Expr:
 
 
 def _erfc_positive(x: Expr) -> Expr:
-    """exp(-x^2) times a smooth function, in which all x >= 0 fold into [-1, 1)."""
+    """exp(-x^2) times a smooth function, which maps all x >= 0 to [-1, 1)."""
     x = x.min(_ERFC_END[x.dtype.name])
     square, lost = two_product(x, x)
     bell = (-square).op("exp")
@@ -69,7 +69,7 @@ def _improved_erf_inv(x: Expr, y: Expr) -> Expr:
 
 @float_formula
 def lgamma(x: Expr) -> Expr:
-    """From 1/2 up directly, below by reflection."""
+    """Directly from 1/2 up, below by reflection."""
     low = x < 0.5
     positive = _lgamma_from_half(where(low, 1.0 - x, x))
     nearest = (x + 0.5).floor()

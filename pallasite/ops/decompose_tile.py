@@ -1,8 +1,9 @@
 """Decompositions of tile ops into slices, concatenations, selects and smaller ops.
 
-Elements move by constant distances only: a reversal or a move by a variable distance is
-a few rotations by powers of two, each taken or not. `tile.py` names these functions as
-the `lower` of its rows; `decompose_sort.py` and `decompose_gather.py` have the rest.
+Elements move only by constant distances: a reversal, or a move by a variable distance,
+is a few rotations by powers of two, each applied or not. `tile.py` names these
+functions as the `lower` of its rows; `decompose_sort.py` and `decompose_gather.py` have
+the rest.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ def join(b: Builder, parts: Sequence[Value], axis: int) -> Value:
 
 
 def rotate(b: Builder, x: Value, axis: int, distance: int) -> Value:
-    """Element i becomes element i + distance, around the end."""
+    """Element i becomes element i + distance, wrapping around."""
     n = x.tile.shape[axis]
     cut = (n - distance) % n
     if not cut:
@@ -133,7 +134,7 @@ def _pad_axis(
 
 
 def _spread(b: Builder, x: Value, value: Value, axis: int, interior: int) -> Value:
-    """`interior` elements after each but the last, by a dimension of their own."""
+    """`interior` elements after each but the last, through a new dimension."""
     shape, n = list(x.tile.shape), x.tile.shape[axis]
     single = b.op("reshape", x, shape=(*shape[: axis + 1], 1, *shape[axis + 1 :]))
     gap = b.broadcast(value, (*shape[: axis + 1], interior, *shape[axis + 1 :]), ())
@@ -183,7 +184,7 @@ def _clamped(b: Builder, start: Value, last: int) -> Value:
 def _rotate_by(
     b: Builder, x: Value, axis: int, distance: Value, most: int, left: bool
 ) -> Value:
-    """A rotation for each bit of the distance, taken where the bit is set."""
+    """A rotation for each bit of the distance, applied where the bit is set."""
     n = x.tile.shape[axis]
     for bit in range(most.bit_length()):
         step = 1 << bit
@@ -197,7 +198,7 @@ def _rotate_by(
 
 
 def combining(b: Builder, kind: str) -> Combine:
-    """How two partial results make one."""
+    """How two partial results are combined."""
     if kind == "logsumexp":
         return lambda x, y: _log_add_exp(b, x, y)
     name = {"sum": "add", "prod": "mul"}.get(kind, kind)
@@ -212,12 +213,12 @@ def _log_add_exp(x: Any, y: Any) -> Any:
 
 
 def _accumulating(dtype: DType) -> DType:
-    """Small floats are summed in f32 and rounded once."""
+    """Narrow floats are summed in f32 and rounded once."""
     return F32 if dtype.is_float and dtype.bits < 32 else dtype
 
 
 def reduce(b: Builder, x: Value, *, kind: str, axes: Sequence[int]) -> Value:
-    """Booleans by max and min; else halves combined until one element is left."""
+    """Booleans by max and min; else combine halves until one element is left."""
     own = x.tile.dtype
     if own == BOOL and kind in ("and", "or", "max", "min"):
         numbers = b.cast(x, I32)
@@ -247,7 +248,7 @@ def _halved(b: Builder, x: Value, axis: int, combine: Combine, start: Any) -> Va
 
 
 def scan(b: Builder, x: Value, *, kind: str, axis: int, reverse: bool) -> Value:
-    """Each step combines what is 1, 2, 4, ... elements away."""
+    """Each step combines elements 1, 2, 4, ... apart."""
     own = x.tile.dtype
     x = b.cast(x, _accumulating(own))
     combine, start = combining(b, kind), neutral(kind, x.tile.dtype)
@@ -264,7 +265,7 @@ def scan(b: Builder, x: Value, *, kind: str, axis: int, reverse: bool) -> Value:
 
 
 def arg_reduce(b: Builder, x: Value, *, kind: str, axis: int, dtype: DType) -> Value:
-    """The least position whose element is the extreme one, or NaN."""
+    """The smallest position whose element is the extremum, or NaN."""
     if x.tile.dtype.is_bool:
         x = b.cast(x, I32)
     shape = x.tile.shape

@@ -1,7 +1,7 @@
 """Decompositions of sine, cosine, tangent and their inverses.
 
-f32 arguments of any size are reduced exactly. f64 ones are up to 2**45, above which
-the result is NaN rather than a wrong number.
+f32 arguments of any size are reduced exactly; f64 ones up to 2**45, above which the
+result is NaN rather than a wrong number.
 """
 
 from itertools import pairwise
@@ -28,7 +28,7 @@ from pallasite.ops.formula import (
 PI = 3.14159265358979323846
 _HALF_PI_DIGITS = "1.57079632679489661923132169163975144209858469968755291048747"
 _TWO_OVER_PI = 0.63661977236758134308
-F64_LIMIT = 2.0**45  # above, the quarter turns of f64 arguments are off by one
+F64_LIMIT = 2.0**45  # above this, the quarter turns of f64 arguments are off by one
 # 2/pi in words of 32 bits, the first being its integer part.
 _TWO_OVER_PI_WORDS = (
     0x00000000,
@@ -45,7 +45,7 @@ _TWO_OVER_PI_WORDS = (
 @float_formula
 def sin(x: Expr) -> Expr:
     quarters, r = _reduce(x)
-    # Reduction loses the sign of zero and some bits of subnormal numbers.
+    # Range reduction loses the sign of zero and some bits of subnormal numbers.
     return where(abs(x) < format_of(x).smallest, x, _wave(quarters, r))
 
 
@@ -70,7 +70,7 @@ def _wave(quarters: Expr, r: Expr) -> Expr:
 
 
 def _reduce(x: Expr) -> tuple[Expr, Expr]:
-    """Integer q and r with x = q pi/2 + r, |r| <= pi/4; q is right modulo 4."""
+    """Integer q and r with x = q pi/2 + r, |r| <= pi/4; q is correct modulo 4."""
     if x.dtype != F32:
         return _reduce_f64(x)
     quarters, r = _reduce_small_f32(x)
@@ -81,7 +81,7 @@ def _reduce(x: Expr) -> tuple[Expr, Expr]:
 
 
 def _reduce_small_f32(x: Expr) -> tuple[Expr, Expr]:
-    """Below 1024: q has 10 bits, its products with 14-bit parts of pi/2 are exact."""
+    """Below 1024: q has 10 bits, products with 14-bit parts of pi/2 are exact."""
     n = (x * _TWO_OVER_PI + 0.5).floor()
     r = x
     for part in split_constant(_HALF_PI_DIGITS, 14, F32, 4):
@@ -121,7 +121,7 @@ def _reduce_large_f32(x: Expr) -> tuple[Expr, Expr]:
 
     quarters = (fraction + (1 << 29)).shift_logical(30)
     fraction = fraction - (quarters << 30)
-    # As sign and size, so that no cancellation follows.
+    # As sign and magnitude, so that no cancellation follows.
     negative = fraction < 0
     borrow = where(fraction_low.eq(0), fraction.lift(1), 0)
     fraction = where(negative, ~fraction + borrow, fraction)
@@ -198,7 +198,7 @@ def atan2(y: Expr, x: Expr) -> Expr:
 
 
 def _constant_parts(x: Expr, quarters: float) -> tuple[float, float]:
-    """Quarter turns: the rounded number and what it lacks."""
+    """Quarter turns: the rounded number and its error."""
     kept = format_of(x).mantissa + 1
     high, low = split_constant(_HALF_PI_DIGITS, kept, x.dtype, 2)
     return quarters * high, quarters * low

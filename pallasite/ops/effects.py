@@ -1,4 +1,4 @@
-"""Ops that touch memory or steer control: load, store, copies, loops, pipeline."""
+"""Ops with memory access or control flow: load, store, copies, loops, pipeline."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ ATOMIC_KINDS = ("add", "max", "min", "and", "or", "xor", "xchg")
 def index_result_shape(
     ref: RefType, index: Index, operands: tuple[Type, ...]
 ) -> tuple[int, ...]:
-    """The shape an index picks: gathered dimensions first, then the spans."""
+    """The shape an index selects: gathered dimensions first, then the spans."""
     if len(index) != ref.rank:
         raise TypeRuleError(f"index has {len(index)} entries for {ref}")
     pending = iter(operands)
@@ -135,7 +135,7 @@ def _transpose_view(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 
 
 def _block_view(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
-    """Operands: a ref, then what the window's index map yields."""
+    """Operands: a ref, then the results of the window's index map."""
     window: Window = attrs["window"]
     if types[1:] != (TileType((), I32),) * map_results(window):
         raise TypeRuleError(f"needs {map_results(window)} block indices, each one i32")
@@ -179,7 +179,7 @@ def _while(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 
 
 def _cond(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
-    """Operand: an i32 branch number, clamped to the branches there are."""
+    """Operand: an i32 branch index, clamped to the existing branches."""
     if types != (TileType((), I32),):
         raise TypeRuleError(f"the branch number is one i32, got {_list(types)}")
     branches = attrs["regions"]
@@ -269,7 +269,7 @@ def _copy(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 
 
 def _indexed_copy(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
-    """Operands: source ref, destination ref, semaphore ref, numbers of rows."""
+    """Operands: source ref, destination ref, semaphore ref, row indices."""
     source, target, _, rows = types
     if not isinstance(source, RefType) or not isinstance(target, RefType):
         raise TypeRuleError("a copy goes from ref to ref")
@@ -316,9 +316,9 @@ _control: dict[str, Any] = {"unit": Unit.CONTROL}
 _explicit: dict[str, Any] = {"level": EXPLICIT, "layouts": True}
 _laid_out: dict[str, Any] = {"layouts": True}
 
-# Masked-off elements touch no memory. Without a mask, scalar and slice starts are
-# clamped into the ref as by lax.dynamic_slice; gathered indices clamp when read and
-# are dropped when written; with a mask this holds element by element.
+# Masked-off elements access no memory. Without a mask, scalar and slice starts are
+# clamped to the ref as by lax.dynamic_slice; gathered indices are clamped when read and
+# dropped when written; with a mask this holds element by element.
 _row("load", _load, None, ("index", "mask", "other"), Effect.READ, **_laid_out)
 _row("store", _store, None, ("index", "mask"), **_laid_out)
 _row(

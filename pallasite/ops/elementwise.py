@@ -1,7 +1,7 @@
 """Elementwise ops: one row each (arithmetic, math, comparison, select, cast).
 
-Reading order: `exp` below is a row; `meaning.py` says what the odd ones mean,
-`decompose.py` how to compute them from others; a backend lists those it has natively.
+Reading order: `exp` below is a row; `meaning.py` defines those that differ from numpy,
+`decompose.py` computes them from others; a backend lists those it has natively.
 """
 
 from collections.abc import Callable
@@ -225,7 +225,7 @@ for _name, _fn in {
 }.items():
     _row(_name, 2, _fn, dtypes=ALL, rule=_compare)
 
-# --- choice and conversion ---
+# --- selection and conversion ---
 _row("select_n", None, m.select_n, dtypes=ALL, rule=_select, domain=None)
 _row("stop_gradient", 1, m.stop_gradient, dtypes=ALL, doc="the operand, held constant")
 _row("cast", 1, m.cast, dtypes=ALL, rule=_cast, attrs=("dtype",), jax="")

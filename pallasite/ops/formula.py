@@ -3,8 +3,8 @@
 `@formula` turns a function on `Expr`s into the `(Builder, *values, **attrs) -> Value`
 form of an op row; `@float_formula` also computes narrow floats in f32. The rest are
 the building blocks of floating-point code: bit fields, exact sums and products.
-Products that must be exact are made of split operands, so the results are the same
-whether or not a compiler fuses multiplication and addition.
+Products that must be exact are computed from split operands, so the results are the
+same whether or not a compiler fuses multiply-adds.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ Lower = Callable[..., Value]
 
 
 class NotApplicable(Exception):
-    """A decomposition does not cover these types or attributes; it says why."""
+    """A decomposition does not cover these types or attributes; says why."""
 
 
 class Scope:
@@ -43,7 +43,7 @@ class Scope:
 
 
 class Expr:
-    """A value that emits ops when computed with; numbers become constants."""
+    """A value whose operators emit ops; numbers become constants."""
 
     __slots__ = ("scope", "value")
 
@@ -116,7 +116,7 @@ class Expr:
         return self.op("shift_left", other)
 
     def __rshift__(self, other: "Expr | Number") -> "Expr":
-        """The sign bit moves in from the left; see `shift_logical`."""
+        """Shifts in copies of the sign bit; see `shift_logical`."""
         return self.op("shift_right_arithmetic", other)
 
     def shift_logical(self, other: "Expr | Number") -> "Expr":
@@ -238,13 +238,13 @@ def to_int(x: Expr) -> Expr:
 
 
 def power_of_two(n: Expr, dtype: DType) -> Expr:
-    """2**n; n within the exponents of normal numbers."""
+    """2**n, for n in the exponent range of normal numbers."""
     layout = FORMATS[dtype]
     return ((n + layout.bias) << layout.mantissa).bitcast(dtype)
 
 
 def scale_near_one(x: Expr, n: Expr) -> Expr:
-    """x * 2**n for x between 1/2 and 2, through overflow and gradual underflow."""
+    """x * 2**n for x between 1/2 and 2, with overflow and gradual underflow."""
     half = n >> 1
     scaled = (bits(x) + (half << format_of(x).mantissa)).bitcast(x.dtype)
     return scaled * power_of_two(n - half, x.dtype)
@@ -281,7 +281,7 @@ def python_bits(number: float, dtype: DType) -> int:
 
 
 def polynomial(x: Expr, coefficients: Sequence[float]) -> Expr:
-    """Horner's rule; coefficients from the lowest power."""
+    """Horner's rule; lowest power first."""
     *rest, last = coefficients
     result = x.lift(last)
     for c in reversed(rest):
@@ -308,7 +308,7 @@ def split(x: Expr) -> tuple[Expr, Expr]:
 
 
 def fast_two_sum(x: Expr, y: Expr) -> tuple[Expr, Expr]:
-    """As `two_sum`, where x is the larger of the two."""
+    """Like `two_sum`, if x is the larger of the two."""
     total = x + y
     return total, y - (total - x)
 

@@ -1,7 +1,7 @@
-"""Products that are added to something: what passes make of dot, add and store.
+"""Fused matmuls: what passes make of dot, add and store.
 
-No author writes these; a backend whose dots can add as they go asks for them
-(`backends/cpu/dot/fusion.py`). Their `lower` is what they mean.
+No author writes these; a backend whose dots can accumulate requests them
+(`backends/cpu/dot/fusion.py`). Their `lower` defines their meaning.
 """
 
 from typing import Any

@@ -1,12 +1,12 @@
-"""Ops of the explicit level that Hopper GPUs have: barriers in shared memory, products
-of a warpgroup that are in flight, copies by the copy engine.
+"""Ops of the explicit level that Hopper GPUs have: barriers in shared memory, matmuls
+of a warpgroup in flight, copies by the copy engine.
 
-Authors write them as `plgpu`, `backends/cuda/specialize.py` makes them, and
-`interpret/gpu_level.py` says what they mean. A copy with a barrier (`copy_start`) adds
-its bytes to what the barrier's phase has received; one without, from shared memory, is
-a store in a bulk group. A `wgmma` is a group of its own: its result is *pending*, to
-be used by another wgmma or by `wgmma_wait` only, until one that leaves fewer groups
-pending. Axes of a cluster are those of the grid, -1 being its last.
+Authors write them as `plgpu`, `backends/cuda/specialize.py` creates them, and
+`interpret/gpu_level.py` defines their meaning. A copy with a barrier (`copy_start`)
+adds its transaction bytes to the barrier's current phase; one without, from shared
+memory, is a store in a bulk group. A `wgmma` is a group of its own: its result is
+*pending*, usable only by another wgmma or by `wgmma_wait`, until a wait that leaves
+fewer groups pending. Axes of a cluster are those of the grid, -1 being its last.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def barrier_rule(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 
 
 def _wgmma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
-    """Operands: what is added to, the left side (tile or ref), the right side (ref)."""
+    """Operands: accumulator, left operand (tile or ref), right operand (ref)."""
     sums, lhs, rhs = types
     if not isinstance(sums, TileType) or not isinstance(rhs, RefType):
         raise TypeRuleError("adds to a tile; the right side is in shared memory")
@@ -74,7 +74,7 @@ def _registers(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 
 
 def product_of(op: Op) -> Block:
-    """The sums that a wgmma makes, of tiles: what is added to, left and right side."""
+    """The result of a wgmma, on tiles: accumulator, left and right operand."""
     sums, *sides = (Value(TileType(v.type.shape, v.type.dtype)) for v in op.operands)
     b = Builder(op.loc)
     product = b.op("dot", *sides, contract=op.attrs["contract"], batch=((), ()),
@@ -95,7 +95,7 @@ def _cluster_copy(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return barrier_rule((barrier,), attrs)
 
 
-# A note of a copy: the author promises that it stays inside of the array.
+# A note on a copy: the author promises that it stays inside the array.
 NOT_OUTSIDE = "gpu.inside"
 GPU_LEVEL: set[str] = {"roles"}  # ops that only kernels of warpgroups have
 

@@ -1,10 +1,10 @@
-"""Instructions to one matrix unit, as an author who schedules a TPU's units gives them.
+"""Instructions to one matrix unit, for authors who schedule a TPU's units themselves.
 
-A right side is pushed to a staging register, left sides are multiplied by it, and what
-they add up to is popped. What a unit holds in between is scratch of the kernel, and an
-instruction's region says in plain ops what it does to that scratch: the evaluator runs
-the region. `passes/matrix_units.py` puts it in place of the instruction, or takes it
-away where the chip has the instruction.
+A right operand is pushed to a staging register, left operands are multiplied by it, and
+the accumulated result is popped. The state of a unit is scratch of the kernel, and an
+instruction's region expresses in plain ops what it does to that scratch: the evaluator
+runs the region. `passes/matrix_units.py` replaces the instruction with its region, or
+removes the region if the chip has the instruction.
 """
 
 from pallasite.ir.opdef import Attrs, Effect, OpDef, TypeRuleError, Unit, register
@@ -27,8 +27,9 @@ register(
     OpDef(
         "matrix_unit",
         _matrix_unit,
-        # `place`: the staging register of a push, the address of other sums. `load`:
-        # the staging register from which a product takes its right side first.
+        # `place`: the staging register of a push, otherwise the address of the
+        # accumulator. `load`: the staging register from which a matmul first takes its
+        # right operand.
         attrs=("instruction", "unit", "place", "load", "transpose", "type"),
         unit=Unit.MATRIX,
         effect=Effect.WRITE,

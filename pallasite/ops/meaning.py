@@ -1,8 +1,8 @@
 # pyright: basic
 """The meaning of each elementwise op on numpy arrays, where numpy's own differs.
 
-XLA's choices are kept: integer division never traps, shifts past the width are defined,
-maximum and minimum propagate NaN. `elementwise.py` names these functions in its rows.
+XLA's semantics are kept: integer division never traps, shifts past the width are
+defined, maximum and minimum propagate NaN. `elementwise.py` lists these in its rows.
 """
 
 import math
@@ -43,14 +43,14 @@ def _erf_inv(x: float) -> float:
     y = size * half_root_pi
     if size > 1e-3:
         y = -NormalDist().inv_cdf((1 - size) / 2) / math.sqrt(2)
-    for _ in range(2):  # Newton, on the function that has no cancellation
+    for _ in range(2):  # Newton, on the function without cancellation
         error = math.erf(y) - size if size < 0.5 else (1 - size) - math.erfc(y)
         y -= error * half_root_pi * math.exp(y * y)
     return math.copysign(y, x)
 
 
 def _lgamma(x: float) -> float:
-    if 0.75 < x < 2.5:  # Python's loses digits around the zeros at 1 and 2
+    if 0.75 < x < 2.5:  # Python's is inaccurate around the zeros at 1 and 2
         d = x - 1 if x < 1.5 else x - 2
         near_two = 0.0
         for c in reversed(LGAMMA_HEAD["f64"]):
@@ -141,7 +141,7 @@ def round_(x: Array, *, rounding_method: int) -> Array:
     if rounding_method == 1:
         return np.rint(x)
     away = np.copysign(np.floor(np.abs(x) + x.dtype.type(0.5)), x)
-    # x + 0.5 may round up by itself just below one half, and above 2**mantissa.
+    # x + 0.5 may itself round up just below one half, and above 2**mantissa.
     exact = np.abs(x) == np.floor(np.abs(x))
     below = np.abs(x) < 0.5
     zero = np.copysign(np.zeros_like(x), x)
@@ -236,7 +236,7 @@ def clz(x: Array) -> Array:
 
 
 def stop_gradient(x: Array) -> Array:
-    """The same numbers; only a derivative sees a difference."""
+    """The identity; only a derivative sees a difference."""
     return x
 
 
@@ -285,7 +285,7 @@ def reduce_precision(x: Array, *, exponent_bits: int, mantissa_bits: int) -> Arr
         bias, own_bias = (1 << (exponent_bits - 1)) - 1, (1 << (info.nexp - 1)) - 1
         too_large, infinity = bias + 1 + own_bias, (1 << info.nexp) - 1
         size = np.where(size >= too_large << info.nmant, infinity << info.nmant, size)
-        # XLA flushes what falls below the smallest normal number.
+        # XLA flushes results below the smallest normal number.
         size = np.where(size < (1 - bias + own_bias) << info.nmant, 0, size)
     result = size.astype(np.uint64) | (pattern & sign_bit)
     result = result.astype(word).view(x.dtype)
@@ -293,7 +293,7 @@ def reduce_precision(x: Array, *, exponent_bits: int, mantissa_bits: int) -> Arr
 
 
 def cast(x: Array, *, dtype: Any) -> Array:
-    """Convert as XLA: floats to integers saturate, NaN becomes 0."""
+    """Convert like XLA: floats to integers saturate, NaN becomes 0."""
     target = dtype.np
     if dtype.is_bool:
         return x != x.dtype.type(0)

@@ -5,9 +5,9 @@ from pallasite.ops.formula import INF
 
 
 def neutral(kind: str, dtype: DType) -> int | float:
-    """The neutral element: the start value of a reduction of a tile.
+    """The neutral element: the initial value of a reduction of a tile.
 
-    Bools are 0 and 1. All bits of an integer set is -1, unsigned or not.
+    Bools are 0 and 1. An integer with all bits set is -1, unsigned or not.
     """
     if kind in ("sum", "or", "xor"):
         return 0

@@ -1,9 +1,9 @@
-"""Ops of the explicit level that Blackwell GPUs have: products into tensor memory.
+"""Ops of the explicit level that Blackwell GPUs have: matmuls into tensor memory.
 
-Loads and stores of refs in `tmem` are the ordinary ones. Products and copies into
-tensor memory run in the background, those of one context in the order in which it
-started them; `tensor_commit` lets a barrier count when all so far have ended.
-`interpret/tensor_memory.py` says what they mean. `warps` is for code of single warps.
+Loads and stores of refs in `tmem` are the ordinary ones. Matmuls and copies into tensor
+memory are asynchronous, those of one context in issue order; `tensor_commit` makes a
+barrier count an arrival when all so far have completed. `interpret/tensor_memory.py`
+defines their meaning. `warps` is for code of single warps.
 """
 
 from typing import cast
@@ -17,7 +17,7 @@ from pallasite.ops.gpu import barrier_rule, gpu_row, nothing
 
 
 def _mma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
-    """Operands: sums, left side, right side, whether they are added to."""
+    """Operands: accumulator, left operand, right operand, whether it accumulates."""
     sums, lhs, rhs, adds = types
     if not isinstance(sums, RefType) or sums.space != "tmem":
         raise TypeRuleError(f"adds to tensor memory, got {sums}")
@@ -27,7 +27,7 @@ def _mma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     if adds != TileType((), BOOL):
         raise TypeRuleError(f"whether sums are added to is one bool, got {adds}")
     (left,), (right,) = cast(tuple[tuple[int], tuple[int]], attrs["contract"])
-    blocks = 2 if attrs["axes"] else 1  # each has some columns of the right side
+    blocks = 2 if attrs["axes"] else 1  # each has some columns of the right operand
     rows, columns = lhs.shape[1 - left], blocks * rhs.shape[1 - right]
     if lhs.shape[left] != rhs.shape[right] or sums.shape != (rows, columns):
         raise TypeRuleError(f"{lhs} times {rhs} does not fit {sums}")
@@ -44,7 +44,7 @@ def _copy(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 
 
 def mma_of(op: Op, columns: int) -> Block:
-    """What a product does to sums: parameters sums, left side, whole right side."""
+    """What a matmul does to an accumulator: accumulator, left, and whole right."""
     mma = TensorMma.of(op)
     sums, lhs, rhs = mma.sums.ref, mma.lhs.ref, mma.rhs.ref
     shape = list(rhs.shape)

@@ -1,1 +1,1 @@
-"""Passes: functions from Kernel to Kernel, or to what is known about one."""
+"""Passes: functions from Kernel to Kernel, and analyses of a kernel."""

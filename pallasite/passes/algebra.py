@@ -1,6 +1,6 @@
 """Patterns on values: constant folding by the rows' meaning, and exact identities.
 
-Only what gives the same bits is here: `x + 0` for integers but `x + -0.0` for floats.
+Only bit-exact rewrites are here: `x + 0` for integers, but `x + -0.0` for floats.
 `canonicalize.py` applies the table; `views.py` has the patterns on refs.
 """
 
@@ -15,18 +15,18 @@ from pallasite.ir.rewrite import Pattern, Rewriter
 from pallasite.ir.text import attr_text
 from pallasite.ir.types import DType, TileType
 
-# Wide enough to hold every number of the narrower floats, signs and NaN included.
+# Wide enough to represent every value of the narrower floats, including signs and NaN.
 _HOLDS_NARROWER = ("f32", "f64")
 
 
 def constant_of(b: Rewriter, value: Value) -> Scalar | None:
-    """The number a value repeats, if that is known."""
+    """The constant that fills a value, if known."""
     op = b.producer(value, "constant")
     return None if op is None else op.attrs["value"]
 
 
 def is_number(b: Rewriter, value: Value, number: Scalar) -> bool:
-    """Whether a value repeats `number`; the sign of a zero counts for floats."""
+    """Whether `number` fills a value; for floats, signed zeros are distinct."""
     known = constant_of(b, value)
     if known is None or value.type.dtype.is_float != isinstance(number, float):
         return False
@@ -37,13 +37,13 @@ def is_number(b: Rewriter, value: Value, number: Scalar) -> bool:
 
 
 def fold_elementwise(op: Op, b: Rewriter) -> Value | None:
-    """An elementwise op of numbers is a number."""
+    """Fold an elementwise op on constants."""
     row = table()[op.name]
     if row.meaning is None or not op.operands or op.name == "bitcast":
         return None
     values = [constant_of(b, v) for v in op.operands]
     dtypes = [v.type.dtype for v in (*op.operands, *op.results)]
-    # The meaning of bit operations counts whole bytes.
+    # The meaning of bit operations works on whole bytes.
     if None in values or any(d.bits < 8 for d in dtypes):
         return None
     result = op.result.tile
@@ -51,7 +51,7 @@ def fold_elementwise(op: Op, b: Rewriter) -> Value | None:
     try:
         with np.errstate(all="ignore"):
             folded = np.asarray(row.meaning(*arrays, **op.own_attrs))
-    except TypeError:  # numpy has no such function for some narrow floats
+    except TypeError:  # numpy lacks the function for some narrow floats
         return None
     if folded.shape != (1,) or folded.dtype != result.dtype.np:
         return None
@@ -59,7 +59,7 @@ def fold_elementwise(op: Op, b: Rewriter) -> Value | None:
 
 
 def fold_rearranged(op: Op, b: Rewriter) -> Value | None:
-    """Moving equal elements about changes nothing but the shape."""
+    """Rearranging equal elements changes only the shape."""
     return _repeated(op, b, op.operands[0])
 
 
@@ -69,7 +69,7 @@ def fold_joined(op: Op, b: Rewriter) -> Value | None:
 
 
 def fold_reduce(op: Op, b: Rewriter) -> Value | None:
-    """The largest of equal numbers, at least one of them, is that number."""
+    """The maximum of one or more equal numbers is that number."""
     (x,) = op.operands
     if op.attrs["kind"] in ("max", "min", "and", "or") and x.type.size:
         return _repeated(op, b, x)
@@ -90,7 +90,7 @@ def _repeated(op: Op, b: Rewriter, source: Value) -> Value | None:
 
 
 def _either_side(keep: Callable[[Op, Rewriter, Value, Value], Value | None]):
-    """For commutative ops: tries the constant on both sides."""
+    """For commutative ops: try the constant on both sides."""
 
     def identity(op: Op, b: Rewriter) -> Value | None:
         x, y = op.operands
@@ -106,9 +106,9 @@ def _add(op: Op, b: Rewriter, x: Value, y: Value) -> Value | None:
 
 
 def _joined_parts(op: Op, b: Rewriter, x: Value, y: Value) -> Value | None:
-    """`i / 2 * 128 + i % 2 * 64` is `i * 64`, also where a tile is added between.
+    """Fold `i / 2 * 128 + i % 2 * 64` to `i * 64`, also with a tile added in between.
 
-    Positions in a block that was cut are such sums: of its number and its part's.
+    Positions in a block that was split are such sums: of block index and part index.
     """
     if op.result.tile.dtype.is_float:
         return None
@@ -128,7 +128,7 @@ def _joined_parts(op: Op, b: Rewriter, x: Value, y: Value) -> Value | None:
 
 
 def _joined(b: Rewriter, x: Value, y: Value) -> Value | None:
-    """The sum of a multiple of a quotient and one of its remainder, if it is one
+    """The sum of a multiple of a quotient and one of its remainder, if it is a single
     multiple."""
     (quotient, by_quotient), (rest, by_rest) = _factors(b, x), _factors(b, y)
     div, rem = b.producer(quotient, "div"), b.producer(rest, "rem")
@@ -236,7 +236,7 @@ def cast(op: Op, b: Rewriter) -> Value | None:
     if inner is None:
         return None
     (source,) = inner.operands
-    # A cast to another narrow type in one step is rarer in hardware than in two.
+    # Hardware more often has a cast between narrow types in two steps than in one.
     common = new == source.tile.dtype or source.tile.dtype.is_bool or new.bits >= 32
     if common and _keeps_numbers(source.tile.dtype, middle):
         return b.cast(source, new)
@@ -244,10 +244,10 @@ def cast(op: Op, b: Rewriter) -> Value | None:
 
 
 def _keeps_numbers(old: DType, new: DType) -> bool:
-    """Whether a cast keeps every number, and a further cast would not tell.
+    """Whether a cast preserves every value, so that a following cast cannot tell.
 
-    An integer through a float is left alone: on the way to a narrower integer the
-    float saturates where the integer wraps.
+    Integer to float is left alone: if the next cast is to a narrower integer, the float
+    saturates where the integer would wrap.
     """
     if old.is_bool:
         return not new.is_float or new.name in _HOLDS_NARROWER
@@ -273,7 +273,7 @@ def not_equal_zero(op: Op, b: Rewriter) -> Value | None:
 
 
 def reshape(op: Op, b: Rewriter) -> Value | None:
-    """Also of views: `reshape_view` has the same attribute."""
+    """Also on views: `reshape_view` has the same attribute."""
     (x,) = op.operands
     if x.type.shape == op.attrs["shape"]:
         return x
@@ -282,7 +282,7 @@ def reshape(op: Op, b: Rewriter) -> Value | None:
 
 
 def transpose(op: Op, b: Rewriter) -> Value | None:
-    """Also of views: `transpose_view` has the same attribute."""
+    """Also on views: `transpose_view` has the same attribute."""
     (x,), perm = op.operands, op.attrs["perm"]
     if perm == tuple(range(len(perm))):
         return x
@@ -305,7 +305,7 @@ def broadcast(op: Op, b: Rewriter) -> Value | None:
 
 
 def unchanged(op: Op, b: Rewriter) -> Value | None:
-    """A slice of everything, a reversal of nothing, a sum over no axis, ..."""
+    """No-ops: a slice of everything, a reversal or reduction over no axes, ..."""
     x = op.operands[0]
     moved = {
         "slice": lambda a: x.type.shape != op.result.type.shape,
@@ -319,7 +319,7 @@ def unchanged(op: Op, b: Rewriter) -> Value | None:
 
 
 def without_empty(op: Op, b: Rewriter) -> Value | None:
-    """Tiles of no elements, as `lax.associative_scan` makes them, add nothing."""
+    """Drop tiles without elements, as `lax.associative_scan` makes them."""
     parts = [x for x in op.operands if x.type.size]
     if not parts or len(parts) == len(op.operands):
         return None
@@ -327,7 +327,7 @@ def without_empty(op: Op, b: Rewriter) -> Value | None:
 
 
 def padding_alone(op: Op, b: Rewriter) -> Value | None:
-    """A tile of no elements is padded to one that repeats the padding."""
+    """Padding a tile without elements gives a tile filled with the padding value."""
     x, filler = op.operands
     if x.type.size or not op.result.type.size:
         return None
@@ -335,7 +335,7 @@ def padding_alone(op: Op, b: Rewriter) -> Value | None:
 
 
 def dynamic_slice(op: Op, b: Rewriter) -> Value | None:
-    """Known starts, clamped as they would be when the kernel runs."""
+    """Known starts, clamped as they would be at run time."""
     x, *starts = op.operands
     known = [constant_of(b, s) for s in starts]
     if None in known:

@@ -1,8 +1,8 @@
-"""vmap of a kernel: one more grid axis, in front, over the mapped operands.
+"""vmap of a kernel: a new leading grid axis over the mapped operands.
 
 Acts on IR: windows of mapped operands get a leading squeezed dimension indexed by the
-new axis, refs without a window are narrowed at the start of each program. Operands that
-are not mapped stay as they are; program ids seen by the body do not change.
+new axis; mapped refs without a window are narrowed at the start of each program.
+Unmapped operands stay as they are; the program ids that the body sees do not change.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def changed_operands(kernel: Kernel) -> list[int]:
 def batch_kernel(kernel: Kernel, mapped: Sequence[bool], size: int) -> Kernel:
     """The kernel over `size` copies of its mapped operands and all its results.
 
-    `changed_operands` are among the mapped ones.
+    The mapped operands must include `changed_operands`.
     """
     flags = [*mapped, *[True] * kernel.num_outputs]
     wide = {
@@ -45,8 +45,8 @@ def _widen(ref: T.RefType, size: int) -> T.RefType:
 
 
 def maps_a_grid_size(kernel: Kernel, mapped: Sequence[bool]) -> bool:
-    """Whether the grid differs between mapped elements, so that there is no single one
-    to put an axis in front of. Grid sizes are what is loaded before the pipeline."""
+    """Whether the grid differs between mapped elements, so that there is no single grid
+    to add an axis to. Grid sizes are what is loaded before the pipeline."""
     refs = {p for p, m in zip(kernel.params, mapped, strict=False) if m}
     return any(op.name == "load" and op.operands[0] in refs for op in kernel.body.ops)
 
@@ -86,7 +86,7 @@ def _lead_map(
 
 
 def _lead_block(block: Block, batched: set[Value], wide: dict[Value, Value]) -> Block:
-    """The block with a new first grid index; mapped refs it uses are narrowed."""
+    """The block with a new leading grid index; mapped refs it uses are narrowed."""
     index = Value(T.INDEX, "batch")
     used = _refs_used(block)
     builder = Builder()

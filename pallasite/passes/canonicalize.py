@@ -1,8 +1,8 @@
 """The first pass: brings a kernel into canonical form.
 
-Kernel in, Kernel out, same meaning bit for bit except that folded transcendental
+Kernel in, Kernel out, bit-for-bit equivalent except that folded transcendental
 functions are the op table's own. Folds constants, applies exact identities, merges
-views, decides known branches and loops, shares equal code and drops dead code.
+views, resolves known branches and loops, and performs CSE and dead-code elimination.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from pallasite.passes.algebra import constant_of
 
 
 def canonicalize(kernel: Kernel) -> Kernel:
-    """Patterns, sharing and dead code removal, until nothing changes."""
+    """Patterns, CSE and dead-code elimination, to a fixed point."""
     while True:
         new = dead_code(common_subexpressions(apply_patterns(kernel, PATTERNS)))
         if new is kernel:
@@ -32,7 +32,7 @@ def canonicalize(kernel: Kernel) -> Kernel:
 
 
 def known_branch(op: Op, b: Rewriter) -> Sequence[Value] | None:
-    """A cond whose branch number is known, or which has one branch only."""
+    """A cond whose branch index is known, or which has only one branch."""
     cond = Cond.of(op)
     number = constant_of(b, cond.which)
     if number is None and len(cond.branches) > 1:
@@ -41,7 +41,7 @@ def known_branch(op: Op, b: Rewriter) -> Sequence[Value] | None:
 
 
 def known_loop(op: Op, b: Rewriter) -> Sequence[Value] | None:
-    """A for loop that runs not at all or once."""
+    """A for loop with trip count zero or one."""
     loop = Loop.of(op)
     first, limit, step = (constant_of(b, v) for v in loop.bounds)
     if first is None or limit is None or step is None or step <= 0:
@@ -54,7 +54,7 @@ def known_loop(op: Op, b: Rewriter) -> Sequence[Value] | None:
 
 
 def own_counter(op: Op, b: Rewriter) -> Sequence[Value] | None:
-    """A carried number that counts as its loop does is the loop's index."""
+    """A loop-carried number that counts in step with its loop is the loop's index."""
     loop = Loop.of(op)
     if constant_of(b, loop.step) != 1:
         return None

@@ -1,10 +1,10 @@
-"""choose_blocks: blocks of the size that a chip wants, from the author's.
+"""choose_blocks: resizes the author's blocks to sizes that suit a chip.
 
 `for_threads` here, `for_gpu` in `gpu_blocks.py` and `for_tpu` in `tpu_blocks.py` look
 at the dimensions of a kernel's work (`analysis/loop_dims.py`) and at one row of
-`target/`, try the sizes that the rewrites of `reblock.py` allow, and estimate each. A
-kernel is changed only if its blocks do not fit the chip, or if that gains much by the
-estimate; otherwise it stays as it is.
+`target/`, try the sizes that the rewrites of `reblock.py` allow, and estimate the cost
+of each. A kernel is changed only if its blocks do not fit the chip or the estimated
+gain is large; otherwise it stays as it is.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,15 +21,15 @@ from pallasite.passes.merge_k_steps import split_k_steps
 from pallasite.passes.reblock import cut, grow, in_pipeline, may_cut
 from pallasite.passes.resized_code import CannotReblock
 
-LEAST_ROW = 64  # elements next to each other, so that accesses stay wide
-# Waking a thread takes 10 us or more: parts take longer than that.
+LEAST_ROW = 64  # contiguous elements, so that accesses stay wide
+# Waking a thread takes 10 us or more: a part must take longer than that.
 LEAST_PART_NS = 40_000
-LEAST_ROWS = 8  # of a part; fewer would not fill the registers of a product
-FEW_ELEMENTS = 8  # of a product that a program stores
-JOINED_ROWS = 32  # of a product, once programs are joined
-EVEN = 0.8  # of the threads' time that programs fill: enough
+LEAST_ROWS = 8  # of a part; fewer would not fill the registers of a matmul
+FEW_ELEMENTS = 8  # of a matmul that a program stores
+JOINED_ROWS = 32  # of a matmul, once programs are merged
+EVEN = 0.8  # share of the threads' time that programs must fill
 
-Sizes = Mapping[LoopDim, int]  # of those that get another size
+Sizes = Mapping[LoopDim, int]  # of the dimensions that are resized
 
 
 class Blocks:
@@ -55,7 +55,7 @@ class Blocks:
         return [v for op in ops for v in op.results if not v.is_ref and v.tile.rank]
 
     def programs(self, sizes: Sizes) -> float:
-        """How many programs may run at once."""
+        """How many programs may run concurrently."""
         grid = self.found.pipeline.grid
         steps = [n for a in self.found.info.parallel if (n := grid[a]) is not None]
         changed = (
@@ -66,38 +66,38 @@ class Blocks:
         return prod(steps) * prod(changed)
 
     def _blocks_along(self, dim: LoopDim, size: int) -> int:
-        """Blocks of a size that a dimension has: one, if they are larger than it."""
+        """The number of blocks of a size along a dimension: at least one."""
         number, d = dim.windows[0]
         extent = self.found.pipeline.arrays[number].ref.shape[d]
         return max(-(-extent // size), 1)
 
     @property
     def steps(self) -> int:
-        """How often a program runs its body."""
+        """How many times a program runs its body."""
         grid = self.found.pipeline.grid
         return prod(n for a in self.found.info.sequential if (n := grid[a]) is not None)
 
     @property
     def is_sized_at_run_time(self) -> bool:
-        """Whether only the run knows how many programs there are."""
+        """Whether the number of programs is known only at run time."""
         grid = self.found.pipeline.grid
         return any(grid[a] is None for a in self.found.info.parallel)
 
     @cached_property
     def free(self) -> list[LoopDim]:
-        """Dimensions that programs can have parts of."""
+        """Dimensions that can be split between programs."""
         found = self.found
         return [d for d in found.dims if found.why_not_free(d) is None]
 
     def parts(self, dim: LoopDim, least: int) -> list[int]:
-        """Sizes that a dimension can be cut to, the largest first."""
+        """Sizes that a dimension can be split to, largest first."""
         counts = (
             n for n in range(2, dim.size // max(least, 1) + 1) if not dim.size % n
         )
         return [dim.size // n for n in counts if may_cut(self.found, dim, n)]
 
     def multiples(self, dim: LoopDim, most: int) -> list[int]:
-        """Sizes to which blocks can grow, twice as large each."""
+        """Sizes that blocks can grow to, by doubling."""
         factors = [2**n for n in range(1, 12) if dim.size * 2**n <= most]
         while factors:
             try:
@@ -121,7 +121,7 @@ class Blocks:
 
 
 def blocks_of(kernel: Kernel) -> Blocks | None:
-    # Dimensions that only unused code joins would come apart with the first rewrite.
+    # Dimensions tied only by dead code would separate at the first rewrite.
     found = loop_dims(dead_code(kernel))
     if found is None or found.refused or 0 in found.pipeline.grid:
         return None
@@ -129,7 +129,7 @@ def blocks_of(kernel: Kernel) -> Blocks | None:
 
 
 def _shallower(kernel: Kernel, place: Place, depth: int) -> Kernel:
-    """Products in rounds of `depth`: steps of the grid where it has them, or a loop."""
+    """Split matmuls to depth `depth`: grid steps where the grid has them, or a loop."""
     new = split_k_steps(kernel, depth)
     if new is not kernel:
         return new
@@ -141,7 +141,7 @@ def _shallower(kernel: Kernel, place: Place, depth: int) -> Kernel:
 
 
 def is_last(blocks: Blocks, dim: LoopDim) -> bool:
-    """Whether a dimension is one whose elements are next to each other in memory."""
+    """Whether the elements of a dimension are contiguous in memory."""
     arrays = blocks.found.pipeline.arrays
     return any(d == arrays[n].ref.rank - 1 for n, d in dim.windows)
 
@@ -151,12 +151,12 @@ def for_threads(
 ) -> Kernel:
     """Enough programs for all threads, where a kernel has too few for its work.
 
-    And fewer where each has a few elements of a product only.
+    And fewer programs, where each computes only a few elements of a matmul.
 
     Args:
         kernel: what to rewrite.
         threads: how many there are.
-        nanoseconds: what one thread takes for all of a kernel, by estimate.
+        nanoseconds: estimated time of the whole kernel on one thread.
     """
     blocks = blocks_of(kernel)
     if blocks is None or blocks.is_sized_at_run_time:
@@ -180,10 +180,10 @@ def for_threads(
 
 
 def _joined(blocks: Blocks, threads: int) -> Kernel | None:
-    """Programs that each multiply for a few elements, as larger ones; None if not such.
+    """Merge programs that each compute few elements of a matmul; None if not such.
 
-    A product of one row and one column reads both for a single sum. (Programs without
-    products are a loop to LLVM, which joins them by itself.)
+    A matmul of one row and one column reads both for a single sum. (To LLVM, programs
+    without matmuls are a loop, which it merges by itself.)
     """
     windows = blocks.found.pipeline.windows
     stored = [prod(w.block_shape) for w in windows if w.mode == "out"]
@@ -203,5 +203,5 @@ def _joined(blocks: Blocks, threads: int) -> Kernel | None:
 
 
 def _used(programs: float, threads: int) -> float:
-    """The part of the threads' time that equal programs fill."""
+    """The share of the threads' time that equal programs fill."""
     return programs / (threads * max(ceil(programs / threads), 1))

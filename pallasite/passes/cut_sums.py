@@ -1,11 +1,11 @@
-"""cut_sums: steps that add up products over their rows, divided into more steps.
+"""cut_sums: splits steps that accumulate matmuls over their rows into more steps.
 
-In: a kernel whose last axis is sequential and shows, step by step, the blocks of a
-dimension that products sum over: a gradient of keys, which each step adds the share of
-a block of queries to. Out: the same kernel with blocks of fewer rows on a longer axis.
-What else is computed along the dimension (scores and their exponentials) is divided
-too, so that a step needs fewer registers; `loop_over_k.py` would compute it again for
-each product. What programs do at the first and last step stays there.
+In: a kernel whose last axis is sequential and steps over the blocks of a dimension that
+matmuls contract, such as a gradient of keys, to which each step adds the contribution
+of a block of queries. Out: the same kernel with blocks of fewer rows on a longer axis.
+Whatever else is computed along the dimension (scores and their exponentials) is split
+too, so a step needs fewer registers; `loop_over_k.py` would recompute it for each
+matmul. What programs do at the first and last step stays there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,12 +19,12 @@ from pallasite.passes.loop_over_k import why_not_in_rounds
 from pallasite.passes.reblock import Divided, in_pipeline
 from pallasite.passes.resized_code import CannotReblock, Part
 
-# Ops whose result for a sum is the sum of their results (of the first operand).
+# Ops linear in their first operand: the result for a sum is the sum of the results.
 LINEAR = ("transpose", "reshape", "neg")
 
 
 def cut_sums(kernel: Kernel, place: Place, parts: int) -> Kernel:
-    """Steps with the `parts`-th of the rows, and more of them.
+    """Steps with 1/`parts` of the rows each, and `parts` times as many.
 
     Args:
         kernel: what to rewrite.
@@ -32,14 +32,14 @@ def cut_sums(kernel: Kernel, place: Place, parts: int) -> Kernel:
         parts: divides the block's size.
 
     Raises:
-        CannotReblock: the steps do more than to add up products over the dimension.
+        CannotReblock: the steps do more than accumulate matmuls over the dimension.
     """
     found, dim = in_pipeline(kernel, place)
     return _CutSums(found, dim, parts).kernel()
 
 
 class _CutSums(Divided):
-    """Each step of the last axis becomes several."""
+    """Splits each step of the last axis into several."""
 
     def __init__(self, found: LoopDims, dim: LoopDim, parts: int):
         reason = why_not_in_rounds(found, dim)
@@ -60,7 +60,7 @@ class _CutSums(Divided):
     # --- what steps do ---
 
     def _sums(self, block: Block) -> Iterator[Op]:
-        """Stores of what was there plus a product over the dimension."""
+        """Stores of the old contents plus a matmul that contracts the dimension."""
         for op in walk(block):
             if op.name == "store" and self._adds(Access.of(op)):
                 yield op
@@ -108,7 +108,7 @@ class _CutSums(Divided):
         return any(inner in self.sums for inner in walk(Block((), (op,))))
 
     def _check_sum(self, op: Op, refs: set[Value]) -> None:
-        """A branch around sums does nothing else."""
+        """A branch around accumulations may do nothing else."""
         loads = {v for s in self.sums for v in self.made[s.operands[1]].operands}
         for inner in walk(Block((), (op,))):
             other = writes(inner) and inner not in self.sums and inner.name != "cond"
@@ -119,7 +119,7 @@ class _CutSums(Divided):
                 raise CannotReblock("a step looks at sums")
 
     def _is_step(self, op: Op, first: bool) -> bool:
-        """Whether a branch is one of the first or of the last step."""
+        """Whether a branch tests for the first or the last step."""
         if op.name != "cond" or op.results or len(op.regions) != 2:
             return False
         if any(v in self.dim.members for o in walk(op.regions[1]) for v in o.operands):
@@ -163,7 +163,7 @@ class _CutSums(Divided):
         step: Value,
         first: bool,
     ) -> Value:
-        """A test for the first or last step, for its first or last part."""
+        """A test for the first or last step, now for its first or last part."""
         op = self.made[value]
         if op.name == "eq" and self._asks(value, first):
             return b.eq(step, b.index(0 if first else self.steps - 1))

@@ -1,9 +1,9 @@
-"""derive_counters: numbers that a loop counts in are computed from its index.
+"""derive_counters: computes derived induction variables from the loop index.
 
-In: loops that carry an integer to which each step adds a fixed number, such as an
-offset that the author keeps (`canonicalize` knows only those that equal the index).
-Out: the same loops, where it is computed from the index, so that it is known which step
-an access belongs to.
+In: loops that carry an integer to which each iteration adds a constant, such as an
+offset that the author maintains (`canonicalize` knows only those equal to the index).
+Out: the same loops with it computed from the index, so that analyses can tell which
+iteration an access belongs to.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from pallasite.passes.algebra import constant_of
 
 
 def derive_counters(kernel: Kernel) -> Kernel:
-    """Derive what can be from the indices of all loops."""
+    """Replace the derived induction variables of all loops."""
 
     def rewrite(op: Op, builder: Rewriter) -> Sequence[Value] | None:
         if op.name != "for":
@@ -32,11 +32,11 @@ def derive_counters(kernel: Kernel) -> Kernel:
 
 
 def with_counters(loop: Loop, number: Callable[[Value], Any]) -> Loop | None:
-    """The loop with its counters computed from the index; None: it has none.
+    """The loop with its counters computed from the index; None if it has none.
 
     Args:
         loop: what to rewrite.
-        number: the number that a value is, if that is known.
+        number: the constant that a value is, if known.
     """
     made = {v: inner for inner in loop.body.ops for v in inner.results}
     steps = {
@@ -47,7 +47,7 @@ def with_counters(loop: Loop, number: Callable[[Value], Any]) -> Loop | None:
     if not steps:
         return None
     b = Builder(loop.op.loc)
-    past = loop.index  # how many steps there were before
+    past = loop.index  # how many iterations came before
     if number(loop.first) != 0:
         past = b.sub(past, loop.first)
     if number(loop.step) != 1:
@@ -63,14 +63,14 @@ def with_counters(loop: Loop, number: Callable[[Value], Any]) -> Loop | None:
 
 
 def _step(loop: Loop, n: int, made: Mapping[Value, Op]) -> Value | None:
-    """What each step adds to a carried integer; None: it is no counter."""
+    """What each iteration adds to a carried integer; None if it is no counter."""
     param, used = loop.carried[n], made.get(loop.yields[n])
     if param.is_ref or param.tile.shape or not param.tile.dtype.is_integer:
         return None
     if used is None or used.name != "add" or param not in used.operands:
         return None
     if all(param not in op.operands for op in walk(loop.body) if op is not used):
-        return None  # nothing but its own next step uses it
+        return None  # only its own increment uses it
     x, y = used.operands
     step = y if x is param else x
     return None if step in made or step in loop.body.params else step

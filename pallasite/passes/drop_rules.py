@@ -1,4 +1,4 @@
-"""Removes what only derivatives use: they are taken before any pass."""
+"""Removes what only derivatives need: they are taken before any pass."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from pallasite.ir.rewrite import Rewriter, inline, map_ops
 
 
 def drop_rules(kernel: Kernel) -> Kernel:
-    """`stop_gradient` is its operand, a function with its own rule is its code."""
+    """`stop_gradient` becomes its operand, a function with a custom rule its code."""
     return map_ops(kernel, _plain)
 
 

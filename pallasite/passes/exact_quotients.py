@@ -1,8 +1,9 @@
-"""exact_quotients: quotients without a remainder, as what they are made of.
+"""exact_quotients: simplifies divisions without a remainder.
 
-`pl.cdiv((i + 1) * 128, 128)` is `i + 1`. As `jnp` rounds quotients (towards minus
-infinity) it is a dozen ops, in which nothing can be solved for `i`. Where facts show
-that a remainder is zero, the correction is dropped and the division undoes its product.
+`pl.cdiv((i + 1) * 128, 128)` is `i + 1`. `jnp` rounds quotients towards minus infinity,
+which takes a dozen ops that cannot be solved for `i`. Where facts show that the
+remainder is zero, the correction is dropped and the division cancels the
+multiplication.
 """
 
 from pallasite.ir.nodes import Block, Op, Value, walk
@@ -12,11 +13,11 @@ from pallasite.passes.analysis.intervals import Facts
 
 
 def exact_quotients(body: Block, facts: Facts) -> Block:
-    """Scalar integers that are one number, and quotients of products.
+    """Fold scalar integers with only one possible value, and quotients of products.
 
     Args:
         body: code.
-        facts: of its integers.
+        facts: about its integers.
     """
     wraps = {op.result for op in walk(body) if _is_integer(op) and facts.may_wrap(op)}
     exact = {op.result for op in walk(body) if _is_integer(op) and _is_exact(op, facts)}
@@ -36,7 +37,7 @@ def exact_quotients(body: Block, facts: Facts) -> Block:
 
 
 def _is_integer(op: Op) -> bool:
-    """Whether an op computes one scalar that is no float."""
+    """Whether an op computes one scalar that is not a float."""
     if len(op.results) != 1 or op.regions:
         return False
     type = op.result.type

@@ -1,7 +1,7 @@
-"""A walk that rewrites a kernel in program order, with what is known of its integers.
+"""A rewriting walk in program order that tracks facts about a kernel's integers.
 
-Passes that ask what grid indices and loop counters can be derive from `FactsWalk`: they
-say what becomes of an op once its regions are done.
+Base class for passes that ask about the ranges of grid indices and loop counters: each
+says what replaces an op once its regions are rewritten.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from pallasite.passes.analysis.intervals import Facts
 
 
 class FactsWalk:
-    """`facts` and `producers` are of all that comes before in program order."""
+    """`facts` and `producers` cover everything before the current point."""
 
     def __init__(self) -> None:
         self.facts = Facts()
         self.producers: dict[Value, Op] = {}
 
     def block(self, block: Block) -> Block:
-        """The block rewritten; the very same one if nothing changed."""
+        """The rewritten block; the very same object if nothing changed."""
         ops = tuple(new for op in block.ops for new in self._op(op))
         if ops == block.ops:
             return block
@@ -38,5 +38,5 @@ class FactsWalk:
         return [self.block(region) for region in op.regions]
 
     def rewritten(self, op: Op) -> Sequence[Op]:
-        """What takes the place of an op, whose regions are rewritten already."""
+        """What replaces an op whose regions are already rewritten."""
         return (op,)

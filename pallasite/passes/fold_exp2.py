@@ -1,16 +1,16 @@
 """Exponentials to base two: `exp(c * x - m)` becomes `exp2(c' * x - m')`.
 
-A chip whose exponential has base two multiplies by log2(e) for every other one. Here
-that factor moves to where numbers come from, through all that commutes with a positive
-factor (maxima, differences, selects, carried values): it joins a multiplication by a
-constant that is there already, and constants. So the running maximum of a softmax is
-kept in base two.
+A chip whose exponential has base two multiplies by log2(e) for any other base. This
+pass moves that factor up to where the numbers originate, through everything that
+commutes with a positive factor (maxima, differences, selects, loop-carried values), and
+folds it into an existing multiplication by a constant, and into constants. The running
+maximum of a softmax is then kept in base two.
 
-Where the factor needs a multiplication of its own, that must be of fewer elements than
-there are exponentials; of less than half as many, where the numbers are not results of
-arithmetic that rounds. Equal numbers stay equal, and finite constants finite:
-`exp(x - x)` is 1 for masked scores, however large the number that masks them. The error
-is that of rounding `c` once more.
+Where the factor needs a multiplication of its own, that must be on fewer elements than
+there are exponentials; on less than half as many, if the numbers are not results of
+arithmetic that rounds. Equal numbers stay equal and finite constants stay finite:
+`exp(x - x)` is 1 for masked scores, however large the masking value. The error is that
+of rounding `c` once more.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,16 +28,16 @@ from pallasite.ir.types import F32
 LOG2_E, LN_2 = log2(e), log(2)
 LARGEST = float(np.finfo(np.float32).max)
 
-# Ops that commute with a positive factor; of a select, the cases.
+# Ops that commute with a positive factor; for a select, its cases do.
 _COMMUTING = ("sub", "add", "neg", "max", "min", "select_n")
 _MOVING = ("broadcast_in_dim", "reshape", "transpose", "slice")
 _COMPARING = ("lt", "le", "gt", "ge", "eq", "ne")
-# Uses that round, so that one more rounding before them is in their nature.
+# Uses that round anyway, so that one more rounding before them is acceptable.
 _ROUNDING = ("add", "sub", "mul", "div")
 
 
 def fold_exp2(kernel: Kernel) -> Kernel:
-    """Give every exponential base two whose argument comes in base two for less."""
+    """Convert every exponential to base two whose argument is cheaper in base two."""
     code = _Code(kernel.body)
     groups = [group for group in _groups(code) if group.pays(code)]
     if not groups:
@@ -47,7 +47,7 @@ def fold_exp2(kernel: Kernel) -> Kernel:
 
 @dataclass(frozen=True)
 class _Use:
-    """Where a value is used: as an operand of an op, or as what a region yields."""
+    """A use of a value: as an operand of an op, or as a yield of a region."""
 
     op: Op
     place: int
@@ -55,7 +55,7 @@ class _Use:
 
 
 class _Code:
-    """Who makes and who uses each value of a kernel."""
+    """The definition and the uses of each value of a kernel."""
 
     def __init__(self, body: Block):
         self.makers: dict[Value, Op] = {}
@@ -81,7 +81,7 @@ class _Code:
                 self._visit(region)
 
     def sources(self, value: Value) -> Sequence[Value] | None:
-        """What must have a factor for a value to have it; None: it must be given it."""
+        """What to scale so that a value is scaled; None: it must be multiplied."""
         op = self.makers.get(value)
         if op is None:
             if value not in self.carried:
@@ -103,7 +103,7 @@ class _Code:
         return op.attrs["value"] if op is not None and op.name == "constant" else None
 
     def product(self, value: Value) -> tuple[Value, float] | None:
-        """What is multiplied by a constant to make a value, and the constant."""
+        """The value and the constant whose product a value is."""
         op = self.makers.get(value)
         if op is None or op.name != "mul":
             return None
@@ -114,7 +114,7 @@ class _Code:
         return None
 
     def scaled_value(self, use: _Use) -> Value | None:
-        """What has the factor if this use of a value has it."""
+        """The value that is scaled if this use is scaled."""
         op = use.op
         if op.name == "for":
             n = use.place if use.region else use.place - len(Loop.of(op).bounds)
@@ -126,11 +126,11 @@ class _Code:
 
 @dataclass
 class _Group:
-    """Exponentials whose arguments must be in base two together."""
+    """Exponentials whose arguments must be converted to base two together."""
 
     exps: list[Op]
-    inner: set[Value] = field(default_factory=set)  # made of others by the same op
-    leaves: set[Value] = field(default_factory=set)  # given the factor
+    inner: set[Value] = field(default_factory=set)  # computed from scaled values
+    leaves: set[Value] = field(default_factory=set)  # multiplied by the factor
 
     def pays(self, code: _Code) -> bool:
         costs = [
@@ -142,7 +142,7 @@ class _Group:
         made = [v for v in self.leaves if code.constant(v) is None]
         made = [v for v in made if code.product(v) is None]
         cut = self.cut(code)
-        # What is kept finite here may be infinite where it comes from somewhere else.
+        # A number kept finite here might be infinite where it comes from elsewhere.
         if len(cut) > 1 or (cut and made):
             return False
         if any(cost is None for cost in costs):
@@ -151,12 +151,12 @@ class _Group:
         return total < sum(op.result.tile.size for op in self.exps)
 
     def cut(self, code: _Code) -> set[float]:
-        """Finite constants that would be infinite with the factor."""
+        """Finite constants that would overflow with the factor."""
         numbers = {code.constant(v) for v in self.leaves}
         return {n for n in numbers if n is not None and _is_cut(n)}
 
     def leaf_cost(self, value: Value, code: _Code) -> int:
-        """How many elements are multiplied for a leaf; twice that if it was exact."""
+        """How many elements a leaf multiplies; twice that if its value was exact."""
         if code.constant(value) is not None:
             return 0
         elsewhere = [u for u in code.uses[value] if not self.is_own(u, code)]
@@ -167,7 +167,7 @@ class _Group:
         return value.tile.size * (1 if is_rounded else 2)
 
     def use_cost(self, value: Value, use: _Use, code: _Code) -> int | None:
-        """How many elements lose the factor for a use; None: it must not be lost."""
+        """How many elements a use must unscale; None: it cannot be unscaled."""
         if self.is_own(use, code):
             return 0
         if use.region is None and use.op.name in _COMPARING:
@@ -182,7 +182,7 @@ class _Group:
 
 
 def _is_rounded(use: _Use, code: _Code) -> bool:
-    """Whether nothing is done to a value but arithmetic that rounds."""
+    """Whether a value is used only by arithmetic that rounds."""
     if use.region is not None:
         return False
     if use.op.name in _MOVING:
@@ -212,12 +212,12 @@ def _groups(code: _Code) -> Iterator[_Group]:
 
 
 def _is_cut(number: float) -> bool:
-    """Whether a finite number would be infinite with the factor."""
+    """Whether a finite number would overflow with the factor."""
     return not isinf(number) and abs(number) * LOG2_E > LARGEST
 
 
 class _Scaling:
-    """Rewrites code so that the values of groups have the factor."""
+    """Rewrites code so that the values of groups carry the factor."""
 
     def __init__(self, code: _Code, groups: Sequence[_Group]):
         self.code = code
@@ -268,7 +268,7 @@ class _Scaling:
         return self.scaled.get(value, value)
 
     def natural(self, value: Value, b: Builder) -> Value:
-        """A value without it."""
+        """A value without the factor."""
         if value not in self.inner:
             return value
         result = b.mul(value, b.like(LN_2, value))
@@ -279,7 +279,7 @@ class _Scaling:
         return result
 
     def give(self, values: Sequence[Value], b: Builder) -> None:
-        """Multiply what is not made of other values with the factor."""
+        """Multiply the leaves by the factor."""
         for value in values:
             if value not in self.leaves:
                 continue

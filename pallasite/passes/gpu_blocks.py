@@ -1,8 +1,8 @@
 """gpu_blocks: blocks that fit a GPU's registers and shared memory (`choose_blocks.py`).
 
-Sides of products are cut or grown to tiles that keep the tensor cores busy on as many
-multiprocessors as there are, depths to what several stages of loads have room for;
-other code is cut to what a program has registers for.
+Matmul tiles are split or grown in m and n to sizes that keep the tensor cores of all
+SMs busy, and in k to what several stages of loads have room for; other code is split to
+fit a program's registers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,41 +21,40 @@ from pallasite.passes.merge_k_steps import merge_k_steps
 from pallasite.passes.resized_code import CannotReblock
 from pallasite.target import Gpu
 
-# Of what a multiprocessor has: the rest is for addresses, masks and what is in flight.
-SHARED_SHARE = 0.88  # of shared memory, for operands of products
-LEAST_SIDE = 16  # of a product's tile
+# Shares of an SM's resources: the rest is for addresses, masks and data in flight.
+SHARED_SHARE = 0.88  # of shared memory, for matmul operands
+LEAST_SIDE = 16  # of a matmul's tile
 LARGEST_SIDE = 256
-ENOUGH_STAGES = 4  # of operands, to choose how deep they are
-ROW_BYTES = 128  # of an operand along k: what shared memory is swizzled by
-# By measurement a tile of m x n costs as much as one without edges that has this many
-# more rows and columns; and blocks are changed only if that gains a quarter.
+ENOUGH_STAGES = 4  # of operands, when choosing their depth
+ROW_BYTES = 128  # of an operand along k: the swizzle width of shared memory
+# Measured: an m x n tile costs as much as one without edge effects that has this many
+# more rows and columns. Blocks are changed only if that gains a quarter.
 EDGE_ROWS, EDGE_COLUMNS = 20, 28
 GAIN = 1.25
-LEAST_SECONDS = 5e-6  # what a launch takes: not worth looking at
-# Products of f32 in all its bits are no matrix instructions: each thread holds the
-# whole depth of its part in registers, and deeper ones are several times as slow.
+LEAST_SECONDS = 5e-6  # duration of a launch: not worth optimising
+# Full-precision f32 matmuls do not use tensor cores: each thread holds the whole depth
+# of its part in registers, and deeper ones are several times slower.
 EXACT = (None, "default", "highest", "ieee", "f32_f32_f32")
 EXACT_DEPTH, TOO_DEEP = 16, 4.0
 EXACT_BYTES = 1 << 16  # of their results
-COMPUTED_BYTES = 1 << 15  # of a tile that is computed before it is multiplied
-SHORT_TILE = 64  # rows below which Hopper's large matrix instructions are not used
-TILE_ELEMENTS = 8192  # of the largest tile in code without products
+COMPUTED_BYTES = 1 << 15  # of a tile that is computed before its matmul
+SHORT_TILE = 64  # rows below which Hopper's wgmma is not used
+TILE_ELEMENTS = 8192  # of the largest tile in code without matmuls
 TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
 PROGRAMS_PER_CORE = 4  # of those that have grown
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """What products of a backend take of a multiprocessor.
+    """What a backend's matmuls take of an SM.
 
     Args:
         register_share: of its registers, for results.
-        keeps_operands: operands that are computed take registers, too.
+        keeps_operands: whether computed operands take registers too.
         stages: buffers of operands that keep the tensor cores busy.
-        padded: each side of a tile takes as much as the next power of two.
-        least_side: to which a side is cut.
-        lone: how much longer products of a warpgroup take that is alone on its
-            multiprocessor.
+        padded: whether each side of a tile is padded to a power of two.
+        least_side: the smallest side to split to.
+        lone: how much longer the matmuls of a warpgroup take if it is alone on its SM.
     """
 
     register_share: float = 0.5
@@ -72,16 +71,16 @@ class Tiles:
 def for_gpu(
     kernel: Kernel, chip: Gpu, tuned: bool = False, tiles: Tiles | None = None
 ) -> Kernel:
-    """Blocks that fit a multiprocessor's registers and shared memory.
+    """Blocks that fit an SM's registers and shared memory.
 
     Args:
         kernel: what to rewrite.
         chip: the GPU.
-        tuned: the author chose stages or warps for these blocks: they stay if they fit.
-        tiles: what products take; None: as in Triton.
+        tuned: the author chose stages or warps for these blocks: keep them if they fit.
+        tiles: what matmuls take; None: as in Triton.
 
     Raises:
-        ChipMemoryError: blocks do not fit, and cannot be cut.
+        ChipMemoryError: blocks do not fit and cannot be split.
     """
     blocks = blocks_of(kernel)
     if blocks is None:
@@ -101,12 +100,12 @@ def _physical(shape: Sequence[int]) -> int:
 
 
 class _WithProducts:
-    """Blocks of a kernel with products."""
+    """Blocks of a kernel with matmuls."""
 
     def __init__(self, blocks: Blocks, chip: Gpu, tiles: Tiles):
         self.blocks, self.chip, self.tiles = blocks, chip, tiles
         self.most_in_registers = tiles.register_share * 4 * chip.registers
-        # Sums have 32 bits, whatever they are rounded to.
+        # Accumulators have 32 bits, whatever they are rounded to.
         self.in_registers = [(dot.op.result, 4) for dot in blocks.dots]
         if tiles.keeps_operands:
             sides = [side.value for dot in blocks.dots for side in dot.sides]
@@ -128,11 +127,11 @@ class _WithProducts:
             try:
                 return self._deeper(self.blocks.rewritten(sizes), sizes)
             except CannotReblock:
-                continue  # one dimension can be divided, but not after another
+                continue  # one dimension can be split, but not after another
         return self._smallest() if own is None else self.blocks.kernel
 
     def _deeper(self, kernel: Kernel, sizes: Sizes) -> Kernel:
-        """Steps that are shallower than a row of shared memory, merged."""
+        """Merge steps that are shallower than a row of shared memory."""
         depth = ROW_BYTES // self._widest(self.blocks.dots)
         own = [d for d in self._deep if d.size < depth and d not in sizes]
         own = [d for d in own if not any(map(_is_exact, map(Dot.of, d.products)))]
@@ -154,7 +153,7 @@ class _WithProducts:
             yield sizes | self._depths(sizes)
 
     def _is_side(self, dim: LoopDim) -> bool:
-        """Whether a dimension is one of the rows or columns of a product's result."""
+        """Whether a dimension is the rows or columns of a matmul's result."""
         return any(dot.op.result in dim.members for dot in self.blocks.dots)
 
     def _sizes(self, dim: LoopDim) -> list[int]:
@@ -162,18 +161,18 @@ class _WithProducts:
         least = SHORT_TILE if fits else self.tiles.least_side
         parts = self.blocks.parts(dim, least)
         sizes = [*parts, *self.blocks.multiples(dim, LARGEST_SIDE)]
-        # Others are padded to a power of two, or are no whole rows of shared memory.
+        # Others are padded to a power of two, or are not whole rows of shared memory.
         return [n for n in sizes if n % SHORT_TILE == 0 or n & (n - 1) == 0]
 
     def _depths(self, sizes: Sizes) -> dict[LoopDim, int]:
-        """How deep products may be, so that there is room for all stages."""
+        """How deep matmuls may be, so that there is room for all stages."""
         found = dict[LoopDim, int]()
         for dim, depths in self._deep.items():
             options = {n: {**sizes, **found, dim: n} for n in depths}
             stages = {n: self._stages(options[n]) for n in depths}
             fits = [n for n in depths if stages[n] >= self.tiles.stages]
             if self._is_summed_only(dim):
-                # More and shallower stages hold as much and are filled sooner.
+                # More, shallower stages hold as much and are filled sooner.
                 fits = [n for n in fits if stages[n] >= ENOUGH_STAGES] or fits
             held = [n for n in fits if self._fits_registers(options[n])]
             depth = next(iter(held or fits), depths[-1])
@@ -182,7 +181,7 @@ class _WithProducts:
         return found
 
     def _is_summed_only(self, dim: LoopDim) -> bool:
-        """Whether no product has to be made again in each round of a dimension."""
+        """Whether splitting a dimension makes no matmul run again in each iteration."""
         return not any(
             self.blocks.dims.get((side.value, d)) is dim
             for dot in self.blocks.dots
@@ -192,7 +191,7 @@ class _WithProducts:
 
     @cached_property
     def _deep(self) -> dict[LoopDim, list[int]]:
-        """Dimensions that products sum over, with the depths they may have."""
+        """Contracted dimensions, with their allowed depths."""
         deep = {}
         for dim in self.blocks.found.dims:
             if dim.products and why_not_in_rounds(self.blocks.found, dim) is None:
@@ -207,10 +206,10 @@ class _WithProducts:
                 deep[dim] = depths
         return deep
 
-    # --- what it takes ---
+    # --- resources and time ---
 
     def _operand_bytes(self, sizes: Sizes) -> int:
-        """Shared memory for one stage of the largest product's operands."""
+        """Shared memory for one stage of the largest matmul's operands."""
         return max(
             sum(
                 self.tiles.elements(self.blocks.shape(side.value, sizes))
@@ -225,7 +224,7 @@ class _WithProducts:
         return available // max(self._operand_bytes(sizes), 1)
 
     def _register_bytes(self, sizes: Sizes) -> int:
-        """Registers for results of products, and for operands that are kept there."""
+        """Registers for results of matmuls, and for operands that are kept there."""
         return sum(
             self.tiles.elements(self.blocks.shape(v, sizes)) * width
             for v, width in self.in_registers
@@ -235,7 +234,7 @@ class _WithProducts:
         return self._register_bytes(sizes) <= self.most_in_registers
 
     def seconds(self, sizes: Sizes) -> float | None:
-        """An estimate; None: it does not fit."""
+        """Estimated time; None: it does not fit."""
         stages = self._stages(sizes)
         if stages < 1:
             return None
@@ -252,7 +251,7 @@ class _WithProducts:
 
     @cached_property
     def _rate(self) -> float:
-        """Products per second of one multiprocessor."""
+        """Multiply-adds per second of one SM."""
         types = {
             side.value.tile.dtype.name for d in self.blocks.dots for side in d.sides
         }
@@ -261,10 +260,10 @@ class _WithProducts:
         return min(known, default=max(self.chip.rates.values())) / 2 / self.chip.cores
 
     def _work(self, dot: Dot, sizes: Sizes) -> float:
-        """Products of one program's dot, with the depth the author gave it.
+        """Multiply-adds of one program's dot, with the author's depth.
 
-        One that has a dimension of another product's depth as a side is made in each of
-        the rounds of that.
+        A dot with a side that is another's contracted dimension is recomputed in each
+        iteration of that one's loop.
         """
         depth, rounds = dot.depth, 1.0
         sides = []
@@ -291,7 +290,7 @@ class _WithProducts:
         """The smallest blocks, where none are known to fit.
 
         Raises:
-            ChipMemoryError: what a product needs at once is surely more than there is.
+            ChipMemoryError: a matmul is certain to need more memory than there is.
         """
         blocks, available = self.blocks, self.chip.shared.bytes
         smallest = dict[LoopDim, int]()
@@ -323,12 +322,12 @@ class _WithProducts:
                 made = blocks.rewritten({**taken, dim: size})
                 taken[dim] = size
             except CannotReblock:
-                continue  # a dimension can be divided, but not after another
+                continue  # a dimension can be split, but not after another
         return made
 
 
 def _is_loaded(value: Value, made: Mapping[Value, Op]) -> bool:
-    """Whether a tile is loaded, or a load's transpose."""
+    """Whether a tile is a load or the transpose of one."""
     op = made.get(value)
     while op is not None and op.name in ("transpose", "reshape"):
         op = made.get(op.operands[0])
@@ -353,7 +352,7 @@ def _reasons(blocks: Blocks, value: Value) -> Iterator[tuple[str, str]]:
 
 
 def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
-    """Tiles that are not larger than what a program has registers for, nor tiny."""
+    """Tiles no larger than fit a program's registers, and not tiny."""
     rows = [d for d in blocks.free if not is_last(blocks, d)]
     lines = [d for d in blocks.free if is_last(blocks, d)]
     own = _largest(blocks, {})
@@ -361,7 +360,7 @@ def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
         return blocks.kernel
     sizes: Sizes = {}
     if own > 2 * TILE_ELEMENTS:
-        # Rows first: elements that are next to each other stay together.
+        # Rows first: contiguous elements stay together.
         sizes = _cut(blocks, ((rows, 1), (lines, LEAST_ROW)))
     elif 0 < own < TINY_TILE:
         for dim in (*lines, *rows):
@@ -374,10 +373,10 @@ def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
 
 
 def fewer_rows(kernel: Kernel) -> Kernel:
-    """Code without products that has more rows than registers, on fewer at a time.
+    """Split code without matmuls that has more rows than registers, by rows.
 
-    For what is made of a kernel, in which rows may be added up: then no pass can cut
-    them any more.
+    For derived kernels that may sum over rows: after that no pass can split them any
+    more.
     """
     blocks = blocks_of(kernel)
     if blocks is None or blocks.dots or _largest(blocks, {}) <= 2 * TILE_ELEMENTS:
@@ -387,7 +386,7 @@ def fewer_rows(kernel: Kernel) -> Kernel:
     try:
         return blocks.rewritten(sizes) if sizes else kernel
     except CannotReblock:
-        return kernel  # one dimension can be divided, but not after another
+        return kernel  # one dimension can be split, but not after another
 
 
 def _largest(blocks: Blocks, sizes: Sizes) -> int:
@@ -396,7 +395,7 @@ def _largest(blocks: Blocks, sizes: Sizes) -> int:
 
 
 def _cut(blocks: Blocks, dims: Iterable[tuple[list[LoopDim], int]]) -> Sizes:
-    """Sizes of dimensions in the order to cut them, each with the least it may have."""
+    """Sizes of dimensions in the order to split them, each with its minimum."""
     sizes: dict[LoopDim, int] = {}
     for group, least in dims:
         for dim in group:

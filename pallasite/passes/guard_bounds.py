@@ -1,10 +1,10 @@
-"""Guards become bounds: a loop counts only the steps in which something happens.
+"""Turns guards into loop bounds: a loop runs only the iterations that do something.
 
-Where all that a step of a `for` does is guarded (`pl.when(j * bk < (i + 1) * bq)`) by
-comparisons that `analysis/guards.py` can solve, the loop begins and ends where they
-say, and what they say is not asked again in the body. Conditions that are the same at
-every step decide whether the loop runs at all. In: any kernel, best after `hoist`,
-which takes the code of the first and of the last step out.
+Where everything in an iteration of a `for` is guarded (`pl.when(j * bk < (i + 1) *
+bq)`) by comparisons that `analysis/guards.py` can solve, their solutions become the
+bounds of the loop, and the body no longer tests them. Loop-invariant conditions decide
+whether the loop runs at all. In: any kernel, best after `hoist`, which peels the code
+of the first and the last iteration.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ from pallasite.passes.facts_walk import FactsWalk
 
 
 def guard_bounds(kernel: Kernel) -> Kernel:
-    """Shorten every loop whose steps are guarded as a whole."""
+    """Tighten the bounds of every loop whose whole body is guarded."""
     body = _Walk(kernel).block(kernel.body)
     if body is kernel.body:
         return kernel
-    return canonicalize(kernel.with_(body=body))  # of conditions that are not asked now
+    return canonicalize(kernel.with_(body=body))  # drops guards
 
 
 class _Walk(FactsWalk):
@@ -83,7 +83,7 @@ class _Walk(FactsWalk):
 
 @dataclass(frozen=True)
 class _Solved:
-    """A guard, with the bounds that its parts amount to, and the parts without."""
+    """A guard: the bounds that some of its terms amount to, and the remaining terms."""
 
     guard: Guard
     bounds: Bounds
@@ -91,7 +91,7 @@ class _Solved:
 
 
 def _guards(loop: Loop, producers: dict[Value, Op]) -> list[Guard]:
-    """The guards without which a step changes nothing; none if it does all the same."""
+    """The guards without which an iteration has no effect; none if it always has."""
     found = {
         op: guard
         for op in loop.body.ops
@@ -134,7 +134,7 @@ def _within(loop: Loop, bounds: Bounds, facts: Facts, b: Builder) -> Loop:
 
 
 def _without(loop: Loop, solved: _Solved) -> Loop:
-    """The loop whose bounds say what its guard asked."""
+    """The loop with its guard replaced by bounds."""
     b, guard = Builder(loop.op.loc), solved.guard
     mapping: dict[Value, Value] = {}
     for op in loop.body.ops:

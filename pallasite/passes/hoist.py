@@ -1,9 +1,10 @@
-"""Loop-invariant code motion, and peeling of the first and last step.
+"""Loop-invariant code motion, and peeling of the first and last iteration.
 
 Moved out of a `for`: loop invariants (pure ops, and loads of memory the kernel never
-writes); a reset of carried values at the first step, which becomes their initial value,
-or of memory, which goes before the loop; and code for the last step only, which goes
-after it. The last two are how kernels written for a grid start and end an accumulation.
+writes); a reset at the first iteration, of carried values, which becomes their initial
+value, or of memory, which moves before the loop; and code for the last iteration only,
+which moves after it. The last two are how kernels written for a grid start and end an
+accumulation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,7 @@ def hoist(kernel: Kernel) -> Kernel:
 
 
 class _HoistedLoop:
-    """One `for` being taken apart."""
+    """One `for` being hoisted from and peeled."""
 
     def __init__(self, op: Op, builder: Rewriter, readable: frozenset[Value]):
         self.loop, self.builder, self.readable = Loop.of(op), builder, readable
@@ -70,7 +71,7 @@ class _HoistedLoop:
         return fold_scalar(op, [self.number(v) for v in op.operands])
 
     def bounds(self) -> tuple[int, int] | None:
-        """First and last index of a loop that runs and steps by one."""
+        """First and last index of a loop that runs at least once, with step one."""
         first, limit, step = (self.number(v) for v in self.loop.bounds)
         if first is None or limit is None or step != 1 or not first < limit:
             return None
@@ -103,12 +104,12 @@ class _HoistedLoop:
         return table()[op.name].effect is Effect.PURE
 
     def is_stable(self, op: Op) -> bool:
-        """A load of memory that nothing writes."""
+        """Whether the op is a load of memory that nothing writes."""
         if op.name != "load":
             return False
         return root_among(self.producers, op.operands[0]) in self.readable
 
-    # --- the first step ---
+    # --- the first iteration ---
 
     def move_first_step(self) -> None:
         bounds = self.bounds()
@@ -120,7 +121,7 @@ class _HoistedLoop:
         self.move_first_effects(bounds[0])
 
     def move_first_effects(self, first: int) -> None:
-        """Run what the first step does to memory before all else ahead of the loop."""
+        """Move memory effects at the start of the first iteration before the loop."""
         for op in self.body.ops:
             if self.is_step(op, first) and not op.results:
                 known = dict(zip(self.loop.carried, self.loop.inits, strict=True))
@@ -132,15 +133,15 @@ class _HoistedLoop:
                 return
 
     def is_step(self, op: Op, number: int) -> bool:
-        """A `cond` with one non-empty branch, taken when the index is `number`, and
-        where further conditions hold that are the same in all steps."""
+        """Whether an op is a `cond` with one non-empty branch, taken when the index is
+        `number` and further loop-invariant conditions hold."""
         tests = self.tests(op)
         own = [test for test in tests if self.is_at(test, number)]
         rest = [test for test in tests if test not in own]
         return len(own) == 1 and not set(rest) & self.inside()
 
     def tests(self, op: Op) -> list[Value]:
-        """What must hold for the code of a `cond` with one non-empty branch to run."""
+        """The conditions under which the only non-empty branch of a `cond` runs."""
         if op.name != "cond" or len(op.regions) != 2:
             return []
         which, (otherwise, _) = Cond.of(op).which, Cond.of(op).branches
@@ -169,7 +170,7 @@ class _HoistedLoop:
         return b.cast(both, I32)
 
     def move_reset(self, op: Op) -> None:
-        """Make what the first step sets the initial value of the loop."""
+        """Make what the first iteration sets the loop's initial values."""
         otherwise, reset = Cond.of(op).branches
         inside = self.inside()
         carries = self.loop.carried
@@ -201,17 +202,17 @@ class _HoistedLoop:
         self.loop = self.loop.with_(inits=tuple(inits))
         self.replace_body(substitute(block, mapping))
 
-    # --- the last step ---
+    # --- the last iteration ---
 
     def take_last_steps(self) -> list[Callable[[Builder], None]]:
-        """Remove trailing code of the last step; gives what emits it after the loop."""
+        """Remove trailing last-iteration code; gives what emits it after the loop."""
         after: list[Callable[[Builder], None]] = []
         while (emit := self.take_last_step()) is not None:
             after.insert(0, emit)
         return after
 
     def take_last_step(self) -> Callable[[Builder], None] | None:
-        """The last of it."""
+        """Remove the last piece of it."""
         bounds = self.bounds()
         if bounds is None:
             return None
@@ -224,7 +225,7 @@ class _HoistedLoop:
         return None
 
     def cut(self, op: Op, plan: "_Replay") -> Callable[[Builder], None] | None:
-        """Remove the code of one step; gives what emits it outside the loop."""
+        """Remove the code of one iteration; returns a function to emit it outside."""
         _, branch = Cond.of(op).branches
         defined = {v for inner in walk(branch) for v in inner.results}
         defined |= {
@@ -251,9 +252,9 @@ class _HoistedLoop:
 
 
 class _Replay:
-    """Values of the first or the last step, found again outside the loop.
+    """Recomputes values of the first or the last iteration outside the loop.
 
-    `known` has those that are there already: what is carried in, or out.
+    `known` has those already available: the values carried in, or out.
     """
 
     def __init__(self, loop: _HoistedLoop, number: int, known: dict[Value, Value]):

@@ -1,11 +1,11 @@
-"""Windows stand still in the steps that ignore them.
+"""Keeps windows still in the steps that ignore them.
 
-A step of a grid whose work is guarded (`pl.when(j * bk < (i + 1) * bq)`) still moves
-its windows: it fetches blocks that nothing reads. Where a block is used under guards
-only and `analysis/guards.py` can solve them for an axis that moves the window, the
-index map sees that axis kept within the steps that any of them lets through: before the
-first and after the last of those the same block stays. For backends that fetch a block
-only if its number changed; in other steps the map yields what it did before.
+A grid step whose work is guarded (`pl.when(j * bk < (i + 1) * bq)`) still moves its
+windows, fetching blocks that nothing reads. Where all uses of a block are guarded and
+`analysis/guards.py` can solve the guards for an axis that moves the window, the index
+map gets that axis clamped to the steps that any guard lets through: before the first
+and after the last of them the block does not change. For backends that fetch a block
+only if its index changed; in all other steps the map yields what it did before.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from pallasite.passes.canonicalize import canonicalize
 
 
 def idle_windows(kernel: Kernel) -> Kernel:
-    """Keep the windows of every pipeline where they are in steps that ignore them."""
+    """Hold the windows of every pipeline still in steps that ignore them."""
     readable = constant_inputs(kernel)
 
     def rewrite(op: Op, builder: Rewriter) -> Sequence[Value] | None:
@@ -38,7 +38,7 @@ def idle_windows(kernel: Kernel) -> Kernel:
 
 
 class _Standstill:
-    """One pipeline, and what its guards say."""
+    """One pipeline and its guards."""
 
     def __init__(self, pipeline: Pipeline, readable: frozenset[Value]):
         self.whole, self.readable = pipeline, readable
@@ -55,9 +55,9 @@ class _Standstill:
         return self.whole.with_(maps=tuple(maps))
 
     def kept(self, shown: Shown) -> Block:
-        """The index map of a window, with one axis within the steps that matter."""
+        """The index map of a window, with one axis clamped to the steps that matter."""
         index_map = shown.index_map
-        # A block of memory that changes may have to be fetched again.
+        # A block of memory that is written may have to be fetched again.
         if shown.window.mode != "in" or shown.array not in self.readable:
             return index_map
         axis, guards = self.moving_axis(index_map), self.guards(shown.block)
@@ -74,7 +74,7 @@ class _Standstill:
         return axes[-1]
 
     def guards(self, ref: Value) -> list[Guard]:
-        """The guards under which all uses of a block are; none if one is not."""
+        """The guards that cover all uses of a block; none if some use is unguarded."""
         users = [
             op
             for op in self.whole.body.ops
@@ -113,7 +113,7 @@ class _Standstill:
         return b.block(params, inline(b, index_map, arguments))
 
     def solver(self, index_map: Block, axis: int, b: Builder) -> Solver:
-        """Solves for an axis by what a map knows: slower axes, and scalars."""
+        """Solves for an axis by what a map can see: slower axes, and scalars."""
         ids = dict(zip(self.whole.ids, index_map.params, strict=True))
         index = self.whole.ids[axis]
         known = {*self.whole.ids[:axis]}

@@ -1,8 +1,8 @@
-"""known_comparisons: comparisons of integers whose outcome their ranges decide.
+"""known_comparisons: folds integer comparisons that value ranges decide.
 
-`pl.when(j >= 0)`, or `pl.when(4 * step + 1 == 0)` in a step that was gathered from
-several, asks what is known of grid indices: it becomes a constant, and `canonicalize`
-takes the branch away.
+`pl.when(j >= 0)`, or `pl.when(4 * step + 1 == 0)` in a step that was merged from
+several, is decided by the ranges of grid indices: the comparison becomes a constant,
+and `canonicalize` removes the branch.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from pallasite.passes.facts_walk import FactsWalk
 
 
 def known_comparisons(kernel: Kernel) -> Kernel:
-    """Replace comparisons that are always true or never."""
+    """Replace comparisons that are always true or always false."""
     body = _Walk().block(kernel.body)
     return kernel if body is kernel.body else kernel.with_(body=body)
 
@@ -57,7 +57,7 @@ class _Walk(FactsWalk):
 
 
 def known_outcome(op: Op, facts: Facts) -> bool | None:
-    """What a comparison of integers gives; None: now this, now that."""
+    """The result of an integer comparison; None if it varies."""
     rule = _OUTCOMES.get(op.name)
     if rule is None or any(map(_is_float, op.operands)):
         return None

@@ -1,9 +1,10 @@
-"""legalize: replace the ops a backend does not have by their decompositions.
+"""legalize: replaces ops that a backend lacks with their decompositions.
 
-In: a kernel, and which ops the backend has natively (names, or a predicate on ops
-where that depends on types). Out: a kernel of native ops only. In this order an op is
-computed in a wider type the backend has it in, by a shortcut through an op the backend
-has, or by its row's `lower` (`ops/decompose.py`), whose ops are legalized recursively.
+In: a kernel, and which ops the backend has natively (names, or a predicate on ops where
+that depends on types). Out: a kernel of native ops only. A missing op is computed, in
+order of preference, in a wider type in which the backend has it, by a shortcut through
+an op the backend has, or by its row's `lower` (`ops/decompose.py`), whose ops are
+legalized recursively.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from pallasite.ops.decompose import SHORTCUTS
 from pallasite.ops.formula import NotApplicable
 
 Native = frozenset[str] | Callable[[Op], bool]
-# Makes the op's results with a builder; raises NotApplicable where it cannot.
+# Builds the op's results; raises NotApplicable where it cannot.
 Attempt = tuple[str, Callable[[Builder], Sequence[Value]]]
 
 
@@ -55,7 +56,7 @@ class _Legalizer:
         self.backend, self.elsewhere = backend, elsewhere
         self.table = table()
         self.within: Kernel | None = None
-        self.open: list[str] = []  # ops being replaced: one must not lead to itself
+        self.open: list[str] = []  # ops being replaced, to detect cycles
 
     def kernel(self, kernel: Kernel) -> Kernel:
         self.within = kernel
@@ -69,7 +70,7 @@ class _Legalizer:
         return block.yields
 
     def replacement(self, op: Op) -> Block:
-        """Native ops that replace one that is not."""
+        """Native ops that replace a non-native one."""
         key = f"{op.name} {' '.join(str(v.type) for v in op.operands)}"
         tried = [f"native (not listed for {self.backend})"]
         if key in self.open:
@@ -112,7 +113,7 @@ class _Legalizer:
     def shortcut(
         self, b: Builder, op: Op, through: str, lower: Callable[..., Any]
     ) -> Sequence[Value]:
-        """A decomposition that pays only where the op it is built on is native."""
+        """A decomposition that pays off only where the op it is built on is native."""
         results = _results(lower, b, op)
         if all(self.is_native(made) for made in b.ops if made.name == through):
             return results
@@ -135,16 +136,16 @@ class _Legalizer:
 
 
 def _results(lower: Callable[..., Any], b: Builder, op: Op) -> Sequence[Value]:
-    """What a row's `lower` makes, always as a sequence."""
+    """The results of a row's `lower`, always as a sequence."""
     made = lower(b, *op.operands, **op.attrs)
     return (made,) if isinstance(made, Value) else tuple(made)
 
 
 # --- computing in a wider type ---
 
-# Not these: their results depend on the width of the type.
+# Excluded: the results of these depend on the width of the type.
 _OWN_WIDTH = frozenset({"bitcast", "cast", "clz", "nextafter", "pow"})
-# Their signed operand must be extended with zeros.
+# The signed operand of these must be zero-extended.
 _OF_BITS = frozenset({"shift_right_logical", "population_count"})
 _TILE_OPS = frozenset({"reduce", "scan", "arg_reduce", "broadcast_in_dim", "transpose"})
 _TILE_OPS |= {"reshape", "slice", "concatenate", "pad", "rev", "exchange", "sort"}
@@ -152,14 +153,14 @@ _MAKERS = frozenset({"constant", "iota"})
 
 
 def wider(dtype: DType) -> DType | None:
-    """The 32-bit type that holds every number of a narrower one."""
+    """The 32-bit type that represents every value of a narrower one."""
     if dtype.bits >= 32 or dtype.is_bool:
         return None
     return F32 if dtype.is_float else I32
 
 
 def _widened_types(op: Op, row: OpDef) -> DType | None:
-    """The type to compute in, if there is one that gives the same results."""
+    """The type to compute in, if one gives the same results."""
     if op.regions or op.name in _OWN_WIDTH:
         return None
     if not (row.elementwise or op.name in _TILE_OPS or op.name in _MAKERS):
@@ -176,7 +177,7 @@ def _widen(
     """Cast narrow operands, run the op, cast the results back.
 
     Sums and products wrap when cast back; f32 has more than twice the bits of f16 and
-    bf16, so rounding twice gives what rounding once would.
+    bf16, so double rounding is harmless.
     """
     operands = [_extended(b, op, v, wide) for v in op.operands]
     attrs = dict(op.attrs)

@@ -1,9 +1,10 @@
-"""loop_over_k: products of deep blocks, a few steps of k at a time.
+"""loop_over_k: splits matmuls of deep blocks into a loop over parts of k.
 
-In: a body that loads deep blocks and multiplies them. Out: the same product as a loop
-that loads, computes and multiplies one part of k in each round and carries the sum, so
-that no more than a part is on chip at once. For blocks that no grid axis walks along k
-(`split_k_steps` handles those); what else is computed along k keeps it whole.
+In: a body that loads deep blocks and multiplies them. Out: the same matmul as a loop
+that loads, computes and multiplies one part of k per iteration and carries the
+accumulator, so that only one part is on chip at a time. For blocks that no grid axis
+steps through along k (`split_k_steps` handles those); whatever else is computed along k
+keeps it whole.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from pallasite.passes.widen_k import adds_up, only_user
 
 
 def loop_over_k(kernel: Kernel, place: Place, depth: int) -> Kernel:
-    """Every product that sums over a dimension, in rounds of `depth`.
+    """Every matmul that contracts a dimension, as a loop over parts of size `depth`.
 
     Args:
         kernel: what to rewrite.
@@ -30,7 +31,7 @@ def loop_over_k(kernel: Kernel, place: Place, depth: int) -> Kernel:
         depth: divides the block's size.
 
     Raises:
-        CannotReblock: it is used for something else than products of what is loaded.
+        CannotReblock: the dimension is used for more than matmuls of what is loaded.
     """
     found, dim = in_pipeline(kernel, place)
     reason = why_not_in_rounds(found, dim)
@@ -45,7 +46,7 @@ def loop_over_k(kernel: Kernel, place: Place, depth: int) -> Kernel:
 
 
 def why_not_in_rounds(found: LoopDims, dim: LoopDim) -> str | None:
-    """Why the products over a dimension cannot be done in rounds; None: they can."""
+    """Why the matmuls over a dimension cannot become loops; None if they can."""
     if dim.whole is not None or not dim.products:
         return dim.whole or "no product sums over it"
     if not all(map(adds_up, dim.products)):
@@ -74,9 +75,9 @@ class _Rounds:
         loads = [op for op in self.made.values() if op.name == "load"]
         spans = frozenset(op for op in loads if op.result in dim.members)
         tiles = {v: d for v, d in dim.members.items() if not v.is_ref}
-        # Inside a round refs are whole: their loads take a part.
+        # Inside an iteration refs stay whole: only the loads take a part.
         self.inside = replace(dim, members=tiles, spans=spans)
-        # The op that each loop takes the place of: the dot, or where it is added up.
+        # The op that each loop replaces: the dot, or the op that accumulates it.
         self.sums: dict[Op, Op] = {}
         for dot in dim.products:
             total = only_user(self.users, dot.result, "add")
@@ -94,7 +95,7 @@ class _Rounds:
                 self._loop(b, op, dot, op_here)
             elif op in self.dim.products:
                 if not any(d is op and total in here for total, d in self.sums.items()):
-                    self._loop(b, op, op, op_here)  # it is added up in another block
+                    self._loop(b, op, op, op_here)  # it is accumulated in another block
             else:
                 b.ops.append(with_regions(op_here, [self.block(r) for r in op.regions]))
         yields = tuple(self.replaced.get(v, v) for v in block.yields)
@@ -123,7 +124,7 @@ class _Rounds:
         self.replaced[op.result] = result
 
     def _needed(self, values: Sequence[Value]) -> list[Op]:
-        """The ops that make these values, of those along k, in order."""
+        """Of the ops along k, those that compute these values, in order."""
         needed: dict[Op, None] = {}
 
         def visit(value: Value) -> None:

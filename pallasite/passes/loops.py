@@ -1,10 +1,11 @@
 """Turns a kernel's pipeline into programs and loops.
 
 `to_loops(kernel, info)` keeps the parallel axes as a pipeline without windows (one
-program per step) and makes the sequential ones `for` loops inside each program, last
-axis innermost; axes with one step disappear. A window becomes a `block_view`, opened
-in the outermost loop that moves it; scratch becomes each program's own. Pipelines in
-the body become loops too. After grid analysis (`grid.py`), before `promote.py`.
+program per step) and turns the sequential ones into `for` loops inside each program,
+last axis innermost; axes with one step disappear. A window becomes a `block_view`,
+opened in the outermost loop whose body needs it moved; scratch becomes private to each
+program. Nested pipelines become loops too. Runs after grid analysis (`grid.py`), before
+`promote.py`.
 """
 
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ def to_loops(kernel: Kernel, info: GridInfo, dynamic_programs: bool = False) -> 
 
 
 def _scratch_ops(kernel: Kernel) -> list[Op]:
-    """Allocations, and what initialises them: each program has its own."""
+    """Allocations and their initialisation: each program has its own."""
     refs: set[Value] = set()
     found: list[Op] = []
     for op in kernel.body.ops:
@@ -80,7 +81,7 @@ def _inner_pipeline(op: Op, builder: Rewriter) -> Sequence[Value] | None:
 @dataclass
 class _Window:
     number: int
-    loops: frozenset[int]  # the looped axes that move it
+    loops: frozenset[int]  # the loops along axes that move it
 
 
 class _Nest:
@@ -105,7 +106,7 @@ class _Nest:
         ]
 
     def fill(self, builder: Builder, ids: Sequence[Value]) -> None:
-        """Emit the nest; `ids` are the program's indices along the outer axes."""
+        """Emit the loop nest; `ids` are the program's indices along the outer axes."""
         self.at = dict(zip(self.outer, ids, strict=True))
         self.at |= {a: builder.index(0) for a in self.single}
         self.views: dict[int, Value] = {}
@@ -133,7 +134,7 @@ class _Nest:
         builder.emit("for", first, limit, step, regions=(inside.block([index]),))
 
     def open(self, builder: Builder, number: int) -> Value:
-        # The map does not depend on loops that are not open yet: any index will do.
+        # The map does not depend on loops not yet open: any index will do.
         zero = None
         arguments = []
         for axis in range(len(self.grid)):

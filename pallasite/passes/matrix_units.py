@@ -1,8 +1,8 @@
-"""Instructions to matrix units (`ops/matrix_units.py`): written out, or kept.
+"""Matrix-unit instructions (`ops/matrix_units.py`): expanded, or kept.
 
-In: a kernel with `matrix_unit` ops, each with a region. Out: the same with what the
-regions say in their places, or with bare instructions and without the scratch that
-stood for what the units hold.
+In: a kernel with `matrix_unit` ops, each with a region. Out: the same kernel with each
+op replaced by its region, or with bare instructions and without the scratch that stood
+for the contents of the units.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from pallasite.ir.rewrite import Rewriter, inline, map_ops
 
 
 def write_out(kernel: Kernel) -> Kernel:
-    """For a chip without such instructions: scratch, products and sums."""
+    """For a chip without such instructions: scratch, matmuls and sums."""
     return map_ops(kernel, _written_out)
 
 
@@ -23,8 +23,7 @@ def _written_out(op: Op, b: Rewriter) -> Sequence[Value] | None:
 
 
 def keep_instructions(kernel: Kernel) -> Kernel:
-    """For a chip that has them: units are empty when a kernel begins, and hold what
-    they are given."""
+    """For a chip that has them: units start empty and keep what is written to them."""
     state = {
         value
         for op in walk(kernel.body)

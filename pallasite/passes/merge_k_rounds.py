@@ -1,9 +1,9 @@
-"""merge_k_rounds: loops that only add up products, with fewer and deeper rounds.
+"""merge_k_rounds: gives loops that only accumulate matmuls fewer, deeper iterations.
 
-In: a loop whose rounds each load the next part of rows and of columns along k, multiply
-them and add the product to a carried sum. Out: one product of all parts, or the same
-loop in larger steps. `merge_k_steps.py` does the same for grids; loops that do anything
-else are left as they are.
+In: a loop whose iterations each load the next part of rows and columns along k,
+multiply them and add the product to a carried accumulator. Out: one matmul of all
+parts, or the same loop with a larger step. `merge_k_steps.py` does the same for grids;
+loops that do anything else are left as they are.
 """
 
 import sys
@@ -26,7 +26,7 @@ from pallasite.passes.widen_k import (
 
 
 def merge_k_rounds(kernel: Kernel, most_bytes: int) -> Kernel:
-    """Merge rounds of loops: all, unless a computed tile would exceed `most_bytes`."""
+    """Merge all iterations, or as many as keep computed tiles within `most_bytes`."""
     return map_ops(kernel, partial(_merged, most_bytes))
 
 
@@ -37,7 +37,7 @@ def _merged(most_bytes: int, op: Op, b: Rewriter) -> Sequence[Value] | None:
     found = _Rounds(loop, b)
     if not found.rounds or not found.only_sums():
         return None
-    # Products are blocked for the caches, however deep they are.
+    # Matmuls are blocked for the caches, whatever their depth.
     factor = found.depths.factor(len(found.rounds), sys.maxsize, most_bytes)
     if factor == 1:
         return None
@@ -50,7 +50,7 @@ def _merged(most_bytes: int, op: Op, b: Rewriter) -> Sequence[Value] | None:
 
 
 class _Rounds:
-    """What the ops of a loop's body do, seen from one round to the next."""
+    """What a loop's body does, as a function of the iteration."""
 
     def __init__(self, loop: Loop, b: Rewriter):
         self.body = loop.body
@@ -60,14 +60,14 @@ class _Rounds:
         limits = [n for n in map(self._integer, loop.bounds) if n is not None]
         known = len(limits) == 3 and limits[2] > 0
         self.rounds = range(*limits) if known else range(0)
-        self.counters = dict[Value, int]()  # carried numbers: what a round adds
+        self.counters = dict[Value, int]()  # carried numbers: their increments
         self.totals: set[Op] = set()
         self.products: set[Op] = set()
         for param, end in zip(self.params, self.body.yields, strict=True):
             self._sort_out(param, end)
 
     def _sort_out(self, param: Value, end: Value) -> None:
-        """What is carried in a parameter, if it is a counter or a sum."""
+        """Classify a carried value as a counter or an accumulator."""
         add = self.depths.made.get(end)
         if add is None or add.name != "add" or param not in add.operands:
             return
@@ -101,7 +101,7 @@ class _Rounds:
         )
 
     def _forms(self) -> Forms:
-        """How numbers depend on the number of the round."""
+        """How numbers depend on the iteration number."""
         forms = Forms([Value(self.index.type)])
         forms.known[self.index] = _line(self.rounds.step, self.rounds.start)
         for param, start in zip(self.params, self.starts, strict=True):
@@ -127,7 +127,7 @@ class _Rounds:
             return self.depths.are_summed(op)
         if self.depths.touches(op):
             return op in self.totals or self.depths.follow(op)
-        # Numbers may differ between rounds if only loads use them.
+        # Numbers may vary between iterations if only loads use them.
         form = self.forms.of(op.results[0])
         return not self._changes(op) or op in self.totals or form.affine is not None
 
@@ -135,7 +135,7 @@ class _Rounds:
         return any(self.forms.of(v).axes for v in op.operands)
 
     def _is_part(self, op: Op) -> bool:
-        """A load of the part right after the previous round's."""
+        """Whether an op loads the part right after the previous iteration's."""
         access = Access.of(op)
         if access.mask is not None or Gather() in access.index:
             return False

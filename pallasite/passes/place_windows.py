@@ -1,10 +1,10 @@
-"""place_windows: every number that an index map yields is a valid block number.
+"""place_windows: makes every result of an index map a valid block index.
 
-A block number out of range is the nearest one (docs/semantics.md, "Blocks"). In: maps
-as their author wrote them. Out: a `clamp` on each number that is not known to stay in
-range over the grid; maps that stay in range are left as they are. Backends place blocks
-from these numbers without checking the array's bounds again; only a block that hangs
-over the edge is still theirs to handle.
+A block index out of range stands for the nearest valid one (docs/semantics.md,
+"Blocks"). In: maps as the author wrote them. Out: a `clamp` on each result that is not
+known to stay in range over the grid; other maps are left as they are. Backends place
+blocks by these indices without checking the array's bounds again; they handle only
+blocks that extend past the edge.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Grid = Sequence[int | None]
 
 
 def place_windows(kernel: Kernel) -> Kernel:
-    """Clamp what index maps yield, in all pipelines, where it may be out of range."""
+    """Clamp results of index maps, in all pipelines, that may be out of range."""
     body = _Placing().block(kernel.body)
     return kernel if body is kernel.body else kernel.with_(body=body)
 
@@ -52,11 +52,11 @@ def _clamped(
     return b.block(index_map.params, yields)
 
 
-# --- what is known of the numbers of a window ---
+# --- what is known about the block indices of a window ---
 
 
 def number_limits(window: Window, shape: Sequence[int]) -> list[int]:
-    """The greatest of each number that an index map yields; the least is 0."""
+    """The upper bound of each result of an index map; the lower bound is 0."""
     limits = []
     for dim, n in zip(window.dims, shape, strict=True):
         limits.append(last_number(dim, n))
@@ -72,10 +72,10 @@ def number_facts(
     grid: Grid,
     facts: Facts | None = None,
 ) -> list[Fact]:
-    """What each number that an index map yields can be over the grid.
+    """The range of each result of an index map over the grid.
 
-    A proof: arithmetic wraps around here as it does when the kernel runs. `facts` knows
-    the values from outside the map.
+    This is a proof: arithmetic wraps around as it does at run time. `facts` knows the
+    values from outside the map.
     """
     facts = facts or Facts()
     facts.note_grid(index_map.params, grid)
@@ -95,10 +95,10 @@ def _names_a_block(found: Fact, last: int) -> bool:
 def unclamped(
     index_map: Block, window: Window, shape: Sequence[int]
 ) -> tuple[Value, ...]:
-    """What an index map yields, before clamps to the valid block numbers.
+    """The results of an index map, before clamps to the valid block indices.
 
-    They change nothing, since numbers out of range are the nearest one in any case;
-    analyses that know this see the sum that is under such a clamp.
+    Such clamps change nothing, since an index out of range stands for the nearest valid
+    one anyway; analyses that know this can look at the sum under the clamp.
     """
     made = {v: op for op in index_map.ops for v in op.results}
 

@@ -1,11 +1,11 @@
-"""Ref promotion: blocks and scratch that are used whole become values.
+"""Ref promotion: blocks and scratch that are only accessed whole become values.
 
-In: a kernel after `to_loops`. Out: the same kernel in which scratch refs, and output
-blocks that are read back, are ordinary values carried through loops and branches; an
-output is then stored once, where its view ends. Refs used in part (or atomically, or by
-copies) stay in memory, but scratch of which fixed parts are used can be promoted too.
-`promote` is the whole path from a pipeline; backends without addressable on-chip memory
-(Triton) call it.
+In: a kernel after `to_loops`. Out: the same kernel with scratch refs, and output blocks
+that are read back, as ordinary values carried through loops and branches; an output is
+then stored once, at the end of its view's lifetime. Refs accessed in part (or by
+atomics or copies) stay in memory, but scratch accessed in fixed parts can be promoted
+too. `promote` is the whole path from a pipeline, for backends without addressable
+on-chip memory (Triton).
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,8 +27,8 @@ def promote(kernel: Kernel, in_parts: bool = False) -> Kernel:
 
     Args:
         kernel: what to rewrite.
-        in_parts: promote scratch also where fixed parts of it are used; they become
-            slices, which not every backend has.
+        in_parts: also promote scratch accessed in fixed parts, which become slices; not
+            every backend has those.
     """
     info = analyze(kernel)
     programs = set(info.parallel)
@@ -47,9 +47,9 @@ def promote_refs(
 
     Args:
       kernel: a kernel without windows (after `to_loops`).
-      exclusive: main-memory refs of which each program writes a disjoint part. A
-        block of another ref is promoted only if it is overwritten in any case, since
-        writing it back unchanged could undo another program's write.
+      exclusive: main-memory refs of which each program writes a disjoint part. A block
+        of another ref is promoted only if it is always overwritten, since writing it
+        back unchanged could undo another program's write.
       in_parts: as for `promote`.
     """
     found = _Candidates(kernel, in_parts)
@@ -59,16 +59,16 @@ def promote_refs(
 
 
 def promote_accumulators(kernel: Kernel) -> Kernel:
-    """Refs in registers become values: sums that products in flight are added to."""
+    """Promote refs in registers to values: accumulators of matmuls in flight."""
     found = _Candidates(kernel, False).result()
     sums = frozenset(ref for ref in found if ref.ref.space == "regs")
     return kernel.with_(body=_Promotion(sums, frozenset()).block(kernel.body))
 
 
 class _Candidates:
-    """Finds the refs whose every use is a load or store of the whole.
+    """Finds the refs that are only loaded or stored as a whole.
 
-    With `in_parts`, uses of fixed parts of scratch count too.
+    With `in_parts`, accesses to fixed parts of scratch count too.
     """
 
     def __init__(self, kernel: Kernel, in_parts: bool):
@@ -92,7 +92,7 @@ class _Candidates:
                 self.visit(region, in_test or is_test or op.name == "warps")
 
     def is_value(self, op: Op, ref: Value) -> bool:
-        """Whether a use of a ref can be one of its value."""
+        """Whether a use of a ref can become a use of its value."""
         if op.name not in ("load", "store") or op.operands[0] is not ref:
             return False
         index, shape = op.attrs["index"], ref.ref.shape
@@ -111,17 +111,17 @@ class _Candidates:
         if op.name == "alloc":
             return True
         names = {use.name for use in self.uses.get(ref, ())}
-        # A block that is only written needs no value; one that is only read neither.
+        # A block that is only written, or only read, needs no value.
         memory = op.operands[0]
         if names != {"load", "store"} or memory not in self.kernel.outputs:
             return False
         window = op.attrs["window"]
         if window.fill is not None and window.may_hang_over(memory.ref.shape):
-            return False  # past the edge it reads as the fill, whatever was stored
+            return False  # past the edge it reads as the fill, not as what was stored
         return self.uses[memory] == [op] and not self.is_shared(memory)
 
     def is_shared(self, memory: Value) -> bool:
-        """Whether the memory is also read through an operand that aliases it."""
+        """Whether an aliasing operand also reads the memory."""
         kernel = self.kernel
         twins = [
             kernel.inputs[i] for i, o in kernel.aliases if kernel.outputs[o] is memory
@@ -136,11 +136,11 @@ class _Candidates:
         )
 
 
-Current = dict[Value, Value]  # promoted ref -> its value here
+Current = dict[Value, Value]  # promoted ref -> its current value
 
 
 class _Promotion:
-    """Rewrites blocks in program order with the current value of each promoted ref."""
+    """Rewrites blocks in program order, tracking each promoted ref's current value."""
 
     def __init__(self, refs: frozenset[Value], exclusive: frozenset[Value]):
         self.refs, self.exclusive = set(refs), exclusive
@@ -151,7 +151,7 @@ class _Promotion:
     def block(
         self, block: Block, params: Sequence[Value] = (), modified: Sequence[Value] = ()
     ) -> Block:
-        """Rewrite; `modified` refs come in as `params` and go out as extra yields."""
+        """Rewrite; `modified` refs enter as `params` and leave as extra yields."""
         outside = dict(self.current)
         self.current.update(zip(modified, params, strict=True))
         builder = Builder()
@@ -190,7 +190,7 @@ class _Promotion:
     def open(
         self, op: Op, rest: Sequence[Op], builder: Builder, views: list[Value]
     ) -> None:
-        """Start a promoted output block: its value on entry, its store at the end."""
+        """Open a promoted output block: its value on entry, its store at the end."""
         op = op.with_(operands=tuple(map(self.new, op.operands)))
         builder.ops.append(op)
         view = op.result
@@ -282,7 +282,7 @@ Part = Sequence[tuple[int, int]]  # first element and end, per dimension
 
 
 def fixed_part(index: Index, shape: Sequence[int]) -> Part | None:
-    """The box that an index picks, if it is the same at every step."""
+    """The box that an index selects, if it is constant."""
     spans = box_at(index, shape)
     if spans is None or any(span.stride != 1 and span.size > 1 for span in spans):
         return None

@@ -1,10 +1,10 @@
 """Reblocking: the same kernel with smaller or larger blocks.
 
-`cut` divides the programs of a kernel along one dimension of their blocks; `grow` joins
+`cut` splits the programs of a kernel along one dimension of their blocks; `grow` merges
 neighbouring ones. Both act on a dimension of the work (`analysis/loop_dims.py`): every
-window, scratch ref and tile that has it gets a new size, and everything else stays. The
-author's blocks are a statement about meaning, not about a chip: `choose_blocks.py` says
-which sizes a chip wants, `resized_code.py` writes the code of a program.
+window, scratch ref and tile that has it is resized, and everything else stays. The
+author's blocks define semantics, not a mapping to a chip: `choose_blocks.py` chooses
+sizes for a chip, `resized_code.py` emits the code of a program.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ from pallasite.passes.resized_code import CannotReblock, Joined, Part, Resized
 
 
 def cut(kernel: Kernel, place: Place, parts: int) -> Kernel:
-    """Programs with the `parts`-th of the blocks along a dimension, and more of them.
+    """Programs with 1/`parts` of the blocks along a dimension, and more programs.
 
     Args:
         kernel: what to rewrite.
@@ -38,21 +38,23 @@ def cut(kernel: Kernel, place: Place, parts: int) -> Kernel:
         parts: divides the block's size.
 
     Raises:
-        CannotReblock: the body needs all of the dimension, or a part would be outside.
+        CannotReblock: the body needs the whole dimension, or a part would be past the
+            end.
     """
     found, dim = in_pipeline(kernel, place)
     return _Cut(found, dim, parts).kernel()
 
 
 def grow(kernel: Kernel, place: Place, factor: int, selects: bool = False) -> Kernel:
-    """Programs with `factor` times the blocks along a dimension, and fewer of them.
+    """Programs with `factor` times the blocks along a dimension, and fewer programs.
 
     Args:
         kernel: what to rewrite.
         place: a window and a dimension of its array.
         factor: how many neighbours become one program.
-        selects: whether programs may be joined of which only some take a branch; it
-            is then run for all of them, and each element that it stores is selected.
+        selects: whether programs may be merged of which only some take a branch; the
+            branch then runs for all of them, and each element that it stores is
+            selected.
 
     Raises:
         CannotReblock: neighbours are not parts of one larger program.
@@ -62,7 +64,7 @@ def grow(kernel: Kernel, place: Place, factor: int, selects: bool = False) -> Ke
 
 
 def may_cut(found: LoopDims, dim: LoopDim, parts: int) -> bool:
-    """Whether `cut` can divide a dimension into a number of parts."""
+    """Whether `cut` can split a dimension into this many parts."""
     try:
         _Cut(found, dim, parts)
     except CannotReblock:
@@ -83,14 +85,14 @@ def in_pipeline(kernel: Kernel, place: Place) -> tuple[LoopDims, LoopDim]:
 
 
 class _Moved(NamedTuple):
-    """A window that shows a dimension: where, and how its index map does."""
+    """A window that shows a dimension: where, and how its index map addresses it."""
 
     number: int
     array_dim: int
     shown: Shown
-    n: int  # of the array
+    n: int  # size of the array
     block: int  # size of a block
-    position: int  # in what the index map yields
+    position: int  # among the index map's yields
 
     @property
     def count(self) -> int:
@@ -106,7 +108,7 @@ class _Moved(NamedTuple):
         return unclamped(self.shown.index_map, window, shape)[self.position]
 
     def follows(self, axis: int, steps: int) -> bool:
-        """Whether the block number is the index along an axis, and never clamped."""
+        """Whether the block index is the index along an axis, and never clamped."""
         is_index = self.number_value is self.shown.index_map.params[axis]
         return is_index and steps <= self.count
 
@@ -128,13 +130,13 @@ def _moved(found: LoopDims, dim: LoopDim) -> list[_Moved]:
 
 
 def axis_of(found: LoopDims, dim: LoopDim) -> int | None:
-    """The parallel axis whose index is the block number of all that is written."""
+    """The parallel axis whose index is the block index of every output."""
     moved = _moved(found, dim)
     written = [m for m in moved if m.shown.block in found.written]
     for axis, steps in enumerate(found.pipeline.grid):
         if steps is None or not found.info.axes[axis].parallel or not written:
             continue
-        # An axis of one step is parallel even where scratch carries along it.
+        # An axis with one step is parallel even where scratch is carried along it.
         if steps == 1 and any(axis in carry.axes for carry in found.info.carries):
             continue
         if all(m.follows(axis, steps) for m in written):
@@ -143,17 +145,17 @@ def axis_of(found: LoopDims, dim: LoopDim) -> int | None:
 
 
 class Divided:
-    """A kernel with one dimension divided.
+    """A kernel with one dimension split.
 
-    An axis numbers the parts instead of the blocks; without one (None), a new axis
-    comes first. Windows and positions follow; `code` emits the body.
+    An axis indexes the parts instead of the blocks; if there is none (None), a new
+    leading axis does. Windows and positions follow; `code` emits the body.
 
     Args:
         found: the kernel.
-        dim: what to divide.
+        dim: what to split.
         parts: into how many.
         axis: the one whose index becomes that of a part.
-        steps: how many it has then.
+        steps: how many steps it then has.
     """
 
     def __init__(
@@ -184,9 +186,9 @@ class Divided:
         return each.follows(self.axis, steps)
 
     def _check_inside(self, each: _Moved) -> None:
-        """A part that is all outside the array has no number of its own.
+        """A part that lies entirely past the edge has no index of its own.
 
-        To read one is to read unspecified values, unless there is a fill value.
+        Reading one gives undefined values, unless there is a fill value.
         """
         count = each.count_of(self.size)
         inside = self.steps <= count if self._follows(each) else False
@@ -221,7 +223,7 @@ class Divided:
         ).to_op()
 
     def _ids(self, b: Builder, ids: Sequence[Value]) -> tuple[list[Value], list[Value]]:
-        """New ids and, of those, the old ones; last of the new: the part's number."""
+        """New ids (the last is the part's), and the old ones computed from them."""
         fresh = [Value(INDEX, i.name) for i in ids]
         if self.axis is None:
             part = Value(INDEX, "part")
@@ -266,11 +268,11 @@ class Divided:
 
 
 class _Cut(Divided):
-    """Programs divided along a dimension.
+    """Programs split along a dimension.
 
-    Where a parallel axis numbers the blocks that are written, it numbers the parts
-    instead. Otherwise a new axis comes first: all programs run for the first part, then
-    all for the second; nothing is handed on from one part to another.
+    Where a parallel axis indexes the blocks that are written, it indexes the parts
+    instead. Otherwise a new leading axis does: all programs run for the first part,
+    then all for the second; no state is carried from one part to another.
     """
 
     def __init__(self, found: LoopDims, dim: LoopDim, parts: int):
@@ -283,7 +285,7 @@ class _Cut(Divided):
 
 
 def _steps(found: LoopDims, dim: LoopDim, parts: int, axis: int) -> int:
-    """How many steps number the parts; those that are all outside are left out."""
+    """How many steps index the parts, without parts entirely past the edge."""
     old, size = found.pipeline.grid[axis], dim.size // max(parts, 1)
     assert old is not None
     written = (m for m in _moved(found, dim) if m.shown.block in found.written)
@@ -291,7 +293,7 @@ def _steps(found: LoopDims, dim: LoopDim, parts: int, axis: int) -> int:
 
 
 class _Grow:
-    """Neighbours along the axis that numbers the blocks of one dimension, joined."""
+    """Merges neighbours along the axis that indexes the blocks of one dimension."""
 
     def __init__(self, found: LoopDims, dim: LoopDim, factor: int, selects: bool):
         self.found, self.dim, self.factor = found, dim, factor
@@ -359,7 +361,7 @@ class _Grow:
 
 
 def _depends(block: Block, results: Sequence[Value], value: Value) -> bool:
-    """Whether some of what a block computes may depend on one of its values."""
+    """Whether anything a block computes may depend on one of its values."""
     needed = set(results)
     for op in reversed(block.ops):
         if needed.intersection(op.results):
@@ -375,7 +377,7 @@ def _rebuilt(
     size: int,
     make_pipeline: Callable[[Mapping[Value, Value]], Op],
 ) -> Kernel:
-    """The kernel with scratch of the new size, and the pipeline made for it."""
+    """The kernel with resized scratch and the pipeline built for it."""
     outside, resized = Builder(), Resized(dim, size)
     for op in found.kernel.body.ops:
         if op is found.pipeline.op:

@@ -1,13 +1,13 @@
-"""replicate_columns: a number per row, kept in all lanes of a row.
+"""replicate_columns: replicates per-row values across all lanes.
 
-In: tiles of shape (rows, 1), as reductions with `keepdims` give them: the maxima and
-sums of a softmax, the mean of a norm; and tiles of shape (rows,) that are combined with
-reductions of rows, or repeated along rows. A TPU keeps the former as one lane of each
-vector register and the latter along the lanes of a few, and moves them to the other
-lanes for every row that they are combined with. Out: the same numbers as tiles of shape
-(rows, lanes), which take as many registers as (rows, 1); scratch for them has that
-shape, too. To repeat a row's number along a wider tile is then to name the same
-registers several times. Columns of blocks, and what no rule here is for, stay.
+In: tiles of shape (rows, 1), as reductions with `keepdims` give them (the maxima and
+sums of a softmax, the mean of a norm), and tiles of shape (rows,) that are combined
+with row reductions or broadcast along rows. A TPU keeps the former in one lane of each
+vreg and the latter along the lanes of a few vregs, and moves them to the other lanes
+for every row that they are combined with. Out: the same values as tiles of shape (rows,
+lanes), which take as many vregs as (rows, 1); scratch for them is reshaped too.
+Broadcasting a row's value along a wider tile then only reuses the same vregs. Columns
+of blocks, and ops that no rule here covers, stay.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from pallasite.ir.rewrite import dead_code, users_of
 from pallasite.ir.roles import Loop
 from pallasite.ir.types import BOOL, F32, I32, Type
 
-_DTYPES = (F32, I32)  # of columns that are brought to all lanes
+_DTYPES = (F32, I32)  # of columns that are replicated to all lanes
 _SHAPES = {"broadcast_in_dim", "reshape", "constant"}
 
 
 def replicate_columns(kernel: Kernel, lanes: int) -> Kernel:
-    """Columns in all `lanes` of their rows, where rows are combined with them."""
+    """Replicate columns that are combined with rows to all `lanes` of the rows."""
     columns = _Columns(kernel, lanes)
     if not any(map(columns.is_repeated, walk(kernel.body))):
         return kernel
@@ -35,9 +35,9 @@ def replicate_columns(kernel: Kernel, lanes: int) -> Kernel:
 class _Columns:
     """Which values have one number per row.
 
-    By their shape those of shape (rows, 1); by their use those of shape (rows,) that
-    meet a reduction of rows, or are repeated along rows. Those rows have at least
-    `lanes` elements, so that tiles do not become larger than others are already.
+    By shape, those of shape (rows, 1); by use, those of shape (rows,) that are combined
+    with a row reduction or broadcast along rows. Those rows have at least `lanes`
+    elements, so that no tile becomes larger than existing ones.
     """
 
     def __init__(self, kernel: Kernel, lanes: int):
@@ -81,7 +81,7 @@ class _Columns:
             self.parent[a] = b
 
     def is_line(self, value: Value) -> bool:
-        """Of shape (rows,)."""
+        """Whether a value has shape (rows,)."""
         shape = value.type.shape
         return bool(shape) and shape[-1] > 1 and self._root(value) in self.roots
 
@@ -92,7 +92,7 @@ class _Columns:
         return (columns == 1 and rows > 1) or self.is_line(value)
 
     def is_repeated(self, op: Op) -> bool:
-        """Whether an op repeats a column along rows."""
+        """Whether an op broadcasts a column along rows."""
         if op.name != "broadcast_in_dim" or not self.has(op.operands[0], _DTYPES):
             return False
         (x,), shape = op.operands, tuple(op.attrs["shape"])
@@ -110,10 +110,10 @@ def _adds_last_dim(op: Op) -> bool:
 
 
 class _Walk:
-    """Rebuilds blocks; `wide` has the replicated form of columns, where there is one.
+    """Rebuilds blocks; `wide` has the replicated form of columns, where one exists.
 
-    A column has its narrow form, its wide form, or both: whichever is missing is made
-    from the other where it is asked for.
+    A column has its narrow form, its wide form, or both: a missing one is made from the
+    other on demand.
     """
 
     def __init__(self, kernel: Kernel, columns: _Columns, lanes: int):
@@ -157,7 +157,7 @@ class _Walk:
     # --- blocks and ops ---
 
     def block(self, block: Block, wide: Sequence[bool] = ()) -> Block:
-        """`wide`: which of its parameters, from the second on, and yields are."""
+        """`wide`: which parameters, from the second on, and which yields are wide."""
         b = Builder()
         for op in block.ops:
             b.loc = op.loc
@@ -194,7 +194,7 @@ class _Walk:
         b.ops.append(op.with_(operands=self.operands(b, op), regions=regions))
 
     def control(self, b: Builder, op: Op) -> None:
-        """What branches and loops hand on is wide."""
+        """Values carried by branches and loops are wide."""
         wide = [self.columns.has(v, _DTYPES) for v in op.results]
         if not any(wide):
             self.kept(b, op)
@@ -222,7 +222,7 @@ class _Walk:
         b.ops.append(changed)
 
     def repeated(self, b: Builder, op: Op) -> Value:
-        """A row's number along a tile: its registers, several times."""
+        """Broadcast a row's value along a tile: its vregs, repeated."""
         wide, (*_, n) = self.widened(b, op.operands[0]), op.attrs["shape"]
         copies = [wide] * -(-n // self.lanes)
         joined = wide
@@ -235,7 +235,7 @@ class _Walk:
         return b.op("slice", joined, limits=shape, **whole)
 
     def is_wide_shape(self, b: Builder, op: Op) -> bool:
-        """Takes in a column made of a number, or of one number per row."""
+        """Handle a column made from a constant, or from one number per row."""
         if op.name not in _SHAPES or not self.columns.has(op.result, _DTYPES):
             return False
         shape = self.type(op.result).shape
@@ -246,7 +246,7 @@ class _Walk:
         (x,) = op.operands
         is_column = op.name == "reshape" or _adds_last_dim(op)
         if is_column and x in self.wide and self.wide[x].tile.shape == shape:
-            self.set_wide(op.result, self.wide[x])  # (rows, 1) of (rows,), or back
+            self.set_wide(op.result, self.wide[x])  # (rows,) to (rows, 1), or back
             return True
         if op.name == "reshape":
             if x.tile.shape != shape[:-1] or self.columns.is_line(op.result):
@@ -260,7 +260,7 @@ class _Walk:
         return True
 
     def is_wide_elementwise(self, b: Builder, op: Op) -> bool:
-        """Takes in an elementwise op on columns."""
+        """Handle an elementwise op on columns."""
         if not table()[op.name].elementwise or not self.columns.has(op.result):
             return False
         columns = [v for v in op.operands if v.type.shape]
@@ -278,7 +278,7 @@ class _Walk:
 
 
 def _scratch(kernel: Kernel, columns: _Columns) -> set[Value]:
-    """Scratch that holds columns, and is read and written as a whole only."""
+    """Scratch that holds columns and is only accessed as a whole."""
     users = users_of(kernel.body)
     return {
         op.result

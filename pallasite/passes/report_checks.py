@@ -1,13 +1,12 @@
-"""report_checks: what the checks of a kernel find becomes results of the kernel.
+"""report_checks: turns the findings of a kernel's checks into results of the kernel.
 
-`jax.experimental.checkify` makes errors values: a checked function returns them. For a
-kernel that is one number per program, the number of its first check that failed, and
-the values that go into that check's message. Each program has an element of its own, so
-programs stay as independent as they were, and the first failure is well defined.
+`jax.experimental.checkify` makes errors values, which a checked function returns. For a
+kernel these are, per program, the number of the first check that failed, and the values
+for that check's message. Each program has its own element, so programs stay as
+independent as they were, and the first failure is well defined.
 
-Checks are those of the kernel (`debug_check`) and, as far as they are asked for, those
-that every op of some kind gets: numbers that are NaN, quotients by zero, and indices
-past the end of a ref.
+The checks are those of the kernel (`debug_check`) and, on request, those that every op
+of some kind gets: NaN results, division by zero, and indices past the end of a ref.
 """
 
 from collections.abc import Set
@@ -32,7 +31,7 @@ from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import I32, INDEX, RefType, TileType
 from pallasite.passes.analysis.memory import over_edges
 
-# Elementwise ops whose results are not NaN unless an operand is: not worth a check.
+# Elementwise ops that give NaN only if an operand is NaN: not worth a check.
 _PASS_ON = {"neg", "abs", "sign", "max", "min", "select_n", "clamp", "cast", "bitcast"}
 _PASS_ON |= {"floor", "ceil", "round", "reduce_precision", "stop_gradient"}
 _ALSO_NAN = {"dot", "reduce", "scan"}
@@ -45,8 +44,8 @@ class Report:
 
     Attributes:
         kind: "check" (`debug_check`), "nan", "div" or "index".
-        message: with a field for each of its values; of "nan" the name of the op.
-        values: the results of the new kernel that hold its values, by position.
+        message: with a field for each of its values; for "nan", the name of the op.
+        values: the positions of the new kernel's results that hold its values.
         shape: of the ref, where an index is checked.
         loc: the user's line.
     """
@@ -63,9 +62,9 @@ class Reporting:
     """A kernel that reports.
 
     Attributes:
-        kernel: its results are those it had, one i32 per program (0: nothing failed,
-            n: check `reports[n - 1]` did), and the checks' values.
-        grid: of the programs.
+        kernel: returns its original results, one i32 per program (0: nothing failed, n:
+            check `reports[n - 1]` failed), and the checks' values.
+        grid: the grid of the programs.
         reports: its checks.
     """
 
@@ -75,11 +74,11 @@ class Reporting:
 
 
 def report_checks(kernel: Kernel, kinds: frozenset[str]) -> Reporting | None:
-    """The kernel whose checks of these kinds are results.
+    """The kernel with its checks of these kinds as results.
 
-    Other checks stay as they are. None: there is nothing to report, or a kernel that
-    cannot: with a number of programs known only when it runs, or with programs whose
-    parts run side by side (roles).
+    Other checks stay as they are. None: there is nothing to report, or the kernel
+    cannot: its number of programs is known only at run time, or parts of its programs
+    run concurrently (roles).
     """
     places = [n for n, op in enumerate(kernel.body.ops) if op.name == "pipeline"]
     if len(places) != 1:
@@ -124,7 +123,7 @@ def without_checks(kernel: Kernel) -> Kernel:
 
 
 def _own_element(grid: tuple[int, ...], ref: Value) -> tuple[Window, Block]:
-    """Each program is shown its own element of an array over the grid."""
+    """A window that shows each program its own element of an array over the grid."""
     dims = [BlockDim(1, "squeezed") for _ in grid]
     window = Window((*dims, *map(BlockDim, ref.ref.shape)), "out")
     ids = tuple(Value(INDEX) for _ in grid)
@@ -134,7 +133,7 @@ def _own_element(grid: tuple[int, ...], ref: Value) -> tuple[Window, Block]:
 
 
 class _Inserted:
-    """Puts code in place of checks, and around ops that are checked anyway."""
+    """Replaces checks with code, and adds checks around ops."""
 
     def __init__(self, kinds: frozenset[str], first_result: int, may_leave: Set[Value]):
         self.kinds, self.may_leave = kinds, may_leave  # views that leave their array
@@ -143,7 +142,7 @@ class _Inserted:
         self.refs = [Value(RefType((), I32, "block"), "failed")]
 
     def rewrite(self, op: Op, b: Rewriter) -> tuple[Value, ...] | None:
-        """In place of a check, code that reports it; other ops stay, with checks."""
+        """Replace a check with code that reports it; add checks to other ops."""
         if op.name == "debug_check" and "check" in self.kinds:
             ok, *values = op.operands
             self.report(b, ok, Report("check", op.attrs["message"]), *values)
@@ -181,7 +180,7 @@ class _Inserted:
             self.report(b, _all(b, inside), Report("index", name, (), shape), *place)
 
     def report(self, b: Builder, ok: Value, report: Report, *values: Value) -> None:
-        """Keep number and values of a check that fails, if it is the first to."""
+        """Record the number and values of a failing check, if it is the first."""
         first_ref = len(self.refs)
         self.refs += [
             Value(RefType(v.tile.shape, v.tile.dtype, "block"), "value") for v in values
@@ -212,7 +211,7 @@ def _all(b: Builder, bools: Value) -> Value:
 
 
 def _first_where(b: Builder, values: Value, wanted: Value) -> Value:
-    """A value of a tile at which `wanted` holds: the largest one."""
+    """A value of a tile for which `wanted` holds: the largest."""
     axes = tuple(range(values.tile.rank))
     if not axes:
         return values

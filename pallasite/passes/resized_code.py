@@ -1,9 +1,9 @@
 """The code of a program whose blocks have another size along one dimension.
 
-`Part` is one part of an author's program, `Joined` several of them at once. Both
-rebuild every op with the new size (`Resized`) and differ in what a position is: in a
-part it is counted from the author's block, among joined ones each position has the
-index of the author's program that it belongs to. Used by `reblock.py` and
+`Part` is one part of an author's program, `Joined` several programs merged. Both
+rebuild every op with the new size (`Resized`) but differ in what a position is: a part
+counts it from the start of the author's block, while in merged programs each position
+belongs to one of the author's programs and has its index. Used by `reblock.py` and
 `loop_over_k.py`.
 """
 
@@ -21,11 +21,11 @@ from pallasite.passes.analysis.loop_dims import LoopDim
 
 
 class CannotReblock(Exception):
-    """Blocks of this size would not mean the same; it says why."""
+    """Blocks of this size would change the meaning; the message says why."""
 
 
 class Resized:
-    """Code in which one dimension has another size."""
+    """Code in which one dimension is resized."""
 
     def __init__(self, dim: LoopDim, size: int):
         self.dim, self.size = dim, size
@@ -69,7 +69,7 @@ class Resized:
         b.ops.append(changed)
 
     def attrs(self, op: Op) -> dict[str, object]:
-        """The op's attributes, with the new size where they tell the old one."""
+        """The op's attributes, with the new size in place of the old one."""
         attrs = dict(op.attrs)
         if "type" in attrs:
             attrs["type"] = self.type(op.result)
@@ -89,7 +89,7 @@ class Resized:
 
 
 class Part(Resized):
-    """Code of one part: its first position in the author's block is `first`."""
+    """Code of one part, which starts at position `first` of the author's block."""
 
     def __init__(self, dim: LoopDim, size: int, first: Value):
         super().__init__(dim, size)
@@ -115,7 +115,7 @@ class Part(Resized):
         return b.cast(b.add(line, b.broadcast(self.first, type_.shape)), type_.dtype)
 
     def _part_of_span(self, b: Builder, op: Op) -> Value:
-        """A load of a span of a ref that stays whole: of this part of the span."""
+        """A load of a span of a ref that stays whole: load this part of the span."""
         access, to = Access.of(op), self.dim.members[op.result]
         index, starts = list(access.index), list[Value]()
         parts = access.split_index()
@@ -146,7 +146,7 @@ class Part(Resized):
             assert span.start is not None
             return b.add(b.index(span.start), step) if span.start else step
         first = b.cast(self.new.get(start, start), I32)
-        if mask is None:  # with one, elements are clamped one by one
+        if mask is None:  # with a mask, elements are clamped one by one
             first = b.clamp(b.index(0), first, b.index(last))
         return b.add(first, step)
 
@@ -156,7 +156,7 @@ class _Form:
     """`program * number + position * place + rest`, an i32 of the author's programs.
 
     `number` is the program's index along the axis, `place` the position in its block;
-    `rest` is the same for all of them (None: 0).
+    `rest` is the same in all programs (None: 0).
     """
 
     program: int
@@ -165,22 +165,22 @@ class _Form:
 
 
 class Joined(Resized):
-    """Code of several of the author's programs at once.
+    """Code of several of the author's programs, merged.
 
-    What the author's programs have as one number each, and depends on their index, is a
-    number per position here: `forms` where it is a sum, `numbers` (tiles with just the
-    one dimension) where it is something else.
+    A scalar that depends on the author's program index becomes one number per position:
+    `forms` if it is a linear sum, `numbers` (rank-1 tiles along the dimension)
+    otherwise.
     """
 
     def __init__(self, dim: LoopDim, size: int, step: Value, selects: bool = False):
         super().__init__(dim, size)
         self.step = step  # the index along the axis
-        self.selects = selects  # what branches store, where programs differ in them
+        self.selects = selects  # stores in branches may become selects
         self.forms: dict[Value, _Form] = {step: _Form(1, 0)}
         self.numbers: dict[Value, Value] = {}
         self.known: dict[Value, int] = {}  # integer constants
         self.made: dict[Value, Op] = {}  # scalars of the author's programs
-        self.taken_by: Value | None = None  # the bool of the branch that code is in
+        self.taken_by: Value | None = None  # the condition of the enclosing branch
 
     def op(self, b: Builder, op: Op) -> None:
         b.loc = op.loc
@@ -217,7 +217,7 @@ class Joined(Resized):
         )
 
     def _tile(self, b: Builder, value: Value) -> Value:
-        """A value that varies, as a tile that has the dimension."""
+        """A varying value as a tile that has the dimension."""
         d = self.dim.members.get(value)
         if d is None:
             raise CannotReblock("what the programs do depends on their number")
@@ -249,7 +249,7 @@ class Joined(Resized):
             place = b.add(b.broadcast(first, shape), line)
             total = times(place, form.position)
         elif not form.position and form.program % old == 0 and old & (old - 1) == 0:
-            # the first position of a block: no quotient is needed for that
+            # the first position of a block: needs no quotient
             first = b.mul(self.step, b.index(self.size))
             place = b.add(b.broadcast(first, shape), line)
             block = b.and_(place, b.constant(-old, type_))
@@ -275,7 +275,7 @@ class Joined(Resized):
     # --- sums that depend on the program ---
 
     def _is_form(self, b: Builder, op: Op) -> bool:
-        """Takes in an op whose result is such a sum, too."""
+        """Handle an op whose result is such a sum too."""
         if len(op.results) != 1 or op.result.is_ref or op.result.tile.dtype != I32:
             return False
         form = None
@@ -325,7 +325,7 @@ class Joined(Resized):
     # --- other numbers that depend on the program ---
 
     def _is_number(self, b: Builder, op: Op) -> bool:
-        """Takes in an op on scalars, or a scalar's broadcast."""
+        """Handle an op on scalars, or a scalar's broadcast."""
         if len(op.results) != 1 or any(v.is_ref for v in (*op.operands, *op.results)):
             return False
         if op.name == "broadcast_in_dim" and not op.operands[0].tile.rank:
@@ -355,10 +355,10 @@ class Joined(Resized):
         self.new[op.result] = b.op(op.name, *operands, **op.attrs)
         return True
 
-    # --- branches that some of the programs take ---
+    # --- branches that only some of the programs take ---
 
     def _branch(self, b: Builder, op: Op) -> None:
-        """A branch is taken if a program takes it; it stores what those programs do."""
+        """Take a branch if any program takes it; it stores only for those that do."""
         guard = guard_of(op, self.made)
         if guard is None or op.results or self.taken_by is not None:
             raise CannotReblock("what the programs do depends on their number")
@@ -379,10 +379,10 @@ class Joined(Resized):
         b.ops.append(op.with_(operands=(which,), regions=(guard.idle, branch)))
 
     def _some(self, b: Builder, value: Value, truth: bool) -> Value | None:
-        """Whether a bool is `truth` in some program, or more often than that.
+        """Whether a bool is `truth` in some program; may be true more often.
 
-        Of a comparison that is easier to meet the higher (or lower) the program's
-        number, it is the last (or first) of them that counts. None: not known.
+        For a comparison that is monotonic in the program's index, the last (or first)
+        program decides. None: not known.
         """
         if not self._varies(value):
             new = self.new.get(value, value)
@@ -401,7 +401,7 @@ class Joined(Resized):
         return b.op(name, *(side for side in sides if side is not None))
 
     def _at_program(self, b: Builder, value: Value, number: int) -> Value | None:
-        """A scalar of one of the programs."""
+        """A scalar as one of the programs has it."""
         form = self.forms.get(value)
         if form is None:
             return None if self._varies(value) else self.new.get(value, value)
@@ -411,7 +411,7 @@ class Joined(Resized):
         return total if form.rest is None else b.add(total, form.rest)
 
     def _store_selected(self, b: Builder, op: Op, test: Value) -> None:
-        """A store by those programs that take the branch; others keep what is there."""
+        """Store for the programs that take the branch; keep the others' contents."""
         access = Access.of(op)
         assert access.value is not None
         d = self.dim.members.get(access.value)
@@ -442,5 +442,5 @@ class Joined(Resized):
         )
 
 
-# Comparisons, and whether the right side makes them true by being greater.
+# Comparisons, and whether increasing the right operand makes them true.
 _RISING = {"lt": True, "le": True, "gt": False, "ge": False}

@@ -1,10 +1,10 @@
-"""row_strips: work on a block of rows a few rows at a time, where rows are reduced.
+"""row_strips: processes a block a few rows at a time, where rows are reduced.
 
 In: a kernel whose body computes each row of its blocks from the same row of others, as
 softmax and the norms do. Out: the same code in a loop over strips of rows, each loaded,
-computed and stored before the next. Tiles between a reduction and what comes after it
-then stay in the L1 cache, however many rows the author's blocks have. Bodies that
-do anything else are left as they are.
+computed and stored before the next. Tiles that are live across a reduction then stay in
+the L1 cache, however many rows the author's blocks have. Bodies that do anything else
+are left as they are.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from pallasite.ir.opdef import Effect, table
 from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import INDEX, TileType
 
-# Ops that need all of a row, and nothing else, for a row of their result.
+# Ops whose result rows each need only the same whole row of the operand.
 _ALONG_ROWS = {"reduce": "axes", "scan": "axis"}
 
 
 def row_strips(kernel: Kernel, most_bytes: int) -> Kernel:
-    """Split bodies of pipelines; no tile of a strip has more than `most_bytes`."""
-    if kernel.aliases:  # refs may alias: read as one, written as another
+    """Split bodies of pipelines; no tile of a strip exceeds `most_bytes`."""
+    if kernel.aliases:  # aliased refs: read through one, written through another
         return kernel
     ops = [
         _cut(op, most_bytes) if op.name == "pipeline" else op for op in kernel.body.ops
@@ -47,7 +47,7 @@ def _cut(op: Op, most_bytes: int) -> Op:
 
 
 def _rows(body: Block) -> int | None:
-    """How many rows the blocks have; None if nothing is reduced along rows."""
+    """The number of rows of the blocks; None if nothing is reduced along rows."""
     for op in body.ops:
         if op.name in _ALONG_ROWS and op.operands[0].tile.rank > 1:
             return op.operands[0].tile.shape[0]
@@ -55,7 +55,7 @@ def _rows(body: Block) -> int | None:
 
 
 def _strip(rows: int, values: Sequence[Value], most_bytes: int) -> int | None:
-    """Rows of a strip, which divide all; None if it is not worth it."""
+    """Rows per strip, a divisor of all rows; None if splitting does not pay off."""
     row_bytes = max(prod(v.tile.shape[1:]) * v.tile.dtype.bytes for v in values)
     if rows < 2 or not row_bytes:
         return None
@@ -66,7 +66,7 @@ def _strip(rows: int, values: Sequence[Value], most_bytes: int) -> int | None:
 
 
 def _apart(body: Block, rows: int) -> set[Op] | None:
-    """The ops that can be done strip by strip, if all others can be done before."""
+    """The ops that can run strip by strip, if all others can run before them."""
     apart, cut = set[Op](), set[Value]()
     loaded, stored = set[Value](), set[Value]()
     for op in body.ops:
@@ -110,7 +110,7 @@ def _can_be_first(op: Op) -> bool:
 
 
 def _is_by_row(op: Op, cut: set[Value], rows: int) -> bool:
-    """Is each row of the result computed from the same row of the operands?"""
+    """Whether each row of the result is computed from the same row of the operands."""
     name, attrs = op.name, op.attrs
     if name == "constant":
         return True

@@ -1,9 +1,9 @@
-"""Runs passes in order: each step named, timed, verified and dumped if asked.
+"""Runs passes in order; names, times, verifies and dumps each step on request.
 
-`run(kernel, passes)` is the one runner: `SHARED` are the passes of every backend, each
-backend names its own (`backends/base.py`). `PALLASITE_VERIFY` checks the kernel after
+`run(kernel, passes)` is the only runner: `SHARED` are the passes of every backend, each
+backend lists its own (`backends/base.py`). `PALLASITE_VERIFY` checks the kernel after
 each step that changed it; `PALLASITE_DUMP` names a folder that gets one folder per
-kernel with the numbered texts of all steps, backend stages included (`Dump.write`).
+kernel with the numbered texts of all steps, including backend stages (`Dump.write`).
 """
 
 import hashlib
@@ -27,7 +27,7 @@ class Pass:
 
     name: str
     function: Callable[[Kernel], Kernel]
-    if_changed: bool = False  # left out where the pass before it changed nothing
+    if_changed: bool = False  # skipped if the previous pass changed nothing
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Step:
     name: str
     seconds: float
     changed: bool
-    kernel: Kernel  # after it
+    kernel: Kernel  # after the pass
 
 
 SHARED: tuple[Pass, ...] = (
@@ -106,7 +106,7 @@ class Dump:
         return Dump(Path(root) / f"{name}-{digest}")
 
     def write(self, stage: str, text: str, suffix: str = "txt") -> Path:
-        """Add `NN-stage.suffix`; the number says the order."""
+        """Add `NN-stage.suffix`; the number gives the order."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{self.count:02d}-{stage}.{suffix}"
         path.write_text(text)

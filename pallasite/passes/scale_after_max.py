@@ -1,7 +1,7 @@
-"""The largest of products with one positive number is made of the largest factor.
+"""Moves multiplication by a positive constant after a maximum or minimum.
 
-`max(c * x)` becomes `c * max(x)`: rounding keeps order, so both are the same number, of
-NaN and infinities too. What is left of a scaled softmax is `c * x - m` per element,
+`max(c * x)` becomes `c * max(x)`: rounding is monotonic, so both are the same number,
+also for NaN and infinities. A scaled softmax is left with `c * x - m` per element,
 which chips with a fused multiply-add compute in one instruction.
 """
 
@@ -13,7 +13,7 @@ from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
 
 
 def scale_after_max(kernel: Kernel) -> Kernel:
-    """Multiply after every largest or smallest of products that allows it."""
+    """Multiply after every maximum or minimum of products that allows it."""
     makers = {v: op for op in walk(kernel.body) for v in op.results}
 
     def rewrite(op: Op, b: Rewriter) -> Sequence[Value] | None:
@@ -31,7 +31,7 @@ def scale_after_max(kernel: Kernel) -> Kernel:
 
 
 def _product(value: Value, makers: Mapping[Value, Op]) -> tuple[Value, float] | None:
-    """What is multiplied by a positive number to make a tile, and the number."""
+    """The tile and the positive constant whose product a tile is."""
     op = makers.get(value)
     if op is None or op.name != "mul" or not value.tile.dtype.is_float:
         return None

@@ -1,11 +1,11 @@
-"""Sums of products whose one side is scaled are scaled themselves, once.
+"""Scales accumulated matmuls once after the loop instead of scaling their operands.
 
-In: a kernel after `promote`. A loop that adds up `dot(c * x, y)`, starting from zero,
-adds up `dot(x, y)` instead, and what it gives is multiplied by c. The gradient of
-attention is such a sum, because scores are scaled; each step has one multiplication per
-score less. Only where x is rounded to a type with the exponents of f32 (bf16, or not at
-all), so that numbers as small or as large as before can be multiplied. Errors of
-rounding are relative to a number and stay as large as they were.
+In: a kernel after `promote`. A loop that accumulates `dot(c * x, y)` from zero
+accumulates `dot(x, y)` instead, and its result is multiplied by c. The gradient of
+attention is such a sum, because scores are scaled; this saves each iteration one
+multiplication per score. Only where x is rounded to a type with the exponent range of
+f32 (bf16, or not rounded at all), so that the range of magnitudes is the same. Rounding
+errors are relative and stay as large as they were.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, users_of
 from pallasite.ir.roles import Loop
 from pallasite.ir.types import BF16, F32
 
-WIDE = (F32, BF16)  # types of the same range
+WIDE = (F32, BF16)  # types with the same exponent range
 LEAST, MOST = 2.0**-16, 2.0**16  # factors that use up little of it
 
 
 def scale_after_sum(kernel: Kernel) -> Kernel:
-    """Multiply sums of products after the loops that make them."""
+    """Multiply accumulated matmuls after the loops that compute them."""
     find = _Scaled(kernel)
 
     def rewrite(op: Op, b: Rewriter) -> Sequence[Value] | None:
@@ -47,7 +47,7 @@ def scale_after_sum(kernel: Kernel) -> Kernel:
 
 
 class _Product(NamedTuple):
-    """A tile that is another one times a number."""
+    """A tile that is another tile times a number."""
 
     value: Value
     x: Value
@@ -55,14 +55,14 @@ class _Product(NamedTuple):
 
 
 class _Scaled:
-    """Products with a number in the sides of products that loops add up."""
+    """Scaled operands of the matmuls that loops accumulate."""
 
     def __init__(self, kernel: Kernel):
         self.makers = {v: op for op in walk(kernel.body) for v in op.results}
         self.users = users_of(kernel.body)
 
     def in_sum(self, loop: Loop, place: int) -> _Product | None:
-        """In what a loop adds to one of the values that it carries."""
+        """Find one in what a loop adds to one of its carried values."""
         carried, total = loop.carried[place], loop.yields[place]
         add = self.makers.get(total)
         if add is None or add.name != "add" or carried not in add.operands:
@@ -80,7 +80,7 @@ class _Scaled:
         return next((each for each in found if each is not None), None)
 
     def in_tile(self, value: Value) -> _Product | None:
-        """A product that a tile, in wide types, is made of: rounded, or masked."""
+        """Find the product behind a tile, in wide types: rounded, or masked."""
         op = self.makers.get(value)
         wide = value.tile.dtype in WIDE
         if op is None or not wide or not self.is_used_once(value):

@@ -1,10 +1,10 @@
-"""scratch_values: scratch that every step overwrites before it reads becomes values.
+"""scratch_values: scratch that every step overwrites before reading becomes values.
 
-In: a kernel whose sums wait in scratch for the steps to come. Where a grid has one step
-along their axis, or merged steps leave one, nothing comes from an earlier step: the
-branches that begin and finish sums are decided (`known_comparisons`). Out: the same
-without that scratch; what was stored there is used where it was loaded. A backend may
-then compute sums where they are stored in the end, or finish them strip by strip.
+In: a kernel that accumulates in scratch across steps. Where the grid has one step along
+that axis, or merging leaves one, nothing is carried from an earlier step, and the
+branches that start and finish sums are already decided (`known_comparisons`). Out: the
+same kernel without that scratch; stored values are forwarded to loads. A backend may
+then accumulate directly in the final destination, or finish sums strip by strip.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from pallasite.ir.rewrite import substitute, users_of
 
 
 def scratch_values(kernel: Kernel) -> Kernel:
-    """Replace scratch of the kernel that is used in the body of one pipeline only."""
+    """Replace scratch that is used only in the body of one pipeline."""
     users = users_of(kernel.body)
     ops: list[Op] = []
     gone: set[Value] = set()
@@ -38,7 +38,7 @@ def _allocated(block: Block) -> list[Value]:
 
 
 def _is_value(body: Block, ref: Value, users: Sequence[Op]) -> bool:
-    """Do all uses load or store the whole of it, in the body itself, a store first?"""
+    """Whether all uses are whole loads and stores in the body itself, a store first."""
     here = [op for op in body.ops if ref in op.operands]
     return (
         bool(here)
@@ -57,7 +57,7 @@ def _is_whole(op: Op, ref: Value) -> bool:
 
 
 def _forwarded(body: Block, refs: set[Value]) -> Block:
-    """The body in which loads of these refs are what was stored there last."""
+    """The body with loads of these refs replaced by the value last stored."""
     held: dict[Value, Value] = {}
     loaded: dict[Value, Value] = {}
     ops: list[Op] = []

@@ -1,9 +1,9 @@
-"""The kernel one device runs, when grid axes are split over devices.
+"""The kernel that one device runs when grid axes are split over devices.
 
 `shard(rule, splits)` is the rule's kernel over parts of its arrays: smaller refs, a
 smaller grid, the same blocks. Its body still sees global program ids: a device's first
-step comes in as one more scalar operand per axis that needs it. Windows that are split
-use local ids; comparisons that begin or end a sum use a device's own steps.
+step is an extra scalar operand for each axis that needs it. Windows that are split use
+local ids; comparisons that start or end a sum use the device's own steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ Splits = Mapping[int, int]  # grid axis -> number of parts
 class Shard:
     """A kernel for one device's part.
 
-    It takes the parts of the operands, then one int32 scalar per axis in
-    `offset_axes`: the device's first step along it.
+    Its operands are the parts, then one int32 scalar per axis in `offset_axes`: the
+    device's first step along it.
     """
 
     kernel: Kernel
@@ -91,7 +91,7 @@ class _Sharding:
     def index_map(
         self, region: Block, window: Window, axes: Sequence[int | None]
     ) -> Block:
-        """Split dimensions are indexed by local ids, the rest by global ones."""
+        """Split dimensions are indexed by local ids, all others by global ones."""
         builder = Builder()
         here = inline(builder, region, region.params)
         everywhere = inline(builder, region, self.global_ids(builder, region.params))
@@ -103,7 +103,7 @@ class _Sharding:
         return builder.block(region.params, yields)
 
     def body(self) -> Block:
-        """The body over global ids, but for the comparisons that guard sums."""
+        """The body over global ids, except in the comparisons that guard sums."""
         body, ids = self.old.body, self.old.ids
         builder = Builder()
         everywhere = self.global_ids(builder, ids)

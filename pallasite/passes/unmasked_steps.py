@@ -1,13 +1,13 @@
-"""Steps in which a mask is all true run without it.
+"""Runs steps without masks where the masks are all true.
 
-A step of a loop or of a grid that masks a tile by positions (`rows >= columns` in
-causal attention, `columns < length`, the edge of an array) needs the mask in few steps.
-Where one comparison of scalars says that every element is let through, the step comes
-twice: without its masks if that holds, with them otherwise. For backends where a branch
-is cheap and a mask is not; others leave this pass out.
+An iteration of a loop or a grid step that masks a tile by position (`rows >= columns`
+in causal attention, `columns < length`, the edge of an array) rarely needs the mask.
+Where one scalar comparison implies that every element passes, the step is versioned:
+without its masks if that holds, with them otherwise. For backends where a branch is
+cheap and a mask is not; others omit this pass.
 
-Where such steps of a loop are next to each other, `unmasked_loops` gives them a loop of
-their own instead: for backends that keep work in flight from step to step, which a
+Where such iterations of a loop are contiguous, `unmasked_loops` gives them a loop of
+their own instead: for backends that keep work in flight between iterations, which a
 branch would interrupt.
 """
 
@@ -26,22 +26,22 @@ from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.facts_walk import FactsWalk
 from pallasite.passes.known_comparisons import known_outcome
 
-FEW = 3  # steps of a loop that is not worth taking apart
+FEW = 3  # iterations of a loop not worth splitting
 
 
 def unmasked_steps(kernel: Kernel, least: int, needed: str | None = "dot") -> Kernel:
-    """Run steps without masks that let everything through.
+    """Version steps by whether their masks let everything through.
 
     Args:
         kernel: what to rewrite.
-        least: elements of a mask from which a branch pays.
-        needed: an op that a step must have; most others wait for memory, and a mask
+        least: elements of a mask from which a branch pays off.
+        needed: an op that a step must have; most others are memory-bound, and a mask
             costs them nothing. None: any step.
     """
     body = _Walk(least, needed).block(kernel.body)
     if body is kernel.body:
         return kernel
-    return canonicalize(kernel.with_(body=body))  # of masks that nothing uses now
+    return canonicalize(kernel.with_(body=body))  # removes masks that are now unused
 
 
 class _Walk(FactsWalk):
@@ -59,7 +59,7 @@ class _Walk(FactsWalk):
         return [*pipeline.maps, self.block(pipeline.body)]
 
     def versions(self, block: Block) -> Block:
-        """The block with its step twice, if a mask in it may be all true."""
+        """The block with its step in two versions, if a mask in it may be all true."""
         before, step, after = _step(block)
         if self.needed is not None and all(op.name != self.needed for op in step):
             return block
@@ -98,12 +98,12 @@ class _Walk(FactsWalk):
 
 
 def unmasked_loops(kernel: Kernel, least: int, needed: str | None = "dot") -> Kernel:
-    """Run steps of innermost loops that let everything through in a loop without masks.
+    """Move iterations of innermost loops that need no mask to a loop without masks.
 
     Args:
         kernel: what to rewrite.
-        least: elements of a mask from which a loop more pays.
-        needed: an op that a step must have, as above.
+        least: elements of a mask from which an extra loop pays off.
+        needed: an op that an iteration must have, as above.
     """
     body = _LoopWalk(least, needed).block(kernel.body)
     if body is kernel.body:
@@ -120,7 +120,7 @@ class _LoopWalk(FactsWalk):
         return self.loop(Loop.of(op)) if op.name == "for" else (op,)
 
     def loop(self, loop: Loop) -> list[Op]:
-        """The loop, or up to three in its place: of masks, of none, of masks."""
+        """The loop, or up to three in its place: masked, unmasked, masked."""
         is_innermost = all(not op.regions for op in loop.body.ops)
         if self.needed is not None and all(
             op.name != self.needed for op in loop.body.ops
@@ -169,7 +169,7 @@ class _LoopWalk(FactsWalk):
         return b.ops
 
     def solved(self, loop: Loop, test: "_Test", b: Builder) -> Bounds | None:
-        """The steps in which all tests hold; None: they are not all next to another."""
+        """The iterations in which all tests hold; None if they are not contiguous."""
         inside = {v: op for op in (*loop.body.ops, *test.b.ops) for v in op.results}
         params = set(loop.body.params)
         solver = Solver(
@@ -194,15 +194,15 @@ Ops = tuple[Op, ...]
 
 
 def _version(step: Ops, results: list[Value], chosen: dict[Value, Value]) -> Block:
-    """A copy of a step in which some values are others."""
+    """A copy of a step with some values replaced."""
     block = substitute(Block((), step, tuple(results)), chosen)
     return clone(block)
 
 
 def _positions(step: Ops, results: Sequence[Value]) -> dict[Value, Op]:
-    """Of the results of a step, numbers and positions: cheaper to make again.
+    """Of the results of a step, scalars and positions: cheaper to rematerialise.
 
-    With what they are made of, as far as that is of the step.
+    Includes what they are computed from, as far as it belongs to the step.
     """
     own = {v for op in step for v in op.results}
     found: dict[Value, Op] = {}
@@ -223,9 +223,9 @@ def _positions(step: Ops, results: Sequence[Value]) -> dict[Value, Op]:
 
 
 def _step(block: Block) -> tuple[Ops, Ops, Ops]:
-    """Its ops on tiles, and what comes before and after them, which is done once.
+    """Its ops on tiles; what comes before and after them is not duplicated.
 
-    Steps in branches have versions of their own: those of the block end before them.
+    Steps in branches are versioned on their own; the block's step ends before them.
     """
     heavy = [n for n, op in enumerate(block.ops) if not _is_light(op)]
     inner = (n for n, op in enumerate(block.ops) if _has_products(op))
@@ -245,7 +245,7 @@ def _is_light(op: Op) -> bool:
 
 
 class _Spread(NamedTuple):
-    """A tile whose elements are all from `base + low` to `base + high`."""
+    """A tile whose elements all lie between `base + low` and `base + high`."""
 
     base: Value | None  # None: 0
     low: int
@@ -256,26 +256,26 @@ _KNOWN = {"add", "sub", "and", "div"}
 
 
 def _rounded_down(x: _Spread, mask: int) -> _Spread | None:
-    """`x & mask`, where that is `x` less what it is past a multiple: `mask` = -2**n."""
+    """`x & mask` where that rounds `x` down to a multiple: `mask` = -2**n."""
     if mask >= 0 or -mask & (-mask - 1):
         return None
     return _Spread(x.base, x.low + mask + 1, x.high)
 
 
 def _quotient(x: _Spread, by: int) -> _Spread | None:
-    """`x / by`, of numbers that are known and not negative."""
+    """`x / by`, for known, non-negative numbers."""
     if x.base is not None or x.low < 0 or by <= 0:
         return None
     return _Spread(None, x.low // by, x.high // by)
 
 
 class _Test:
-    """Collects comparisons of scalars that say that masks let everything through.
+    """Collects scalar comparisons that imply that masks let everything through.
 
     Args:
-        facts: what is known of the integers; nothing counted here may wrap around.
-        makers: the op of each value.
-        own: likewise, of the values of the step: they are not there before it.
+        facts: about the integers; no arithmetic here may wrap around.
+        makers: the op that defines each value.
+        own: the same for values of the step, which are not available before it.
     """
 
     def __init__(self, facts: Facts, makers: dict[Value, Op], own: dict[Value, Op]):
@@ -291,7 +291,7 @@ class _Test:
         return result
 
     def case(self, op: Op, chosen: Mapping[Value, Value]) -> dict[Value, Value]:
-        """What a select gives where its mask is the same everywhere."""
+        """The case that a select takes where its mask is uniform."""
         mask, *cases = op.operands
         if not mask.tile.dtype.is_bool or not mask.tile.shape or len(cases) != 2:
             return {}
@@ -346,7 +346,7 @@ class _Test:
         return None if self.facts.may_wrap(self.b.ops[-1]) else result
 
     def before(self, value: Value) -> Value | None:
-        """A scalar of the step, computed before it."""
+        """A scalar of the step, computed before the step."""
         op = self.own.get(value)
         if op is None or value in self.made:
             return self.made.get(value, value)
@@ -360,7 +360,7 @@ class _Test:
         return self.made[value]
 
     def spread(self, value: Value) -> _Spread | None:
-        """What is known of the elements of an integer tile."""
+        """The known range of the elements of an integer tile."""
         op = self.makers.get(value)
         if not value.tile.shape:
             base = self.before(value)

@@ -1,9 +1,9 @@
-"""unroll_rounds: several rounds of a loop with products, one after another, in one.
+"""unroll_rounds: unrolls loops with matmuls.
 
 In: a loop that multiplies and does something with the product, such as one over the
-keys of attention. Out: the same rounds in the same order, several in one. A TPU does
-not begin a round of a loop before the one before it has ended; of code without a loop
-between, it does the products of one round beside the vector code of another.
+keys of attention. Out: the same iterations in the same order, several per iteration. A
+TPU does not start an iteration before the previous one has ended; in straight-line code
+it overlaps the matmuls of one iteration with the vector code of another.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,18 +14,18 @@ from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, inline, map_ops
 from pallasite.ir.roles import Loop
 
-MOST_ROUNDS = 8  # that become one
+MOST_ROUNDS = 8  # iterations merged into one
 
 
 def unroll_rounds(
     kernel: Kernel, size: Callable[[Block], float], most: float
 ) -> Kernel:
-    """Unroll loops with products in them.
+    """Unroll loops with matmuls in them.
 
     Args:
         kernel: what to rewrite.
-        size: how much code a block is.
-        most: how much the body of a loop may become.
+        size: measures the amount of code in a block.
+        most: limit for the unrolled body.
     """
     return map_ops(kernel, partial(_unrolled, size, most))
 
@@ -55,7 +55,7 @@ def _unrolled(
 
 
 def _rounds(loop: Loop, b: Rewriter) -> range:
-    """The values of the index; none where they are not known."""
+    """The values of the loop index; none where they are not known."""
     made = [b.producers.get(v) for v in loop.bounds]
     known = [op.attrs["value"] for op in made if op and op.name == "constant"]
     return range(*known) if len(known) == 3 and known[2] > 0 else range(0)

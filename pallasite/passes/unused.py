@@ -1,8 +1,8 @@
-"""Removes dead loop carries and dead scratch.
+"""Removes dead loop-carried values and dead scratch.
 
-After canonicalize has shared and removed code, a `for` may carry a value that never
-changes, or that nothing but its own next step uses; scratch may be written and never
-read. `drop_unused` removes them and canonicalizes again until nothing changes.
+After canonicalize, a `for` may carry a value that never changes, or that only its own
+next iteration uses; scratch may be written but never read. `drop_unused` removes them
+and canonicalizes again, to a fixed point.
 """
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -40,7 +40,7 @@ def _drop_carries(kernel: Kernel) -> Kernel:
         kept = [n for n in range(len(params)) if n in live and n not in fixed]
         if len(kept) == len(params):
             return None
-        # A dropped carry that is still used is one that never changes.
+        # A dropped carried value that is still used is one that never changes.
         mapping = {params[n]: inits[n] for n in range(len(params)) if n not in kept}
         block = Block(
             (loop.index, *(params[n] for n in kept)),
@@ -60,7 +60,7 @@ def _drop_carries(kernel: Kernel) -> Kernel:
 
 
 def _live_carries(loop: Loop, used: set[Value]) -> set[int]:
-    """Carries whose result is used, or that something with an effect depends on."""
+    """Carried values whose result is used, or that an effect depends on."""
     live = {n for n, result in enumerate(loop.results) if result in used}
     while True:
         needed = {loop.yields[n] for n in live}
@@ -76,7 +76,7 @@ def _live_carries(loop: Loop, used: set[Value]) -> set[int]:
 
 
 def _drop_scratch(kernel: Kernel) -> Kernel:
-    """Stores to scratch that nothing reads, removed."""
+    """Remove stores to scratch that nothing reads."""
     allocated = {op.result for op in walk(kernel.body) if op.name == "alloc"}
     for op in walk(kernel.body):
         if op.name != "store":

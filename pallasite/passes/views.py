@@ -1,6 +1,6 @@
-"""Patterns on refs: known starts become static, views merge into what uses them.
+"""Patterns on refs: known starts become static, views merge into their users.
 
-A rewrite is made only where it means the same under the clamping rules of
+Rewrites are applied only where they are equivalent under the clamping rules of
 `ops/effects.py`. `canonicalize.py` applies the table.
 """
 
@@ -16,9 +16,9 @@ Entry = tuple[At | Span | Gather, Value | None]  # an index entry and its operan
 
 
 def static_starts(op: Op, b: Rewriter) -> Sequence[Value] | None:
-    """Write starts that are known, and inside the ref, into the index.
+    """Write known, in-range starts into the index.
 
-    One outside would be clamped when the kernel runs; it stays as it is, for checked
+    A start out of range would be clamped at run time; it stays as it is, for checked
     mode to report.
     """
     access = Access.of(op)
@@ -41,7 +41,7 @@ def _static(
 
 
 def merge_view(op: Op, b: Rewriter) -> Sequence[Value] | None:
-    """An access to a view of a ref is an access to the ref."""
+    """An access to a view of a ref becomes an access to the ref."""
     access = Access.of(op)
     view_op = b.producer(access.ref, "subview")
     if view_op is None:
@@ -68,7 +68,7 @@ def _merge(
     inner_operand: Value | None,
     n: int,
 ) -> Entry | None:
-    """The entry that picks, of `n` elements, what `inner` picks of `outer`'s."""
+    """The entry that composes `outer` with `inner`, over `n` elements."""
     if outer == Span(0, n):
         return inner, inner_operand
     if inner == Span(0, outer.size):
@@ -92,7 +92,7 @@ def _emit(
 
 
 def whole_view(op: Op, b: Rewriter) -> Value | None:
-    """A view of everything is the ref."""
+    """A view of the whole ref is the ref."""
     ref = op.operands[0]
     return ref if op.attrs["index"] == full_index(ref.ref.shape) else None
 

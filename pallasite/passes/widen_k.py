@@ -1,9 +1,9 @@
 """Values that get deeper along k: loads of merged steps, and what depends on them.
 
-Where several steps of a loop or grid are merged into one, each loads as much along k as
-all of them did; where one is divided into several, each loads a part. `Depths` follows
-such values through code, up to the products that sum over k; `Deeper` rebuilds the ops
-that make them. Used by `merge_k_steps.py` and `merge_k_rounds.py`.
+Where several iterations or steps are merged into one, it loads as much along k as all
+of them did; where one is split, each loads a part. `Depths` follows such values to the
+matmuls that contract k; `Deeper` rebuilds the ops that compute them. Used by
+`merge_k_steps.py` and `merge_k_rounds.py`.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from pallasite.ir.roles import Dot
 class Depths:
     """Which values get deeper, and along which dimension.
 
-    `made`: the ops that made other values the code uses, where known.
+    `made`: the ops that define other values the code uses, where known.
     """
 
     def __init__(self, made: Mapping[Value, Op]):
         self.made = made
         self.dims: dict[Value, int] = {}
-        self.loads: dict[Op, int] = {}  # and which entry of their index grows
-        self.computed: list[Value] = []  # that get deeper and are not simply loaded
+        self.loads: dict[Op, int] = {}  # and which index entry grows
+        self.computed: list[Value] = []  # deeper values other than plain loads
 
     def add_load(self, op: Op, entry: int) -> None:
         spans = (isinstance(e, Span) for e in op.attrs["index"][:entry])
@@ -37,7 +37,7 @@ class Depths:
         return any(v in self.dims for v in op.operands)
 
     def follow(self, op: Op) -> bool:
-        """Does a deeper operand make a deeper result, and no other difference?"""
+        """Whether a deeper operand makes the result deeper and changes nothing else."""
         dims = {self.dims.get(v) for v in op.operands if self.number(v) is None}
         dim = dims.pop()
         if dims or dim is None:
@@ -52,17 +52,17 @@ class Depths:
         return True
 
     def are_summed(self, dot: Op) -> bool:
-        """Is the sum over what gets deeper, on both sides?"""
+        """Whether both operands contract the dimension that gets deeper."""
         lhs, rhs = Dot.of(dot).sides
         pairs = zip(lhs.contract, rhs.contract, strict=True)
         deeper = [self.dims.get(side.value) for side in (lhs, rhs)]
         return any(deeper == [*pair] for pair in pairs)
 
     def factor(self, steps: int, deepest: int, most_bytes: int) -> int:
-        """How many steps become one; they divide all.
+        """How many steps to merge into one; divides the number of steps.
 
-        Nothing loaded gets deeper than `deepest`, and no tile computed from it larger
-        than `most_bytes`: such tiles are stored on the way to the product.
+        No load gets deeper than `deepest`, and no tile computed from one larger than
+        `most_bytes`: such tiles are stored before the matmul.
         """
         depth = max(v.tile.shape[self.dims[v]] for op in self.loads for v in op.results)
         sizes = [v.tile.size * v.tile.dtype.bytes for v in self.computed]
@@ -76,7 +76,7 @@ class Depths:
 
 
 class Deeper:
-    """Rebuilds ops whose results get `factor` times as deep (a fraction: shallower)."""
+    """Rebuilds ops whose results get `factor` times deeper (a fraction: shallower)."""
 
     def __init__(self, depths: Depths, factor: int | Fraction):
         self.depths, self.factor = depths, factor
@@ -119,7 +119,7 @@ class Deeper:
 
 
 def adds_up(dot: Op) -> bool:
-    """Are no digits lost between a product and the sum that it is added to?"""
+    """Whether no precision is lost between a matmul and the sum it is added to."""
     operands = (v.tile.dtype.bits for v in dot.operands)
     return dot.result.tile.dtype.bits >= max(32, *operands)
 

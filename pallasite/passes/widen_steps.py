@@ -1,18 +1,18 @@
-"""widen_steps: steps of running maxima and sums, fewer and wider.
+"""widen_steps: merges steps of running maxima and sums into fewer, wider ones.
 
-In: a kernel whose last axis, or a loop in its body, walks along a dimension in blocks;
-each step raises running maxima by those of its block and adds to sums that are kept
-relative to them, as in a softmax that sees its row part by part. Out: the same code
-with blocks that are several times as wide, in fewer steps. Such a step costs work of
-its own, for the maxima and to rescale the sums; and a product of few columns leaves
-part of the matrix unit idle. `merge_k_steps.py` is for plain sums of products,
-`gather_steps.py` keeps every step as it is.
+In: a kernel whose last axis, or a loop in its body, steps along a dimension in blocks;
+each step updates running maxima with those of its block and adds to sums that are kept
+relative to them, as an online softmax does. Out: the same code with blocks several
+times as wide, in fewer steps. Each step has overhead for the maxima and for rescaling
+the sums; and a matmul with few columns leaves part of the matrix unit idle.
+`merge_k_steps.py` is for plain sums of matmuls, `gather_steps.py` keeps every step as
+it is.
 
-What makes it the same is that each sum, times the exponential of its maximum, only
-grows by what the step's own block contributes (`analysis/exponents.py`). Results
-differ by the rounding of sums. A branch that skips some steps, as in causal attention,
-is taken if one of the joined steps takes it; the others' part counts as nothing: minus
-infinity for a maximum, zero for a sum.
+It is equivalent because each sum, times the exponential of its maximum, only grows by
+the contribution of the step's own block (`analysis/exponents.py`). Results differ by
+the rounding of sums. A branch that skips some steps, as in causal attention, is taken
+if any of the merged steps takes it; the others contribute nothing: minus infinity to a
+maximum, zero to a sum.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,16 +33,16 @@ from pallasite.passes.analysis.guards import Part as Condition
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, loop_dims
 from pallasite.passes.resized_code import CannotReblock, Joined
 
-# Ops that keep what they do at one position when there are more positions.
+# Ops that compute the same at each position when there are more positions.
 _BY_POSITION = {"constant", "iota", "broadcast_in_dim", "transpose", "load", "dot"}
 _SHAPE_ONLY = {"broadcast_in_dim", "reshape"}
 
 
 def widen_steps(kernel: Kernel, widest: int) -> Kernel:
-    """Join steps of the last axis, or rounds of a loop, up to `widest` elements.
+    """Merge steps of the last axis, or loop iterations, up to `widest` elements.
 
     Raises:
-        CannotReblock: none can be joined; it says why.
+        CannotReblock: none can be merged; the message says why.
     """
     found = loop_dims(map_ops(kernel, _with_own_tiles))
     if found is None:
@@ -59,9 +59,9 @@ def widen_steps(kernel: Kernel, widest: int) -> Kernel:
 
 
 def _with_own_tiles(op: Op, b: Rewriter) -> Sequence[Value] | None:
-    """The op with constant tiles and positions that no other op uses.
+    """The op with private copies of constant tiles and positions.
 
-    One iota may be the positions of rows and those of columns.
+    One iota may serve as positions of both rows and columns.
     """
     made = [b.producers.get(v) for v in op.operands]
     shared = [o if o and o.name in ("constant", "iota") else None for o in made]
@@ -90,7 +90,7 @@ def _walked(found: LoopDims) -> LoopDim | None:
 
 
 def _factor(count: int, size: int, widest: int) -> int:
-    """How many steps become one."""
+    """How many steps to merge into one."""
     most = min(count, widest // size)
     factor = max((n for n in range(2, most + 1) if count % n == 0), default=1)
     if factor == 1:
@@ -102,18 +102,18 @@ def _factor(count: int, size: int, widest: int) -> int:
 
 
 class _State(NamedTuple):
-    """Something that steps hand on."""
+    """Something that is carried from step to step."""
 
     old: Value
     new: Value
-    is_finite: bool  # whether what it begins with is known to be
+    is_finite: bool  # whether its initial value is known to be finite
 
 
 @dataclass(frozen=True)
 class _Sum:
     """`new = old * factor + part`, where `part` is a sum over the dimension."""
 
-    terms: tuple[Value, ...]  # what is multiplied and summed: of a reduction, one
+    terms: tuple[Value, ...]  # what is multiplied and summed; one for a reduction
 
 
 class _Fill(NamedTuple):
@@ -124,13 +124,13 @@ class _Fill(NamedTuple):
 
 
 class _Steps:
-    """Proves that a step only raises maxima and adds to sums.
+    """Proves that a step only updates maxima and adds to sums.
 
     Args:
-        ops: what a step does, in order.
-        states: what it hands on.
-        dim: the dimension that steps walk along.
-        made: the op of each value, of those before the step, too.
+        ops: the ops of a step, in order.
+        states: what it carries on.
+        dim: the dimension along which it steps.
+        made: the op that defines each value, including those before the step.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class _Steps:
             raise CannotReblock("steps add to no sum")
 
     def _check_positions(self, op: Op) -> None:
-        """Wider operands must make a wider result, and no other difference."""
+        """Wider operands must make the result wider and change nothing else."""
         values = (*op.operands, *op.results)
         if not any(v in self.dim.members for v in values):
             return
@@ -170,7 +170,7 @@ class _Steps:
                 raise CannotReblock("a load picks a part of what steps walk along")
 
     def _sums_over(self, op: Op) -> bool:
-        """Whether an op reduces the dimension to one number, or sums over it."""
+        """Whether an op reduces or contracts the dimension."""
         if op.name == "dot":
             return op in self.dim.products
         axis = self.dim.members.get(op.operands[0]) if op.operands else None
@@ -233,7 +233,7 @@ class _Steps:
         return dict(change.powers) == {old: -power, new: power}
 
     def _is_own(self, values: Sequence[Value], known: Iterable[Value]) -> bool:
-        """Whether values depend on the step's own block, and on `known` alone."""
+        """Whether values depend only on the step's own block and on `known`."""
         seen, pending = set(known), [*values]
         while pending:
             value = pending.pop()
@@ -252,18 +252,18 @@ class _Steps:
             op = self.inside.get(op.operands[0])
         return op
 
-    # --- parts that do not count ---
+    # --- contributions that must vanish ---
 
     def fills(
         self, skips: tuple[Condition, ...], same: tuple[Condition, ...]
     ) -> dict[Value, "_Fill"]:
-        """What stands for the parts of skipped steps, by the value that has it.
+        """The neutral values for skipped steps, by the value that needs them.
 
         Args:
-            skips: what holds for the steps that are not skipped.
+            skips: conditions that hold for the steps that are not skipped.
             same: those of them that are the same for all programs. The second factor
                 of a product with zero is zeroed by these alone, so that programs that
-                skip different steps can still be joined.
+                skip different steps can still be merged.
         """
         found: dict[Value, _Fill] = {}
         for x in self.maxima.values():
@@ -281,7 +281,7 @@ class _Steps:
     def _vanishes(self, term: Value) -> bool:
         """Whether it is `exp(x - maximum)`: zero for an x of minus infinity.
 
-        Not so if the maximum may be minus infinity, too.
+        This does not hold if the maximum may be minus infinity too.
         """
         op = self.inside.get(term)
         while op is not None and op.name == "cast":
@@ -306,18 +306,18 @@ class _Steps:
         return value
 
 
-# --- the code of joined steps ---
+# --- the code of merged steps ---
 
 
 class _Wider(Joined):
     """Code of several steps at once.
 
     Args:
-        dim: the dimension that steps walk along.
+        dim: the dimension along which it steps.
         size: its new size.
-        step: the index that counts steps; in the new code, joined ones.
-        made: the op of each value, of those outside of the code, too.
-        small: integers that are small enough to be multiplied by a block's size.
+        step: the index that counts steps; in the new code, merged ones.
+        made: the op that defines each value, including those outside the code.
+        small: integers small enough to be multiplied by a block's size.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class _Wider(Joined):
                 self.new[value] = self._filled(b, value, self.fills[value])
 
     def _span(self, b: Builder, op: Op) -> Value:
-        """A load of the part that a step sees: of what all of them see."""
+        """Widen a load of the part that one step sees to what all of them see."""
         access, to = Access.of(op), self.dim.members[op.result]
         index, starts, at = list(access.index), list[Value](), 0
         for d, (entry, start) in enumerate(access.split_index()):
@@ -385,7 +385,7 @@ class _Wider(Joined):
         self._branch_if(b, guard, tests, self.block(guard.taken))
 
     def _guarded(self, b: Builder, guard: Guard) -> None:
-        """A branch that some steps take."""
+        """A branch that only some steps take."""
         tests = [self._some(b, part.value, part.truth) for part in guard.parts]
         region = self.block(guard.taken)
         self._branch_if(b, guard, [t for t in tests if t is not None], region)
@@ -419,8 +419,8 @@ class _Wider(Joined):
     def _taken(self, b: Builder, test: Value, shape: tuple[int, ...], d: int) -> Value:
         """Which positions belong to steps for which a bool is true.
 
-        Where a step's number is compared, its positions are: they are likely to be
-        there already, and the number would be a quotient. `number <= n` is
+        Comparisons of a step's number become comparisons of its positions, which
+        probably exist already, while the number would be a quotient. `number <= n` is
         `position <= size * n + size - 1`.
         """
         op = self.made.get(test)
@@ -446,7 +446,7 @@ _LAST = {"le": (0, 1), "lt": (1, 0), "ge": (1, 0), "gt": (0, 1)}
 
 
 class _WiderGrid:
-    """Steps of the last axis, joined."""
+    """Merges steps of the last axis."""
 
     def __init__(self, found: LoopDims, dim: LoopDim, widest: int):
         self.found, self.dim, self.pipeline = found, dim, found.pipeline
@@ -515,7 +515,7 @@ class _WiderGrid:
             self.begins.update((o.operands[0], o.operands[1]) for o in stores)
 
     def _end(self, part: Condition) -> int | None:
-        """The number of the first or last step, if a condition asks for that."""
+        """The number of the first or last step, if a condition tests for it."""
         op = self.made.get(part.value)
         if op is None or op.name != "eq" or not part.truth:
             return None
@@ -567,7 +567,7 @@ class _WiderGrid:
         number = self._number(self.begins[ref]) if ref in self.begins else None
         return _State(load.result, new, number is not None and isfinite(number))
 
-    # --- joined ---
+    # --- merged ---
 
     def kernel(self) -> Kernel:
         size = self.dim.size * self.factor
@@ -603,7 +603,7 @@ class _WiderGrid:
 
 
 class _WiderLoop:
-    """Rounds of a loop, joined."""
+    """Merges iterations of a loop."""
 
     def __init__(self, found: LoopDims, loop: Loop, widest: int):
         self.found, self.loop = found, loop
@@ -636,7 +636,7 @@ class _WiderLoop:
         return number is not None and isfinite(number)
 
     def _check_code(self, ops: Sequence[Op]) -> None:
-        """Everything that gets wider must be made in the loop, or be constant."""
+        """Everything that gets wider must be defined in the loop, or be constant."""
         for op in ops:
             if op.regions or table()[op.name].effect is Effect.WRITE:
                 raise CannotReblock(f"rounds do '{op.name}'")

@@ -1,8 +1,8 @@
 """The `cpu` backend: tile IR to LLVM IR text to machine code, called through XLA FFI.
 
-Reading order: `emit.py` walks a kernel, `tiles.py` says what a tile is meanwhile, the
-rules for ops are in the modules `emit.py` lists, `handler.py` is what XLA calls,
-`compile.py` makes machine code.
+Reading order: `emit.py` walks a kernel, `tiles.py` defines tiles during code
+generation, the modules that `emit.py` lists have the rules for ops, XLA calls
+`handler.py`, and `compile.py` makes machine code.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ from pallasite.passes.unmasked_steps import unmasked_steps
 from pallasite.target import Host
 
 DEEPEST = 1024  # most steps of k between reading and writing sums
-LEAST_MASK = 1024  # elements of a mask that is worth a branch
+LEAST_MASK = 1024  # elements of a mask from which a branch pays off
 
 
 def passes_for(host: Host) -> tuple[Pass, ...]:
@@ -64,7 +64,7 @@ def passes_for(host: Host) -> tuple[Pass, ...]:
             partial(merge_k_steps, deepest=DEEPEST, most_bytes=computed),
         ),
         Pass("merge_k_rounds", partial(merge_k_rounds, most_bytes=computed)),
-        # Merged steps and loops leave constants to fold.
+        # Merging steps and loops leaves constants to fold.
         Pass("known_comparisons", known_comparisons),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("scratch_values", scratch_values),
@@ -78,7 +78,7 @@ def passes_for(host: Host) -> tuple[Pass, ...]:
 
 
 class CpuBackend:
-    """Kernels as machine code of this computer."""
+    """Compiles kernels to machine code for this computer."""
 
     name = "cpu"
     platforms = ("cpu",)
@@ -108,7 +108,7 @@ class CpuBackend:
             config={},
             api_version=4,
             aliases=owning.aliases,
-            # Effects are kept even where the results are unused.
+            # Effects are kept even if the results are unused.
             has_side_effect=_is_seen(kernel),
             handler=address,
             keep_alive=owner,
@@ -116,7 +116,7 @@ class CpuBackend:
         )
 
     def resources(self, compiled: Compiled) -> Sequence[Resource]:
-        return ()  # the compiler after this one divides registers and memory
+        return ()  # LLVM allocates registers and stack
 
     def version(self) -> str:
         return f"cpu 1, {compiler.version()}"

@@ -1,7 +1,7 @@
 """Kernel IR to LLVM IR text: one function with the kernel's loops, and its handler.
 
-`RULES` names what emits each op; `emitter.py` walks blocks and calls them. The XLA FFI
-handler around the function is `call/handler.py`.
+`RULES` maps each op to its emitter; `emitter.py` walks blocks and calls them. The XLA
+FFI handler around the function is `call/handler.py`.
 """
 
 from collections.abc import Sequence
@@ -67,10 +67,10 @@ def is_native(op: Op) -> bool:
 def emit_kernel(kernel: Kernel, lines: bool = False) -> str:
     """The LLVM module of a kernel; its entry point is the function `handler`.
 
-    With `lines` instructions say which source line they are from.
+    With `lines`, instructions are annotated with their source lines.
 
-    The kernel writes only memory it owns (`own_inputs`), and its index maps yield
-    numbers of blocks there are (`place_windows`).
+    The kernel writes only memory it owns (`own_inputs`), and its index maps yield valid
+    block indices (`place_windows`).
     """
     module, sharing = Module(), Sharing.of(kernel)
     module.origins = Origins() if lines else None
@@ -111,7 +111,7 @@ def emit_kernel(kernel: Kernel, lines: bool = False) -> str:
 
 
 def _check_size(kernel: Kernel, arena_bytes: int) -> None:
-    """Refuse what no machine has: the numbers in the code would wrap around."""
+    """Reject sizes that no machine has: numbers in the code would wrap around."""
     if arena_bytes > MOST_BYTES:
         raise ResourceError(
             f"kernel '{kernel.name}' needs more memory for temporaries than can exist",
@@ -144,7 +144,7 @@ def _pointer_params(kernel: Kernel, sharing: Sharing | None) -> list[tuple[str, 
 def _emit_units(module: Module, kernel: Kernel, sharing: Sharing) -> None:
     """Add `@units`: how many there are where the grid's sizes are operands.
 
-    As a negative number if they must not run at once.
+    Negative if they must not run concurrently.
     """
     params = [*_pointer_params(kernel, sharing), ("ptr", "arena")]
     f = Function(module, "units", params, "i64", "internal")
@@ -160,7 +160,7 @@ def _emit_units(module: Module, kernel: Kernel, sharing: Sharing) -> None:
 
 
 def _aliases(kernel: Kernel) -> list[tuple[int, int]]:
-    """Pairs of positions among the parameters that are the same memory."""
+    """Pairs of parameter positions that alias."""
     return [(i, len(kernel.inputs) + o) for i, o in kernel.aliases]
 
 

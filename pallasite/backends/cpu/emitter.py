@@ -1,7 +1,8 @@
-"""The state of emitting one kernel function: which value is where, and its memory.
+"""The state of emitting one kernel function: where each value is, and its memory.
 
-`Emitter.block` walks a block and calls a rule per op (`emit.py` names them all); the
-rest is what rules share: when formulas become buffers, and the arena's plan.
+`Emitter.block` walks a block and calls a rule per op (`emit.py` lists them all); the
+rest is shared by the rules: when formulas are forced into buffers, and the arena's
+plan.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,9 +34,9 @@ from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.types import DType
 
-MAX_DEPTH = 40  # of formulas in formulas: bounds the size of one loop's body
+MAX_DEPTH = 40  # nesting of formulas: bounds the size of one loop's body
 
-Meaning = Val | Tile | Ref  # what an IR value stands for: a register, a tile, memory
+Meaning = Val | Tile | Ref  # of an IR value: a register, a tile, memory
 Rule = Callable[["Emitter", Op], None]
 
 
@@ -56,7 +57,7 @@ class Scope:
 
     @property
     def results(self) -> tuple[Value, ...]:
-        """Of the op being emitted."""
+        """Results of the op being emitted."""
         return self.ops[self.position].results if self.position < self.end else ()
 
 
@@ -77,11 +78,11 @@ class Emitter:
         self.whole_arrays = frozenset(operands.values())
         self._scopes: list[Scope] = []
         self._count = 0
-        self.share: Share | None = None  # the units to run, where threads share them
-        self.shared_roots = frozenset[Root]()  # memory of which updates are atomic
+        self.share: Share | None = None  # the units to run, if threads share them
+        self.shared_roots = frozenset[Root]()  # memory whose updates are atomic
         self.packed_once = PackedOnce()  # operands of dots, packed in `shared`
         self.shared = NULL
-        # Buffers that values are to be stored to, each with the value it holds before.
+        # Destination buffers of values, each with the value it holds before.
         self.offered: dict[Value, tuple[Value, Buffer]] = {}
 
     # --- walking ---
@@ -90,7 +91,7 @@ class Emitter:
     def block(
         self, block: Block, arguments: Sequence[Meaning]
     ) -> Iterator[list[Meaning]]:
-        """Emit a block's ops; inside, its yields can be used."""
+        """Emit a block's ops; inside the `with`, its yields can be used."""
         self._count += 1
         for param, argument in zip(block.params, arguments, strict=True):
             self._env[param] = argument
@@ -151,7 +152,7 @@ class Emitter:
         return scalars.index(self.f, self.scalar(value), value.tile.dtype)
 
     def as_tile(self, value: Value) -> Tile:
-        """The value as a tile; a scalar becomes one without dimensions."""
+        """The value as a tile; a scalar becomes a rank-0 one."""
         meaning = self._env[value]
         if isinstance(meaning, Val):
             return formula((), value.tile.dtype, lambda _: meaning, free=True)
@@ -166,7 +167,7 @@ class Emitter:
         return lambda indices: tile.at(self.f, indices)
 
     def tiles_of(self, values: Sequence[Value]) -> list[Tile]:
-        """Those of the values that are not scalars."""
+        """The values that are not scalars."""
         found = (self._env[value] for value in values)
         return [meaning for meaning in found if isinstance(meaning, Tile)]
 
@@ -175,7 +176,7 @@ class Emitter:
         return self.plan.until.get(value, -1)
 
     def define(self, value: Value, meaning: Meaning) -> None:
-        """Bind an op's result; decides whether a formula is stored now or left."""
+        """Bind an op's result; decides whether a formula is stored now or lazily."""
         self._env[value] = meaning
         if not isinstance(meaning, Tile) or meaning.scope >= 0:
             return
@@ -195,7 +196,7 @@ class Emitter:
             self.force(meaning)
 
     def define_lazy(self, op: Op, tile: Tile) -> None:
-        """Bind a tile; one without dimensions is computed at once."""
+        """Bind a tile; a rank-0 one is computed at once."""
         if tile.shape:
             self.define(op.result, tile)
         else:
@@ -206,7 +207,7 @@ class Emitter:
     def temporary(
         self, shape: Sequence[int], dtype: DType, until: int | None = None
     ) -> Buffer:
-        """Arena memory, given back after position `until` (this op if not given)."""
+        """Arena memory, released after position `until` (default: this op)."""
         size = dtype.bytes
         for n in shape:
             size *= n
@@ -221,7 +222,7 @@ class Emitter:
         return self.lasting(op.result, dtype)
 
     def lasting(self, result: Value, dtype: DType | None = None) -> Buffer:
-        """Memory for a result that lasts as long as the result."""
+        """Memory whose lifetime is that of the result."""
         type, until = result.tile, self._end_of(result)
         return self.temporary(type.shape, dtype or type.dtype, until)
 
@@ -240,10 +241,10 @@ class Emitter:
     def place_for(
         self, op: Op, dtype: DType, read: Sequence[Tile], replaced: Sequence[Tile]
     ) -> Buffer:
-        """Memory for a result: where it will be stored anyway, if that is free now.
+        """Memory for a result: its eventual destination, if that is free now.
 
-        While it is written, `read` are needed all the time, and of `replaced` each
-        element until it is itself written.
+        While it is written, `read` are live throughout, and of `replaced` each element
+        until it is itself written.
         """
         if op.result in self.offered and dtype == op.result.tile.dtype:
             old, buffer = self.offered[op.result]
@@ -254,10 +255,10 @@ class Emitter:
         return self.result_buffer(op, dtype)
 
     def buffer_for(self, tile: Tile) -> Buffer:
-        """Memory for a tile that lasts as long as it is needed here.
+        """Memory for a tile whose lifetime is as long as it is needed here.
 
-        A tile of a block outside is needed by the op being emitted, and where that
-        leaves its results to be computed later, by whoever uses those.
+        A tile of an outer block is needed by the op being emitted and, if that op's
+        results are lazy, by whoever uses those.
         """
         if tile.scope == self.scope.number:
             until = max(tile.last, self.scope.position)
@@ -272,7 +273,7 @@ class Emitter:
         return Tile(tile.shape, tile.dtype, self.force(tile))
 
     def fill(self, buffer: Buffer, tile: Tile) -> None:
-        """Store every element of a tile, in the order of the memory it goes to."""
+        """Store every element of a tile, in the destination's memory order."""
         while (instead := ungrouped(self.f, tile, buffer)) is not None:
             tile, buffer = instead
         if tile.parts:
@@ -310,7 +311,8 @@ class Emitter:
     def straightened(self, tile: Tile, along: int | None) -> Iterator[None]:
         """Inside, the views a tile is computed from run `along` the same dimension.
 
-        Those that run across are copied: lanes would gather from a line per element.
+        Those that run across are copied: their lanes would each touch another cache
+        line.
         """
         elsewhere: list[tuple[Tile, Buffer]] = []
         for part in tile.pointwise_sources():
@@ -326,7 +328,7 @@ class Emitter:
     def before_write(self, root: Root | None, after: int) -> None:
         """Evaluate what still reads memory about to change (`root` None: any).
 
-        Only tiles needed at position `after` or later matter.
+        Only tiles live at position `after` or later matter.
         """
         for tile in self.scope.tiles:
             if tile.last < after:

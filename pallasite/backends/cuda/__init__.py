@@ -1,9 +1,9 @@
 """The `cuda` backend: IR to CUDA C++ to PTX by NVRTC, launched by XLA on NVIDIA GPUs.
 
-Reading order: `BACKEND` below, `layouts.py` (how a tile is spread over threads),
-`assign.py` (which tile has which), `emit.py` and the op families next to it,
-`nvrtc.py`. The text has no #include, so the user needs no CUDA headers, and XLA
-assembles the PTX, so no CUDA tool.
+Reading order: `BACKEND` below, `layouts.py` (how a tile is distributed over threads),
+`assign.py` (which tile has which layout), `emit.py` and the op families next to it,
+`nvrtc.py`. The text has no #include, so the user needs no CUDA headers; XLA assembles
+the PTX, so no CUDA tool is needed either.
 """
 
 import json
@@ -50,9 +50,9 @@ from pallasite.passes.unused import drop_unused
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
-# Sums and computed operands of products are in registers without padding, of which two
-# computing warpgroups have nine tenths (`specialize.REGISTERS`), 64 rows at a time.
-# While a warpgroup that is alone waits or stores, nobody multiplies.
+# Accumulators and computed operands of matmuls are in registers without padding; two
+# computing warpgroups have nine tenths of those (`specialize.REGISTERS`), 64 rows at a
+# time. While a warpgroup that is alone waits or stores, the tensor cores are idle.
 TILES = Tiles(
     register_share=0.875,
     stages=2,
@@ -61,11 +61,11 @@ TILES = Tiles(
     least_side=64,
     lone=1.15,
 )
-MASK_ELEMENTS = 1024  # from which steps without it are worth a loop of their own
+MASK_ELEMENTS = 1024  # from which unmasked iterations are worth a loop of their own
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads
-# What kernels may have; `specialize` takes dots apart.
+# What kernels may contain; `specialize` decomposes dots.
 NATIVE_OPS = frozenset({"dot", *emit.RULES})
-# The name under which code may use what only this generation of chips has.
+# The architecture name that enables features specific to this generation of chips.
 OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 
 
@@ -81,7 +81,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("canonicalize", canonicalize),
         Pass("promote", promote),
         Pass("guard_bounds", guard_bounds),
-        # What a guard held in the loop can move out now.
+        # What a guard kept in the loop can now be hoisted.
         Pass("hoist", hoist, if_changed=True),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("fold_exp2", fold_exp2),
@@ -120,7 +120,7 @@ class CudaBackend:
 
     name: str = "cuda"
     platforms: tuple[str, ...] = ("cuda",)
-    exports = False  # PTX is compiled for the chip that is here
+    exports = False  # PTX is compiled for the chip at hand
     native: frozenset[str] = NATIVE_OPS
 
     def passes(self, options: Options) -> Sequence[Pass]:
@@ -172,7 +172,7 @@ class CudaBackend:
 
 
 def _chip(options: Options) -> Gpu:
-    """The GPU compiled for; where it is not known, one of the kind most used."""
+    """The GPU compiled for; if unknown, one of the most common kind."""
     return options.chip if isinstance(options.chip, Gpu) else GPUS["h100"]
 
 
@@ -181,7 +181,7 @@ def _arch(chip: Gpu) -> str:
 
 
 def _config(launched: emit.Launched, ptx: str) -> str:
-    """What XLA reads: a dictionary attribute of MLIR, as text."""
+    """What XLA reads: an MLIR dictionary attribute, as text."""
     numbers = {
         "grid_x": launched.programs,
         "grid_y": 1,

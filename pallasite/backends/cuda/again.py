@@ -1,9 +1,9 @@
-"""Tiles that are computed again after a reduction instead of waiting in registers.
+"""Tiles that are rematerialised after a reduction instead of staying live.
 
 A tile of 16-bit floats takes half the registers of what it is converted to. Where the
-conversion, or a few cheap ops on it, is needed before a reduction and after it, only
-the loaded tile waits: more programs then run side by side. The compiler would keep the
-results; it is told after each reduction that the loaded tile may have changed.
+conversion, or a few cheap ops on it, is needed both before and after a reduction, only
+the loaded tile stays live, which raises occupancy. The compiler would keep the results
+instead, so each reduction is followed by an opaque update of the loaded tile.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,19 +13,19 @@ from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.roles import Loop
 
 CHEAP = ("add", "sub", "mul", "neg")
-MOST_OPS = 3  # from the loaded tile on
+MOST_OPS = 3  # starting from the loaded tile
 
 
 @dataclass(frozen=True)
 class Again:
-    """What is computed where it is used, and what changes after which reduction."""
+    """What is computed at its uses, and which tiles change after which reduction."""
 
     values: set[Value] = field(default_factory=set[Value])
     after: dict[Op, list[Value]] = field(default_factory=dict[Op, list[Value]])
 
 
 def computed_again(body: Block) -> Again:
-    """Of a program and of its loops, each for itself."""
+    """For a program and for each of its loops separately."""
     found = Again()
     for block in _blocks(body):
         _add(block, found)
@@ -48,7 +48,7 @@ def _add(block: Block, found: Again) -> None:
     places = {op: n for n, op in enumerate(block.ops)}
 
     def loaded(value: Value, ops: int) -> Value | None:
-        """The tile that a value is cheaply computed from."""
+        """The tile from which a value is cheaply computed."""
         op = made.get(value)
         if op is None or ops > MOST_OPS or value.tile.dtype.name != "f32":
             return None
@@ -83,7 +83,7 @@ def _add(block: Block, found: Again) -> None:
 
 
 def _is_small(value: Value, made: Mapping[Value, Op]) -> bool:
-    """Whether a thread holds few different elements of a tile."""
+    """Whether a thread holds few distinct elements of a tile."""
     op = made.get(value)
     if op is None:
         return not value.tile.shape
@@ -97,7 +97,7 @@ def _is_stored(value: Value, block: Block) -> bool:
 
 
 def _last_uses(block: Block) -> dict[Value, int]:
-    """The place of the last op of a block that uses a value, in its regions too."""
+    """The position of the last op of a block that uses a value, also in its regions."""
     last = dict.fromkeys(block.yields, len(block.ops))
     for n, op in reversed(list(enumerate(block.ops))):
         inner = [o for region in op.regions for o in walk(region)]

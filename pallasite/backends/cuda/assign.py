@@ -1,10 +1,10 @@
-"""Which spread each tile of a kernel has.
+"""Assigns a spread to each tile of a kernel.
 
-`assign` gives products the layout of their instruction, then the largest tiles that are
-still without one a striped layout, and follows each choice through the ops: elementwise
-ops keep a layout, reductions and broadcasts drop or add dimensions. A tile filled with
-one number is *uniform* and needs none. Where an op meets operands of different layouts
-the emitter moves them through shared memory.
+`assign` gives matmuls the layout of their instruction, then gives the largest remaining
+tiles a striped layout, and propagates each choice through the ops: elementwise ops keep
+a layout, reductions and broadcasts drop or add dimensions. A tile filled with one
+number is *uniform* and needs no layout. Where the operands of an op differ in layout,
+the emitter converts them through shared memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ Relation = tuple[Value, Value, Change | None, Change | None]  # both directions
 
 @dataclass(frozen=True)
 class Assignment:
-    """The spread of each tile, and which tiles are one number or parts of sums."""
+    """The spread of each tile, and which tiles are uniform or hold partial sums."""
 
     spreads: Mapping[Value, Spread]
     uniform: frozenset[Value]
@@ -38,8 +38,8 @@ def assign(
     Args:
         body: the program's code.
         threads: how many run it together.
-        vector: how many consecutive elements of a tile a thread holds, at most.
-        anchors: tiles whose spread is fixed by what makes or uses them.
+        vector: maximum number of consecutive elements of a tile that a thread holds.
+        anchors: tiles whose spread their definition or use fixes.
     """
     uniform = _uniform(body)
     spreads: dict[Value, Spread] = {}
@@ -73,7 +73,7 @@ def assign(
 
 
 def is_spread(value: Value) -> bool:
-    """Whether a value is a tile of more than a scalar."""
+    """Whether a value is a tile rather than a scalar."""
     return isinstance(value.type, TileType) and bool(value.type.shape)
 
 
@@ -100,7 +100,7 @@ def _uniform(body: Block) -> set[Value]:
     return found
 
 
-# --- how the spreads of an op's values depend on each other ---
+# --- how the spreads of an op's values constrain each other ---
 
 
 def _same(spread: Spread) -> Spread:
@@ -136,7 +136,7 @@ def _chosen(op: Op) -> Iterator[tuple[Value, Value]]:
 
 
 def _broadcast(op: Op) -> tuple[Change | None, Change | None]:
-    """Forward only where dimensions of size one are added: a number per row stays with
+    """Forward only where dimensions of size one are added: a per-row number stays with
     the threads that have it."""
     x, result = op.operands[0].tile, op.result.tile
     forth = (lambda s: reshaped(s, result.shape)) if x.size == result.size else None
@@ -144,7 +144,7 @@ def _broadcast(op: Op) -> tuple[Change | None, Change | None]:
 
 
 def narrowed(op: Op, spread: Spread) -> Spread:
-    """The spread of a broadcast's operand that goes with one of its result."""
+    """The spread of a broadcast's operand that matches one of its result."""
     x, dims = op.operands[0].tile, op.attrs["dims"]
     kept = [d for n, d in enumerate(dims) if x.shape[n] == spread.shape[d]]
     gone = [d for d in range(len(spread.shape)) if d not in kept]
@@ -175,7 +175,7 @@ def _slice(op: Op) -> tuple[Change | None, Change | None]:
 
 
 def part_of(op: Op, spread: Spread) -> tuple[Spread, int] | None:
-    """The spread of a slice and its first register, if it is of whole registers."""
+    """The spread and the first register of a slice of whole registers; else None."""
     if any(step != 1 for step in op.attrs["strides"]):
         return None
     return spread.sliced(op.attrs["starts"], op.attrs["limits"])
@@ -187,7 +187,7 @@ def _reshape(op: Op) -> tuple[Change | None, Change | None]:
 
 
 def reshaped(spread: Spread, shape: Sequence[int]) -> Spread | None:
-    """Of a shape with other dimensions of size one; None: the rest differs too."""
+    """For a shape that differs only in dimensions of size one; otherwise None."""
     old = [d for d, n in enumerate(spread.shape) if n != 1]
     new = [d for d, n in enumerate(shape) if n != 1]
     if [spread.shape[d] for d in old] != [shape[d] for d in new]:

@@ -1,10 +1,10 @@
-"""Passes for an author's kernels of the explicit level.
+"""Passes for kernels that authors write at the explicit level.
 
-`one_role`: a kernel of a single warpgroup becomes one of roles, so that the emitter
-knows of one kind of explicit kernel. Such kernels are for one generation of chips; on
-another they are refused here. `share_core`: two programs may run on a multiprocessor at
-a time where the registers that the author asks for leave room for one only. `rounds`:
-as many blocks of threads as run at a time take all programs, one after another.
+`one_role`: turns a kernel of a single warpgroup into one with roles, so that the
+emitter sees only one kind of explicit kernel. Such kernels are for one generation of
+chips; on others they are rejected here. `share_core`: lets two programs share an SM
+where the registers that the author asks for leave room for only one. `rounds`: launches
+only as many thread blocks as run concurrently, and each runs several programs in turn.
 """
 
 from dataclasses import replace
@@ -23,23 +23,23 @@ from pallasite.target import Gpu
 HOPPER = "sm_90"
 WARPGROUP_OPS = {"barrier_wait", "copy_start", "wgmma", "bulk_wait", "set_registers"}
 WARPGROUP_OPS |= {"cluster_barrier", "tensor_mma", "warps"}
-# The first generation of chips that has an op, where others do not.
+# The first generation of chips that has an op, for ops that not all have.
 ONLY_ON = {"wgmma": "sm_90", "tensor_mma": "sm_100"}
-PROGRAMS = 2  # that share a multiprocessor
-FEWEST_REGISTERS = 24  # of a thread
-OTHER_REGISTERS = 32  # of a thread that multiplies, besides its tiles
-# The same, where it runs several programs: of JAX's attention, ptxas spills 40 bytes
-# more in such a loop than without it where tiles take 195 of 232, and none at 161.
+PROGRAMS = 2  # that share an SM
+FEWEST_REGISTERS = 24  # per thread
+OTHER_REGISTERS = 32  # of a multiplying thread, besides its tiles
+# The same, if it runs several programs: for JAX's attention, ptxas spills 40 bytes
+# more in such a loop than without it if tiles take 195 of 232, and none at 161.
 REPEATED_REGISTERS = 48
-# Of shared memory, besides what is allocated: by the chip, and where arrays are
-# described to the copy engine.
+# Shared memory besides what is allocated: reserved by the chip, and for the tensor
+# maps of arrays.
 OTHER_BYTES, ALIGNMENT = 3072, 1024
-GRANULE = 8  # of registers that a thread gets
-# What takes some programs longer, and what leaves something to the next one.
+GRANULE = 8  # granularity of a thread's register count
+# What makes some programs take longer, and what leaves something to the next one.
 ONLY_ONCE = {"while", "alloc", "named_barrier", "tensor_mma", "warps"}
-BEFORE_ROLES = {"alloc", "constant"}  # what no program of a block of threads changes
+BEFORE_ROLES = {"alloc", "constant"}  # what no program of a thread block changes
 NO_COPIES: frozenset[str] = frozenset()
-BLOCKS = "cuda.blocks"  # of threads, where they are fewer than a pipeline's programs
+BLOCKS = "cuda.blocks"  # thread blocks, where they are fewer than a pipeline's programs
 
 
 def one_role(kernel: Kernel, chip: Gpu) -> Kernel:
@@ -68,10 +68,10 @@ def one_role(kernel: Kernel, chip: Gpu) -> Kernel:
 
 
 def share_core(kernel: Kernel, chip: Gpu) -> Kernel:
-    """Let two programs share a multiprocessor if one warpgroup of each multiplies.
+    """Let two programs share an SM if one warpgroup of each multiplies.
 
-    A single one leaves the tensor cores idle while it does the rest. How many registers
-    a warpgroup gets changes no result, so the copying ones get the fewest there are and
+    A single one leaves the tensor cores idle while it does the rest. The number of
+    registers of a warpgroup affects no result, so the copying ones get the minimum and
     the multiplying one the rest of its program's half.
     """
     pipeline = Pipeline.of(find_pipeline(kernel))
@@ -105,12 +105,12 @@ def share_core(kernel: Kernel, chip: Gpu) -> Kernel:
 
 
 def rounds(kernel: Kernel, chip: Gpu) -> Kernel:
-    """Let blocks of threads run several programs, so that each is set up once.
+    """Let thread blocks run several programs, so that each is set up once.
 
-    Descriptions of arrays for the copy engine take two trips to L2, a microsecond, and
-    blocks that follow others on a multiprocessor would make them again. That is for
-    programs that take as long as each other: the chip balances others better. How many
-    run at a time must be certain.
+    Building the tensor maps takes two trips to L2, a microsecond, and later thread
+    blocks on an SM would have to repeat it. This is only for programs that take equally
+    long (the chip balances others better), and only if the number that runs
+    concurrently is certain.
     """
     pipeline = Pipeline.of(find_pipeline(kernel))
     known = [n for n in pipeline.grid if n is not None]
@@ -132,10 +132,10 @@ def rounds(kernel: Kernel, chip: Gpu) -> Kernel:
 
 
 def _programs_at_a_time(body: Block, roles: Op, chip: Gpu) -> int:
-    """How many programs share a multiprocessor; 0: it is not certain.
+    """How many programs share an SM; 0 if that is not certain.
 
-    Registers of a thread are at most what the launch's bounds leave it, and just that
-    where roles exchange them. Shared memory is a little more than what is allocated.
+    A thread has at most the registers that the launch bounds allow, and exactly that
+    many if roles exchange them. Shared memory is slightly more than what is allocated.
     """
     threads = sum(roles.attrs["cuda.warpgroups"]) * WARPGROUP
     share = chip.registers // roles.attrs.get("cuda.per_core", 1) // threads
@@ -151,7 +151,7 @@ def _programs_at_a_time(body: Block, roles: Op, chip: Gpu) -> int:
 def _leaves_registers(kernel: Kernel, roles: Op) -> bool:
     """Whether tiles leave room for what a loop over programs keeps in registers.
 
-    Only who asks for registers has counted on using them all.
+    Only an author who asks for registers counts on using them all.
     """
     ops = (op for region in roles.regions for op in walk(region))
     counts = [op.attrs["count"] for op in ops if op.name == "set_registers"]
@@ -160,13 +160,13 @@ def _leaves_registers(kernel: Kernel, roles: Op) -> bool:
 
 
 def _can_repeat(role: Block, constants: set[Value]) -> bool:
-    """Whether threads may run a role several times, and all programs take as long."""
+    """Whether threads may run a role repeatedly, and all programs take equally long."""
     ops = list(walk(role))
     bounds = [v for op in ops if op.name == "for" for v in Loop.of(op).bounds]
     once = ONLY_ONCE & {op.name for op in ops}
     if once or not constants.issuperset(bounds):
         return False
-    # Registers are exchanged before the first program: nothing may come before that.
+    # Registers are exchanged before the first program: nothing may precede that.
     exchanges = [op for op in ops if op.name == "set_registers"]
     effects = [op for op in role.ops if not is_pure(op)]
     return exchanges in ([], effects[:1]) and not _copies_out(role, NO_COPIES)
@@ -175,7 +175,8 @@ def _can_repeat(role: Block, constants: set[Value]) -> bool:
 def _copies_out(block: Block, before: frozenset[str]) -> frozenset[str]:
     """The copies out of shared memory that may not have been waited for.
 
-    They are "open" until they are a group, and "grouped" until a wait for all groups.
+    They are "open" until committed to a group, and "grouped" until a wait for all
+    groups.
     """
     left = before
     for op in block.ops:
@@ -187,7 +188,7 @@ def _copies_out(block: Block, before: frozenset[str]) -> frozenset[str]:
             left -= {"grouped"}
         elif op.name == "cond":
             left = NO_COPIES.union(*(_copies_out(each, left) for each in op.regions))
-        else:  # a loop: perhaps without a step
+        else:  # a loop, whose trip count may be zero
             left = left.union(*(_copies_out(each, left) for each in op.regions))
     return left
 

@@ -1,12 +1,12 @@
 """The instructions of Blackwell GPUs as functions of CUDA C++: tensor memory (tcgen05).
 
-Texts only; `tensor_memory.py` calls them. `GROUP` is 2 where two blocks multiply
-together, which all instructions of a kernel must then say.
+Texts only; `tensor_memory.py` calls them. `GROUP` is 2 where a pair of thread blocks
+multiplies together; all instructions of a kernel must then say so.
 """
 
 from pallasite.backends.cuda.hopper import coordinates
 
-# How an instruction numbers types: of its kind, of sums, of sides.
+# Type encodings of an instruction: of its kind, of accumulators, of operands.
 KINDS = {
     "f16": ("f16", 1, 0),
     "bf16": ("f16", 1, 1),
@@ -15,7 +15,7 @@ KINDS = {
     "f8e5m2": ("f8f6f4", 1, 1),
     "i8": ("i8", 2, 1),
 }
-SUMS = {"i8": "i32"}  # of other types: f32
+SUMS = {"i8": "i32"}  # f32 for all other types
 COLUMNS = 512  # of tensor memory
 LANES = 128
 
@@ -23,7 +23,7 @@ LANES = 128
 def instruction(
     rows: int, columns: int, dtype: str, turned_left: bool, turned_right: bool
 ) -> int:
-    """What a product is told about its operands (PTX, "Instruction descriptor")."""
+    """What a matmul is told about its operands (PTX, "Instruction descriptor")."""
     _, sums, side = KINDS[dtype]
     number = sums << 4 | side << 7 | side << 10
     number |= turned_left << 15 | turned_right << 16
@@ -43,14 +43,14 @@ TENSORS: dict[str, str] = {
         '  asm volatile("tcgen05.dealloc.cta_group::%2.sync.aligned.b32 %0, %1;"'
         ' :: "r"(at), "n"(COLUMNS), "n"(GROUP) : "memory");\n}\n'
     ),
-    # Rows of SWIZZLE bytes, as `operand`; version 1 of such descriptions.
+    # Rows of SWIZZLE bytes, as in `operand`; version 1 of such descriptors.
     "tensor_operand": (
         "template <int SWIZZLE> DEVICE u64 tensor_operand(u32 at, u32 apart) {\n"
         "  return (u64)((at & 0x3ffff) >> 4) | (u64)(apart >> 4) << 16"
         " | (u64)(8 * SWIZZLE >> 4) << 32 | 1ull << 46\n"
         "    | (SWIZZLE == 128 ? 2ull : SWIZZLE == 64 ? 4ull : 6ull) << 61;\n}\n"
     ),
-    # An arrival when all products of this thread so far have ended.
+    # An arrival when all matmuls that this thread has issued so far have completed.
     "tensor_commit": (
         "template <int GROUP> DEVICE void tensor_commit(u32 barrier) {\n"
         '  asm volatile("tcgen05.commit.cta_group::%1.mbarrier::arrive::one'
@@ -70,7 +70,7 @@ TENSORS: dict[str, str] = {
         "DEVICE void tensor_loaded() "
         '{ asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory"); }\n'
     ),
-    # Between the tensor core and what threads know from each other.
+    # Orders the tensor core's accesses with synchronisation between threads.
     "tensor_before": (
         "DEVICE void tensor_before() "
         '{ asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory"); }\n'
@@ -93,7 +93,7 @@ TENSORS: dict[str, str] = {
 
 
 def copy_for_first(rank: int) -> str:
-    """A copy into shared memory that a barrier of the pair's first block counts."""
+    """A copy into shared memory that a barrier of the first thread block counts."""
     numbers, places, given = coordinates(rank, 3)
     return (
         f"DEVICE void copy_for_first_{rank}(u32 to, const void* map, u32 barrier, "
@@ -113,7 +113,7 @@ def product_name(dtype: str, group: int, in_tensor_memory: bool) -> str:
 
 
 def product(dtype: str, group: int, in_tensor_memory: bool) -> str:
-    """A `tcgen05.mma`: adds to what is at `d`, or starts anew where `more` is 0."""
+    """A `tcgen05.mma`: accumulates into `d`, or overwrites it where `more` is 0."""
     name, kind = product_name(dtype, group, in_tensor_memory), KINDS[dtype][0]
     left = ("u32 a", "[%1]", "r") if in_tensor_memory else ("u64 a", "%1", "l")
     return (

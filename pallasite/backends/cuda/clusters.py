@@ -1,7 +1,7 @@
-"""Blocks of a cluster: copies that several receive, arrivals at each other's barriers.
+"""Clusters: multicast copies, and arrivals at barriers of other thread blocks.
 
-The blocks of a cluster follow one another in the launch, so a block's place is its
-number modulo their count, and axes of the cluster are digits of it.
+The thread blocks of a cluster are consecutive in the launch, so the position of one is
+its number modulo their count, and the cluster's axes are digits of it.
 """
 
 from collections.abc import Sequence
@@ -13,30 +13,30 @@ from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Pipeline
 
 CLUSTER = "cluster"  # the semantics of such axes
-MOST_BLOCKS = 8  # that every chip with clusters runs
+MOST_BLOCKS = 8  # supported by every chip with clusters
 
 
 class Clusters(RoleCode):
-    """Emits what blocks of a cluster do to each other."""
+    """Emits interactions between thread blocks of a cluster."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Of each axis (-1 is the grid's last): its size, the step to the next block
-        # along it, this block's place.
+        # For each axis (-1 is the grid's last): its size, the stride to the next thread
+        # block along it, this thread block's position.
         self.cluster: dict[int, tuple[int, int, str]] = {}
 
-    exchanges = False  # blocks read what others write to main memory
+    exchanges = False  # thread blocks read what others write to main memory
 
     @property
     def blocks(self) -> int:
-        """Of a cluster."""
+        """Thread blocks of a cluster."""
         count = 1
         for size, _, _ in self.cluster.values():
             count *= size
         return count
 
     def note_cluster(self, pipeline: Pipeline) -> None:
-        """Which axes of the grid are those of clusters, from the last on."""
+        """Record which axes of the grid are those of clusters, from the last on."""
         step = 1
         for axis in reversed(range(len(pipeline.grid))):
             if pipeline.semantics[axis] != CLUSTER:
@@ -52,7 +52,7 @@ class Clusters(RoleCode):
             )
 
     def first_peer(self, axes: Sequence[int]) -> str:
-        """The place of the first block that differs from this one along `axes` only."""
+        """The position of the first thread block that shares all axes but `axes`."""
         rest = [
             f"{place} * {step}"
             for axis, (_, step, place) in self.cluster.items()
@@ -61,7 +61,7 @@ class Clusters(RoleCode):
         return " + ".join(rest) or "0"
 
     def peers(self, axes: Sequence[int]) -> list[int]:
-        """Of the blocks that differ along `axes` only: steps from the first to each."""
+        """Offsets from the first thread block to those that differ only in `axes`."""
         steps = [
             [n * step for n in range(size)]
             for axis, (size, step, _) in self.cluster.items()
@@ -73,7 +73,7 @@ class Clusters(RoleCode):
         if self.in_role or self.has_roles:
             self.out.line("blocks_meet();")
         else:
-            self.starts_together = True  # after barriers are made
+            self.starts_together = True  # after barriers are initialised
 
     def emit_cluster_arrive(self, op: Op) -> None:
         axes, at = op.attrs["axes"], self.barriers[op.operands[0]]

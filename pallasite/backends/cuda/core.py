@@ -1,9 +1,9 @@
-"""What every op is emitted in: tiles in registers, scalars, shared memory, barriers.
+"""Shared by all op families: tiles in registers, scalars, shared memory, barriers.
 
-`Core` holds what is known of our IR's values (`env`, facts, spreads). A tile is an
-array in registers with the `Spread` that says which elements they are; a tile of one
-number and a scalar are a variable. The op families are the mixins next to this file;
-`emit.py` joins them.
+`Core` holds what is known about IR values (`env`, facts, spreads). A tile is an array
+in registers with the `Spread` that says which elements they are; a uniform tile or a
+scalar is a variable. The op families are the mixins next to this file; `emit.py`
+combines them.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,24 +24,24 @@ from pallasite.passes.analysis.intervals import Facts
 
 MAX_REGISTERS = 1 << 9  # of one tile, per thread; ptxas has 255 for all of them
 SHARED_ALIGNMENT = 128
-VECTOR_BYTES = 16  # of the widest access of a thread
+VECTOR_BYTES = 16  # of a thread's widest access
 
 Element = Callable[[str], str]  # from a register's number to an element's expression
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A value of the emitted code; without a spread it is one number.
+    """A value of the emitted code; without a spread it is a single number.
 
-    A tile of positions is not held in registers but computed where it is used: then
-    `name` is an expression of the register number `@`.
+    A tile of positions is not held in registers but computed at its uses: then `name`
+    is an expression of the register number `@`.
     """
 
     name: str
     dtype: DType
     spread: Spread | None = None
     is_computed: bool = False
-    lanes: tuple[Lane, ...] = ()  # that its elements are still to be summed over
+    lanes: tuple[Lane, ...] = ()  # over which its elements are still to be summed
     words: str = (
         ""  # an array of its bytes: 0 and 2 in the first word, 1 and 3, 4 and 6
     )
@@ -57,7 +57,7 @@ class Tile:
         return self.name if self.spread is None else f"{self.name}[{register}]"
 
     def element(self, register: str = "i") -> str:
-        """One element in the type that it is computed in."""
+        """One element in the type in which it is computed."""
         return widened(self.held(register), self.dtype)
 
     @property
@@ -66,19 +66,19 @@ class Tile:
 
     @property
     def is_packed(self) -> bool:
-        """Whether it is held as words of two elements."""
+        """Whether it is held as packed pairs of elements."""
         halves = self.dtype.name in ("bf16", "f16") and not self.is_computed
         return halves and self.spread is not None and self.registers % 2 == 0
 
 
 ELSEWHERE = "use backend='triton', or interpret=True for this kernel"
-ONLY_HERE = (  # no other backend takes what `plgpu.kernel` makes
+ONLY_HERE = (  # no other backend accepts what `plgpu.kernel` makes
     "write it otherwise; interpret=pl.Checked() runs plgpu kernels on any machine"
 )
 
 
 class Core:
-    """Knows nothing of our ops."""
+    """Independent of IR ops."""
 
     def __init__(self) -> None:
         self.out = Writer()
@@ -93,7 +93,7 @@ class Core:
         self.bases: dict[str, str] = {}  # expression of the thread number -> variable
         self.loops = 0  # how many loops are open
         self.arch = ""  # the only architecture that the code is for; empty: any
-        self.approx_math = False  # the author wants speed, not the last digits
+        self.approx_math = False  # the author prefers speed to full accuracy
         self.is_authored = False  # the roles are an author's, not `specialize`'s
 
     def refuse(self, op: Op, why: str = "", fix: str = "") -> NoReturn:
@@ -116,7 +116,7 @@ class Core:
     # --- tiles ---
 
     def spread(self, value: Value, op: Op) -> Spread | None:
-        """Where a tile's elements are; None: it is one number."""
+        """Where a tile's elements are; None: it is uniform."""
         found = self.assignment.spreads.get(value)
         if found is not None and found.registers > MAX_REGISTERS:
             self.refuse(
@@ -140,14 +140,14 @@ class Core:
         return tile
 
     def let(self, dtype: DType, text: str, op: Op, hint: str = "v") -> Tile:
-        """A new scalar; `text` is in the type that `dtype` is computed in."""
+        """A new scalar; `text` is in the type in which `dtype` is computed."""
         tile = Tile(self.out.fresh(hint), dtype)
         kind = self.type(dtype, op)
         self.out.line(f"const {kind} {tile.name} = {narrowed(text, dtype)};")
         return tile
 
     def fill(self, tile: Tile, text: Element) -> None:
-        """Every element, given in the type that it is computed in."""
+        """Assign every element, given in the type in which it is computed."""
         if tile.is_packed:
             pair = f"pack_{tile.dtype}({text('2 * i')}, {text('2 * i + 1')})"
             self.out.line(f"EACH({tile.registers // 2}) {tile.name}[i] = {pair};")
@@ -155,7 +155,7 @@ class Core:
             self.put(tile, lambda i: narrowed(text(i), tile.dtype))
 
     def put(self, tile: Tile, text: Element) -> None:
-        """Every element, given as it is held."""
+        """Assign every element, given as it is held."""
         if tile.is_packed:
             pair = f"(u32)({text('2 * i')}) | (u32)({text('2 * i + 1')}) << 16"
             self.out.line(f"EACH({tile.registers // 2}) {tile.name}[i] = {pair};")
@@ -165,7 +165,7 @@ class Core:
             self.out.line(f"EACH({tile.registers}) {tile.name}[i] = {text('i')};")
 
     def copy(self, target: Tile, source: Tile) -> None:
-        """Into a variable of the same spread."""
+        """Copy into a variable of the same spread."""
         if target.is_packed and source.is_packed:
             count = target.registers // 2
             self.out.line(f"EACH({count}) {target.name}[i] = {source.name}[i];")
@@ -173,7 +173,7 @@ class Core:
             self.put(target, source.held)
 
     def get(self, value: Value, spread: Spread | None, op: Op) -> Tile:
-        """An operand in a given spread, moved there if need be."""
+        """An operand in a given spread, converted if necessary."""
         tile = self.whole(value, op)
         if tile.spread is None or tile.spread == spread:
             return tile
@@ -182,7 +182,7 @@ class Core:
         return self.moved(tile, spread, op)
 
     def whole(self, value: Value, op: Op) -> Tile:
-        """A tile whose sums are finished."""
+        """A tile with its partial sums reduced."""
         tile = self.env[value]
         if not tile.lanes:
             return tile
@@ -199,7 +199,7 @@ class Core:
     def part(
         self, value: Value, lanes: tuple[Lane, ...], spread: Spread | None, op: Op
     ) -> Tile:
-        """A tile as parts of sums: the whole in one of the threads that share it."""
+        """A tile as partial sums: the whole value in one of its threads."""
         tile = self.env[value]
         if tile.lanes == lanes:
             return tile
@@ -211,7 +211,7 @@ class Core:
         return result
 
     def moved(self, tile: Tile, spread: Spread, op: Op) -> Tile:
-        """Through shared memory into another spread."""
+        """Converted to another spread through shared memory."""
         assert tile.spread is not None
         kind, shape = self.type(tile.dtype, op), spread.shape
         offset = self.reserve(prod(shape) * tile.dtype.bytes)
@@ -255,7 +255,7 @@ class Core:
         return " + ".join(p for p in parts if p != "0") or "0"
 
     def flat(self, spread: Spread, register: str = "i") -> str:
-        """The row-major number of an element in its tile."""
+        """The row-major index of an element in its tile."""
         terms = []
         for dim in range(len(spread.shape)):
             step = prod(spread.shape[dim + 1 :])
@@ -287,7 +287,7 @@ class Core:
     # --- shared memory ---
 
     def reserve(self, size: int, alignment: int = SHARED_ALIGNMENT) -> int:
-        """The offset of that many bytes of shared memory."""
+        """Allocate that many bytes of shared memory; returns the offset."""
         offset = -(-self.shared_bytes // alignment) * alignment
         self.shared_bytes = offset + size
         return offset
@@ -297,11 +297,11 @@ class Core:
         raise NotImplementedError("emit.py knows which rule emits which op")
 
     def sync(self) -> None:
-        """All threads of the program have done what is above."""
+        """A barrier for all threads of the program."""
         self.out.line("__syncthreads();")
 
     def sync_before_reuse(self) -> None:
-        """Each op has shared memory of its own: it is used again in loops only."""
+        """Each op has its own shared memory: it is only reused in loops."""
         if self.loops:
             self.sync()
 

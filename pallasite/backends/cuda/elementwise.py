@@ -1,8 +1,8 @@
 """Elementwise ops: one row each, from our op to a C++ expression of one element.
 
-`NATIVE` is the list of what this backend has. A row is a function of the op and the
-operands' expressions. Narrow floats arrive as f32 and their result is rounded once by
-the caller; every other type is computed as it is.
+`NATIVE` lists what this backend has. A row is a function of the op and the operands'
+expressions. Narrow floats arrive as f32, and the caller rounds their result once; every
+other type is computed as it is.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def _dtype(op: Op) -> DType:
 
 
 def _as(op: Op, text: str) -> str:
-    """Wrapped to the type of the operand where C++ computes small integers as int."""
+    """Wrapped to the operand's type where C++ promotes small integers to int."""
     dtype = _dtype(op)
     small = not dtype.is_float and not dtype.is_bool and dtype.bits < 32
     return f"({c_type(dtype)})({text})" if small else text
@@ -64,7 +64,7 @@ def function(single: str, double: str) -> Row:
 
 
 def choice(word: str) -> Row:
-    """The larger or the smaller; NaN if either is NaN."""
+    """The maximum or the minimum; NaN if either operand is NaN."""
 
     def row(op: Op, x: str, y: str) -> str:
         dtype = _dtype(op)
@@ -163,7 +163,7 @@ def _bits(word: str) -> Row:
 
 
 def _shift(word: str, logical: bool, past: str) -> Row:
-    """A shift; `past`: the result where the amount is no bit position."""
+    """A shift; `past`: the result where the amount is not a bit position."""
 
     def row(op: Op, x: str, y: str) -> str:
         dtype = _dtype(op)
@@ -216,14 +216,14 @@ def cast(x: str, old: DType, new: DType) -> str:
 
 
 def _to_integer(x: str, old: DType, new: DType) -> str:
-    """Truncated; past the ends of the type the end; NaN gives 0."""
+    """Truncated and saturated; NaN gives 0."""
     source = "double" if old.bits == 64 else "float"
     whole = f"__{source}2int_rz({x})"
     if new.bits == 64:
         whole = f"__{source}2{'ull' if new.kind == 'uint' else 'll'}_rz({x})"
     elif new.name == "u32":
         whole = f"__{source}2uint_rz({x})"
-    # PTX makes 0 of NaN only between types of at most 32 bits.
+    # PTX converts NaN to 0 only between types of at most 32 bits.
     if 64 in (old.bits, new.bits):
         whole = f"({x} == {x} ? {whole} : 0)"
     if new.bits >= 32:
@@ -267,7 +267,7 @@ NATIVE: dict[str, Row] = {
     "rsqrt": function("reciprocal_root", "rsqrt"),
     "cbrt": function("cbrtf", "cbrt"),
     "exp": _EXP,
-    "exp2": function("exp2_fast", "exp2"),  # results below 1e-38 are 0
+    "exp2": function("exp2_fast", "exp2"),  # flushes results below 1e-38 to 0
     "expm1": function("expm1f", "expm1"),
     "log": function("logf", "log"),
     "log1p": function("log1pf", "log1p"),
@@ -310,12 +310,12 @@ NATIVE: dict[str, Row] = {
     "bitcast": _bitcast,
 }
 
-# What is good enough for results that are rounded to 16 bits or fewer.
+# Accurate enough for results that are rounded to 16 bits or fewer.
 ROUGH: dict[str, Row] = {
     "div": _rough_div,
     "exp": function("__expf", "exp"),
     "logistic": _rough_logistic,
 }
 
-# These take and give the bits of an element as they are held.
+# These take and return the bits of an element as it is held.
 OF_BITS = frozenset({"bitcast"})

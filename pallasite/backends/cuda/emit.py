@@ -1,9 +1,9 @@
 """Tile IR to CUDA C++: the kernel function, its grid, and control flow.
 
-In: a kernel after `passes/promote.py` (programs, loops, values; refs only where memory
-is meant). Out: one `extern "C" __global__` function as text, with what a launch needs
-to know in its first line (`Launched`). The op families are in the classes this one
-inherits; `RULES` says what emits which op.
+In: a kernel after `passes/promote.py` (programs, loops, values; refs only for actual
+memory). Out: one `extern "C" __global__` function as text, with what a launch needs to
+know in its first line (`Launched`). The op families are in the base classes; `RULES`
+maps each op to its emitter.
 """
 
 import json
@@ -54,14 +54,14 @@ from pallasite.passes.analysis.rounding import rounded_away
 
 MAX_PROGRAMS = (1 << 31) - 1
 MAX_THREADS = 1024
-# Of the largest tile, what a thread gets, if threads suffice. Threads that reduce rows
-# together wait for each other: then a warp takes a row alone if it can, and 256 threads
-# take up to twice as much before there are more of them.
+# A thread's share of the largest tile, if there are enough threads. Threads that reduce
+# rows together wait for each other: then a warp takes a row alone if it can, and 256
+# threads take up to twice as much before their number grows.
 ELEMENTS, REDUCED_ELEMENTS, MOST_ELEMENTS = 16, 32, 64
 WARP_THREADS, USUAL_THREADS = 32, 256
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"
-PRODUCTS = ("wgmma", "tensor_mma")  # which read swizzled memory
-TILE_WORDS = 96  # registers of a thread for tiles
+PRODUCTS = ("wgmma", "tensor_mma")  # these read swizzled memory
+TILE_WORDS = 96  # registers per thread for tiles
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Launched:
     programs: int
     threads: int
     shared_bytes: int
-    scratch: tuple[int, ...] = ()  # bytes of main memory, one more result each
+    scratch: tuple[int, ...] = ()  # bytes of main memory, one extra result each
     arch: str = ""  # the only architecture it is for; empty: any
     repacked: tuple[tuple[int, bool, int], ...] = ()  # see `repack.py`
 
@@ -90,7 +90,7 @@ class Launched:
 
 
 def function_name(kernel: Kernel) -> str:
-    """The kernel's own name, but no word or function of C++ (`max`, `double`)."""
+    """The kernel's own name, made distinct from C++ words (`max`, `double`)."""
     return "pl_" + re.sub(r"\W", "_", kernel.name, flags=re.ASCII)
 
 
@@ -102,8 +102,8 @@ def emit(
     Args:
         kernel: after all passes.
         shared_bytes: what a program may have.
-        approx_math: the author prefers instructions that are less exact.
-        lines: comments say which source lines code comes from.
+        approx_math: the author prefers less exact instructions.
+        lines: annotate code with its source lines.
     """
     emitter = Emitter(kernel, shared_bytes)
     emitter.approx_math, emitter.with_lines = approx_math, lines
@@ -111,7 +111,7 @@ def emit(
 
 
 class Emitter(TensorMemory):
-    """Walks a kernel and writes its function."""
+    """Walks a kernel and emits its function."""
 
     def __init__(self, kernel: Kernel, shared_bytes: int):
         super().__init__()
@@ -132,7 +132,7 @@ class Emitter(TensorMemory):
         self.uses = uses_of(self.program.body, roots)
         self.only_multiplied = _only_multiplied(self.program.body)
         self.rows_beside = _multiplies_turned_bytes(self.program.body)
-        if self.is_authored:  # `meetings` sees to shared memory
+        if self.is_authored:  # `meetings` synchronises shared memory
             self.fenced = {m for m in self.fenced if m.ref.space != "smem"}
         if not roles:
             self.again = computed_again(self.program.body)
@@ -256,7 +256,7 @@ class Emitter(TensorMemory):
     # --- the grid ---
 
     def emit_pipeline(self, op: Op) -> None:
-        """One program per block of threads; the axes share the launch's first."""
+        """One program per thread block; all axes share the first launch dimension."""
         pipeline = Pipeline.of(op)
         grid = [n for n in pipeline.sizes if isinstance(n, int)]
         if pipeline.windows or len(grid) < len(pipeline.sizes):
@@ -301,7 +301,7 @@ class Emitter(TensorMemory):
             self.views[op.result] = self.array(ref, name, op.result)
 
     def is_better_swizzled(self, memory: Value) -> bool:
-        """Whether rows that threads access and copies move would share their banks."""
+        """Whether rows that threads access and copies move would conflict in banks."""
         uses = self.uses.get(memory, frozenset())
         copied = not uses.isdisjoint(COPIES)
         both = copied and not uses.isdisjoint(("load", "store"))
@@ -320,7 +320,7 @@ class Emitter(TensorMemory):
         return replace(self.declare(value.tile.dtype, spread, op), lanes=lanes)
 
     def hand_over(self, targets: list[Tile], values: tuple[Value, ...], op: Op) -> None:
-        """Assign several variables at once: none of them changes before it is read."""
+        """Assign several variables in parallel: none changes before it is read."""
         sources = []
         for target, value in zip(targets, values, strict=True):
             if target.lanes:
@@ -405,7 +405,7 @@ class Emitter(TensorMemory):
         self.env[op.result] = self.env[op.operands[0]]
 
     def emit_nothing(self, op: Op) -> None:
-        """Delays have no meaning of their own; checks are the emulation's."""
+        """Delays have no effect of their own; the emulation runs checks."""
 
 
 RULES: dict[str, Callable[[Any, Op], None]] = {
@@ -426,7 +426,7 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
 }
 
 
-# --- what is chosen for a whole kernel ---
+# --- decisions for a whole kernel ---
 
 
 def _threads(kernel: Kernel, accesses: Mapping[Value, list[Op]]) -> tuple[int, int]:
@@ -442,7 +442,7 @@ def _threads(kernel: Kernel, accesses: Mapping[Value, list[Op]]) -> tuple[int, i
     ]
     tiles = [(ref, v.tile) for ref, v in moved if v.tile.shape]
     vector = VECTOR_BYTES // min([4, *(ref.dtype.bytes for ref, _ in tiles)])
-    # Where rows start anywhere, neighbours in memory are held by neighbouring threads.
+    # For unaligned rows, adjacent threads hold adjacent elements.
     largest = max((tile.size for _, tile in tiles), default=0)
     for ref, tile in tiles:
         if tile.size == largest:
@@ -479,7 +479,7 @@ def _exchanges(accesses: Mapping[Value, list[Op]]) -> bool:
 
 
 def _only_multiplied(body: Block) -> set[Value]:
-    """Integers made floats that a product of the same block uses, and nothing else."""
+    """Integers cast to float that only a matmul of the same block uses."""
     blocks = [body, *(region for op in walk(body) for region in op.regions)]
     uses = Counter(v for op in walk(body) for v in op.operands)
     uses.update(v for block in blocks for v in block.yields)
@@ -494,9 +494,9 @@ def _only_multiplied(body: Block) -> set[Value]:
 
 
 def _multiplies_turned_bytes(body: Block) -> bool:
-    """Whether all left sides of products are made of bytes that lie along the rows.
+    """Whether all left operands of matmuls are made of bytes stored along the rows.
 
-    A thread then loads two bytes of two rows at once, if the rows are neighbours.
+    A thread then loads two bytes of two rows at once, if the rows are adjacent.
     """
     made = {v: op for op in walk(body) for v in op.results}
     products = [op for op in walk(body) if op.name == "wgmma"]

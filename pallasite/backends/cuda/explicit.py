@@ -1,10 +1,10 @@
-"""Ops of the explicit level: barriers, copies in flight, products in flight.
+"""Ops of the explicit level: barriers, copies in flight, matmuls in flight.
 
-The copy engine reads arrays by descriptions (`Map`), which the kernel makes before
-anything else in a scratch result of the call. Roles are those that `specialize` made or
-an author's. An author's are warpgroups, each of which arrives at a barrier, copies and
-waits as one: a barrier counts four arrivals, of each warp, where the author counts one,
-and a single thread starts copies after all warps are done with what they overwrite.
+The copy engine (TMA) reads arrays through tensor maps (`Map`), which the kernel builds
+first, in a scratch result of the call. Roles come from `specialize` or from an author.
+An author's are warpgroups, each of which arrives at a barrier, copies and waits as one:
+a barrier counts four arrivals, one per warp, where the author counts one, and a single
+thread starts copies after all warps have finished with what they overwrite.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,19 +41,19 @@ from pallasite.passes.analysis.carried import covers_whole
 MAP_BYTES = 128
 WARPS = 4  # of a warpgroup
 MAX_BOX = 256  # elements of a copy along a dimension
-LINE_ALIGNMENT = 16  # bytes, of copies that no description is needed for
-MAX_RANK = 5  # of an array that the copy engine knows
-# Warpgroups that store their sums as they have them, not as matrices: on an H200, that
-# is 1 to 4 percent faster with attention of two, and 5 percent slower with three, which
-# have fewer registers.
+LINE_ALIGNMENT = 16  # bytes, of copies that need no tensor map
+MAX_RANK = 5  # of an array that the copy engine supports
+# Warpgroups that store their accumulators as they have them, without `stmatrix`: on an
+# H200, that is 1 to 4 percent faster for attention with two, and 5 percent slower with
+# three, which have fewer registers.
 MOST_STORING = 2
-TURNS = 8  # the number of the first warpgroup's barrier, where they take turns
+TURNS = 8  # the first warpgroup's named barrier, where they take turns
 STARTS = 12  # the same, where they start loops one after another
 
 
 @dataclass(frozen=True)
 class Map:
-    """What the copy engine must know of an array and of the boxes it copies."""
+    """The tensor map of an array, and of the boxes that are copied."""
 
     pointer: str
     shape: tuple[int, ...]
@@ -64,24 +64,24 @@ class Map:
 
 
 class Explicit(Shared):
-    """Emits what roles do to each other."""
+    """Emits the interactions of roles."""
 
     def __init__(self) -> None:
         super().__init__()
         self.barriers: dict[Value, str] = {}
-        self.inits: list[tuple[int, int, int]] = []  # offset, how many, arrivals
+        self.inits: list[tuple[int, int, int]] = []  # offset, count, arrivals
         self.maps: list[Map] = []
         self.instructions: dict[str, str] = {}
         self.warpgroups = 1
         self.alone = False  # in a role of one thread
-        self.elects = False  # in a role that copies between its products
-        self.only_multiplied: set[Value] = set()  # integers made floats for products
+        self.elects = False  # in a role that copies between its matmuls
+        self.only_multiplied: set[Value] = set()  # integers cast to float for matmuls
         self.late: dict[Value, Tile] = {}  # words of pairs, as expressions of `@`
-        self.seen_maps: set[int] = set()  # that the role uses
-        self.staging: int | None = None  # shared memory of tiles on their way out
+        self.seen_maps: set[int] = set()  # used by the role
+        self.staging: int | None = None  # shared memory that stages outgoing tiles
 
     def sums_spread(self, rows: int, columns: int) -> Spread:
-        """The layout of products and of left sides in registers."""
+        """The layout of accumulators and of left operands in registers."""
         return accumulator(rows, columns, self.warpgroups, self.rows_beside)
 
     # --- shared memory ---
@@ -97,7 +97,7 @@ class Explicit(Shared):
         self.views[op.result] = self.array(ref, name, op.result)
 
     def arrivals_of(self, ref: RefType) -> int:
-        """What a barrier of an author's counts: warps."""
+        """The arrival count of an author's barrier, in warps."""
         assert ref.layout is not None
         return ref.layout.numbers[0] * WARPS
 
@@ -116,9 +116,9 @@ class Explicit(Shared):
                 self.rings[op.result] = part
 
     def with_true_starts(self, op: Op) -> View:
-        """A view whose `starts` are where the author says, be it past the end.
+        """A view whose `starts` are the author's, even past the end.
 
-        Only copies use them. The copy engine touches nothing outside of an array.
+        Only copies use them: the copy engine never accesses anything outside an array.
         """
         access = Access.of(op)
         whole = self.views[access.ref]
@@ -134,7 +134,7 @@ class Explicit(Shared):
     def emit_barrier_expect(self, op: Op) -> None:
         at, bytes_ = self.barriers[op.operands[0]], op.attrs["bytes"]
         if not self.is_authored:
-            # What copies bring beside the tile, to fill panels.
+            # Bytes that copies bring beyond the tile, to fill panels.
             copies = [u for u in self.users[op.operands[0]] if u.name == "copy_start"]
             for target in (u.operands[1].ref for u in copies):
                 if target.layout is not None:
@@ -171,9 +171,9 @@ class Explicit(Shared):
         else:
             super().sync()
 
-    instructions_wait = True  # chips after Hopper wait for products by barriers only
+    instructions_wait = True  # not on later chips, where barriers signal matmuls
 
-    meeting = 1  # the number of the barrier at which the threads of the role meet
+    meeting = 1  # the named barrier at which the threads of the role meet
 
     # --- copies ---
 
@@ -202,12 +202,12 @@ class Explicit(Shared):
 
     @property
     def once(self) -> str:
-        """Before what one thread of a role does: always the same one.
+        """Prefix of code for one thread of a role: always the same one.
 
-        ptxas knows that `elected` holds for one thread only where a branch asks for it.
-        What that thread hands to the copy engine needs no loop over the threads then,
-        which products of the same role would wait for. A role that only copies has the
-        time, and without the election attention of 64 columns took 8 percent less.
+        ptxas knows that `elected` holds for only one thread if a branch tests it. What
+        that thread passes to the copy engine then needs no loop over the threads, which
+        would delay matmuls of the same role. A role that only copies has the time, and
+        without the election attention with 64 columns took 8 percent less.
         """
         if self.alone:
             return ""
@@ -216,7 +216,7 @@ class Explicit(Shared):
     def boxes(
         self, op: Op, view: View, shared: Value
     ) -> Iterator[tuple[str, int, list[str]]]:
-        """The boxes of a copy: an address, the array's description, a place in it."""
+        """The boxes of a copy: an address, the array's tensor map, coordinates."""
         self.check_array(op, view)
         ring, sizes = self.rings.get(shared), [dim.size for dim in view.dims]
         if ring is not None:
@@ -253,7 +253,7 @@ class Explicit(Shared):
             yield at, number, [text_of(s) for s in reversed(starts)]
 
     def check_array(self, op: Op, view: View) -> None:
-        """What the copy engine needs of an array."""
+        """The copy engine's requirements on an array."""
         root = view.memory
         assert root is not None
         shape, width = root.ref.shape, view.dtype.bytes
@@ -275,7 +275,7 @@ class Explicit(Shared):
             self.refuse(op, "the copy engine copies multiples of 16 bytes")
 
     def plain_address(self, op: Op, shared: Value, alignment: int = ROW_BYTES) -> str:
-        """Where memory that is not swizzled starts."""
+        """The start address of memory that is not swizzled."""
         view, step = self.views[shared], 1
         for dim in reversed(view.dims):
             if dim.stride != step:
@@ -293,7 +293,7 @@ class Explicit(Shared):
         swizzle: int = ROW_BYTES,
         is_rounded: bool = False,
     ) -> int:
-        """The number of the description by which boxes of a view are copied."""
+        """The number of the tensor map through which boxes of a view are copied."""
         root = view.memory
         assert root is not None
         box = [1] * root.ref.rank
@@ -357,8 +357,8 @@ class Explicit(Shared):
         turns = blocks * panels
         for turn in range(turns):
             block, panel = divmod(turn, panels)
-            # Two slots take turns, and every store ends with the second: so the copy
-            # started last reads that one. An odd number of turns starts with it, too.
+            # Two slots alternate, and every store ends with the second, so the copy
+            # started last reads that one. An odd number of turns starts with it too.
             slot = (turn + turns) % 2
             at = f"{base} + {slot * step}"
             reading = 0 if turn == 0 and slot == 1 else 1
@@ -384,12 +384,12 @@ class Explicit(Shared):
         """64 rows of a panel of 128 bytes into shared memory, swizzled."""
         assert tile.spread is not None
         first = (block * tile.spread.shape[1] + panel * columns) // 2
-        count = columns // 2  # registers of a thread
+        count = columns // 2  # registers per thread
         if tile.is_packed and self.warpgroups > MOST_STORING:
             ring = Ring(at, (64, columns), tile.dtype, 64)
             self.put_blocks(f"{tile.name} + {first // 2}", 1, ring, "")
             return
-        # Register i: rows i / 2 % 2 * 8 further down, columns 8 * (i / 4) further on.
+        # Register i: rows offset by i / 2 % 2 * 8, columns by 8 * (i / 4).
         q = f"({row} + i % 2 * 8)"
         if tile.is_packed:
             chunk, rest = "i / 2", "thread % 4 * 4"
@@ -401,7 +401,7 @@ class Explicit(Shared):
         self.out.line(f"EACH({count // 2}) put_shared({place}, {value});")
 
     def part_for_matrices(self, op: Op, access: Access) -> Ring | None:
-        """The swizzled memory that a tile of sums in 16 bits is stored to, if it is."""
+        """The swizzled memory that a 16-bit accumulator tile is stored to, if it is."""
         ring, value = self.rings.get(access.ref), access.value
         if not self.in_role or self.alone or ring is None or value is None:
             return None
@@ -421,7 +421,7 @@ class Explicit(Shared):
         return part if part.has_whole_rows and part.has_whole_panels else None
 
     def put_matrices(self, tile: Tile, ring: Ring) -> None:
-        """A whole tile of sums into swizzled memory."""
+        """Store a whole accumulator tile to swizzled memory."""
         assert tile.spread is not None
         blocks, first = tile.spread.digits[0].count, ""
         if self.warpgroups > 1:
@@ -429,11 +429,11 @@ class Explicit(Shared):
         self.put_blocks(tile.name, blocks, ring, first)
 
     def put_blocks(self, words: str, blocks: int, ring: Ring, first: str) -> None:
-        """Blocks of 64 rows of sums, 16 rows and columns of a warp at a time.
+        """Store blocks of 64 accumulator rows, 16 rows and columns of a warp at a time.
 
-        Its threads exchange what they have of them: each gives the address of 16 bytes
-        in a row, and they all write what belongs there. So a store is of 512 bytes
-        instead of 128.
+        The threads of a warp exchange fragments (`stmatrix`): each gives the address of
+        16 bytes of a row, and together they write what belongs there. A store then
+        covers 512 bytes instead of 128.
         """
         row = self.out.fresh("row")
         self.out.line(f"const u32 {row} = {first}thread / 32 % 4 * 16 + thread % 16;")
@@ -447,7 +447,7 @@ class Explicit(Shared):
         self.out.line(f"EACH({count}) put_matrices({place}, {words} + i * 4);")
 
     def can_copy_out(self, access: Access) -> bool:
-        """Whether a store is of a whole block in the layout of sums."""
+        """Whether a store is of a whole block in the accumulators' layout."""
         assert access.value is not None
         if not covers_whole(access.ref.ref.shape, access.index):
             return False
@@ -475,7 +475,7 @@ class Explicit(Shared):
         bounded = all(e.stop == root_size(view, k) for k, e in view.edges)
         return all((is_sums, plain, aligned, last, ranked, bounded))
 
-    # --- products ---
+    # --- matmuls ---
 
     def emit_wgmma(self, op: Op) -> None:
         parts = Wgmma.of(op)
@@ -490,7 +490,7 @@ class Explicit(Shared):
         self.meet_before(op)
         self.check_product(op, parts)
         ring = self.rings[rhs]
-        step = 32 // ring.dtype.bytes  # elements along k of one instruction
+        step = 32 // ring.dtype.bytes  # elements of k per instruction
         steps = ring.shape[right] // step
         turned = "b" if right == 0 else ""
         columns = op.result.tile.shape[1]
@@ -527,12 +527,11 @@ class Explicit(Shared):
         self.env[op.result] = result
 
     def starts_behind(self) -> None:
-        """Before a loop: wait until the warpgroup before this one is in its second
-        step."""
+        """Before a loop: wait until the previous warpgroup is in its second round."""
         self.out.line(f"if (group > 0) meet({STARTS} + group, {2 * WARPGROUP});")
 
     def lets_start(self, is_second: str) -> None:
-        """At the end of a step of such a loop."""
+        """At the end of an iteration of such a loop."""
         has_next = f"group < {self.warpgroups - 1}"
         pass_by = f"pass_by({STARTS} + group + 1, {2 * WARPGROUP})"
         self.out.line(f"if ({has_next} && {is_second}) {pass_by};")
@@ -542,7 +541,7 @@ class Explicit(Shared):
         return made is not None and made.name == "constant" and not made.attrs["value"]
 
     def check_product(self, op: Op, parts: Wgmma) -> None:
-        """What the matrix instruction has."""
+        """The limits of the matrix instruction."""
         left, right = parts.contract
         columns = op.result.tile.shape[1]
         dtype = parts.rhs.type.dtype
@@ -566,7 +565,7 @@ class Explicit(Shared):
             self.refuse(op, f"a left side of {dtype} in registers")
 
     def descriptor(self, ring: Ring, offset: str, contract: int) -> str:
-        """A variable with the description of an operand in shared memory."""
+        """A variable with the descriptor of an operand in shared memory."""
         name = self.out.fresh("o")
         apart = ring.panel_bytes if contract == 0 else 16
         at = ring.address if offset == "0" else f"{ring.address} + {offset}"
@@ -575,7 +574,7 @@ class Explicit(Shared):
         return name
 
     def step_offset(self, ring: Ring, contract: int, k: int, step: int) -> int:
-        """Bytes from an operand's start to its part of step k."""
+        """Bytes from an operand's start to its part for k step k."""
         if contract == 0:  # rows along k
             return k * step * ring.swizzle
         in_panel = ring.panel_columns // step
@@ -584,7 +583,7 @@ class Explicit(Shared):
     def left_operand(
         self, ring: Ring, contract: int, block: int, blocks: int, k: int, step: int
     ) -> str:
-        """The rows of this warpgroup: its own descriptor, made once per product."""
+        """The rows of this warpgroup: its own descriptor, built once per matmul."""
         unit = 64 * ring.swizzle
         if contract == 0:
             unit = 64 // ring.panel_columns * ring.panel_bytes
@@ -604,7 +603,7 @@ class Explicit(Shared):
         return self.get(value, self.sums_spread(rows, columns), op)
 
     def fragment(self, tile: Tile, block: int, k: int) -> str:
-        """Four registers of pairs: the accumulator's layout is the operand's."""
+        """Four registers of pairs: accumulator and operand fragments coincide."""
         assert tile.spread is not None
         words = tile.registers // tile.spread.digits[0].count // 2
         numbers = [block * words + 4 * k + n for n in range(4)]
@@ -613,9 +612,9 @@ class Explicit(Shared):
         return ", ".join(f"{tile.name}[{n}]" for n in numbers)
 
     def emit_cast(self, op: Op) -> None:
-        """Numbers that only products use are converted between them, part by part.
+        """Numbers used only by matmuls are converted between them, part by part.
 
-        The conversion of a part then overlaps with the products of those before it.
+        Converting a part then overlaps with the matmuls of the parts before it.
         """
         spread = self.spread(op.result, op)
         tile = Tile("", op.result.tile.dtype, spread)

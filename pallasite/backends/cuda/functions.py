@@ -1,7 +1,7 @@
-"""The small functions that emitted kernels call: each used one is put before a kernel.
+"""The small functions that emitted kernels call; those used precede a kernel.
 
-`used(text)` gives typedefs and the functions whose names are in a kernel's text, those
-that they call included. There is no #include: NVRTC has all that is needed built in.
+`used(text)` gives typedefs and the functions whose names occur in a kernel's text,
+including those that they call. There is no #include: NVRTC has everything built in.
 """
 
 import re
@@ -87,7 +87,7 @@ FUNCTIONS: dict[str, str] = {
     "greatest": (
         "template <class T> DEVICE T greatest(T x, T y) { return x < y ? y : x; }\n"
     ),
-    # x / 0 has all bits set, x % 0 is x, and the least number / -1 is itself.
+    # x / 0 has all bits set, x % 0 is x, and INT_MIN / -1 is INT_MIN.
     "divide": (
         "template <class T> DEVICE T divide(T x, T y) {\n"
         "  if (y == 0) return (T)-1;\n"
@@ -102,8 +102,8 @@ FUNCTIONS: dict[str, str] = {
         "  return x % y;\n"
         "}\n"
     ),
-    # No neg.s32: ptxas up to CUDA 13.0 makes max(x, y) of max(max(x, -z), y) on Hopper,
-    # where it fuses both into one VIMNMX3 and forgets the sign.
+    # No neg.s32: on Hopper, ptxas up to CUDA 13.0 turns max(max(x, -z), y) into
+    # max(x, y): it fuses both into one VIMNMX3 and loses the negation.
     "negated": _convert(
         "negated", "int x", "int", "not.b32 %0, %1; add.s32 %0, %0, 1;", "r", '"r"(x)'
     ),
@@ -119,7 +119,7 @@ FUNCTIONS: dict[str, str] = {
         "DEVICE float reciprocal_root(float x) { float r; "
         'asm("rsqrt.approx.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }\n'
     ),
-    # Within one unit in the last place, without the branch that rounds it right.
+    # Within one ulp, without the branch for correct rounding.
     "reciprocal": _convert(
         "reciprocal", "float x", "float", "rcp.approx.f32 %0, %1;", "f", '"f"(x)'
     ),
@@ -130,12 +130,12 @@ FUNCTIONS: dict[str, str] = {
     "exp2_fast": _convert(
         "exp2_fast", "float x", "float", "ex2.approx.ftz.f32 %0, %1;", "f", '"f"(x)'
     ),
-    # Of small integers, by adding them to the bits of 1.5 * 2^23: conversions are slow.
+    # For small integers: adds them to the bits of 1.5 * 2^23, as conversions are slow.
     "float_of": (
         "DEVICE float float_of(int x) "
         "{ return __uint_as_float(0x4b400000u + x) - 12582912.0f; }\n"
     ),
-    # Computes nothing; the compiler does not know that.
+    # Computes nothing, but is opaque to the compiler.
     "changed": 'DEVICE void changed(u32& x) { asm volatile("" : "+r"(x)); }\n',
     "Bytes": (
         "template <int B> struct Bytes;\n"
@@ -145,14 +145,14 @@ FUNCTIONS: dict[str, str] = {
         "template <> struct Bytes<2> { typedef u16 T; };\n"
         "template <> struct Bytes<1> { typedef u8 T; };\n"
     ),
-    # Between registers and global memory, B bytes at once.
+    # Between registers and global memory, B bytes at a time.
     "get": (
         "template <int B, class X, class Y> DEVICE void get(X* to, const Y* from) {\n"
         "  typedef typename Bytes<B>::T T;\n"
         "  *reinterpret_cast<T*>(to) = *reinterpret_cast<const T*>(from);\n"
         "}\n"
     ),
-    # The same for what is accessed once (`streams.py`).
+    # The same for data accessed once (`streams.py`).
     "get_once": (
         "template <int B, class X, class Y> "
         "DEVICE void get_once(X* to, const Y* from) {\n"
@@ -167,7 +167,7 @@ FUNCTIONS: dict[str, str] = {
         "  __stcs(reinterpret_cast<T*>(to), *reinterpret_cast<const T*>(from));\n"
         "}\n"
     ),
-    # The number of an element in swizzled memory: panels of ROWS rows of SWIZZLE bytes.
+    # An element's offset in swizzled memory: panels of ROWS rows of SWIZZLE bytes.
     "swizzled": (
         "template <int SWIZZLE, int BYTES, int ROWS> "
         "DEVICE int swizzled(int row, int column) {\n"
@@ -176,7 +176,7 @@ FUNCTIONS: dict[str, str] = {
         "  const int at = panel + row * SWIZZLE + x % SWIZZLE;\n"
         "  return (at ^ (at >> 7 & SWIZZLE / 16 - 1) << 4) / BYTES;\n}\n"
     ),
-    # What the exclusive or of a column's register part must be with, see `in_parts`.
+    # What a column's register part must be XORed with, see `in_parts`.
     "swizzled_part": (
         "template <int SWIZZLE, int BYTES> "
         "DEVICE int swizzled_part(int row, int column) {\n"
@@ -193,7 +193,7 @@ FUNCTIONS: dict[str, str] = {
 
 
 def used(text: str, more: Mapping[str, str]) -> str:
-    """The functions that a text calls, `more` of its own among them."""
+    """The functions that a text calls, including those from `more`."""
     known = {**FUNCTIONS, **more}
     found: set[str] = set()
     pending = [text]

@@ -1,7 +1,7 @@
-"""The instructions of Hopper GPUs as functions of CUDA C++: barriers, copies, products.
+"""The instructions of Hopper GPUs as functions of CUDA C++: barriers, copies, matmuls.
 
-Texts only; `explicit.py` calls them. Names are those of what they do, the instruction
-is in each body.
+Texts only; `explicit.py` calls them. Functions are named by what they do; each body has
+the instruction.
 """
 
 BARRIERS: dict[str, str] = {
@@ -21,7 +21,7 @@ BARRIERS: dict[str, str] = {
     "barriers_made": (
         "DEVICE void barriers_made() {\n"
         '  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");\n'
-        # Of all memory, this fence would wait for everything stored so far.
+        # A fence of all memory would wait for everything stored so far.
         '  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");\n}\n'
     ),
     "barrier_expect": (
@@ -56,7 +56,7 @@ BARRIERS: dict[str, str] = {
         "DEVICE void pass_by(int id, int threads) {\n"
         '  asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");\n}\n'
     ),
-    # Whether this is the one thread of its warp that acts for all; they ask together.
+    # Elects one thread of a warp; all of its threads must call this together.
     "elected": (
         "DEVICE bool elected() {\n  u32 is;\n"
         '  asm volatile("{\\n.reg .pred p;\\nelect.sync _|p, 0xffffffff;\\n"\n'
@@ -82,15 +82,15 @@ BARRIERS: dict[str, str] = {
         "DEVICE void products_together() "
         '{ asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }\n'
     ),
-    # What follows may not use the values before this point.
+    # Code after this point may not use values from before it.
     "settled": (
         "template <int N> DEVICE void settled(float (&x)[N]) "
         '{ EACH(N) asm volatile("" : "+f"(x[i]) :: "memory"); }\n'
         "template <int N> DEVICE void settled(int (&x)[N]) "
         '{ EACH(N) asm volatile("" : "+r"(x[i]) :: "memory"); }\n'
     ),
-    # Rows of SWIZZLE bytes: panels along k have rows along the other dimension,
-    # panels along the other dimension have rows along k and are `apart` bytes apart.
+    # Rows of SWIZZLE bytes: k-major panels have rows along the other dimension; other
+    # panels have rows along k and are `apart` bytes apart.
     "operand": (
         "template <int SWIZZLE = 128> DEVICE u64 operand(u32 at, u32 apart) {\n"
         "  return (u64)((at & 0x3ffff) >> 4) | (u64)(apart >> 4) << 16"
@@ -99,7 +99,7 @@ BARRIERS: dict[str, str] = {
     ),
 }
 
-# --- descriptions of arrays for the copy engine, made in the kernel ---
+# --- tensor maps of arrays, built in the kernel ---
 
 
 def _field(name: str, bits: int, value: str, index: str = "") -> str:
@@ -156,7 +156,7 @@ ELEMENT_CODES |= {
 
 
 def coordinates(rank: int, first: int) -> tuple[str, str, str]:
-    """Where a box starts: as parameters, as operands from `first` on, as arguments."""
+    """The start of a box: as parameters, as operands from `first` on, as arguments."""
     names = [f"c{n}" for n in range(rank)]
     return (
         ", ".join(f"int {name}" for name in names),
@@ -178,7 +178,7 @@ def copy_in(rank: int) -> str:
 
 
 def copy_out(rank: int) -> str:
-    """A copy from shared memory to a box of an array; what is outside is left out."""
+    """A copy from shared memory to a box of an array, clipped to the array."""
     numbers, places, given = coordinates(rank, 2)
     return (
         f"DEVICE void copy_out_{rank}(const void* map, u32 from, {numbers}) {{\n"
@@ -189,7 +189,7 @@ def copy_out(rank: int) -> str:
 
 
 def copy_to_blocks(rank: int) -> str:
-    """The same, to that place in each block of the cluster whose bit is set."""
+    """A multicast copy: to that offset in each thread block whose bit is set."""
     numbers, places, given = coordinates(rank, 4)
     return (
         f"DEVICE void copy_to_blocks_{rank}(u32 to, const void* map, u32 barrier, "
@@ -203,9 +203,9 @@ def copy_to_blocks(rank: int) -> str:
 
 
 CLUSTERS: dict[str, str] = {
-    # An arrival at the barrier at that place in another block. It orders what the
-    # warp has read of shared memory, and writes of it only after a fence, which takes
-    # as long as a product.
+    # An arrival at the barrier at that offset in another thread block. It orders the
+    # warp's reads of shared memory, but its writes only after a fence, which takes as
+    # long as a matmul.
     "arrive_at": (
         "DEVICE void arrive_at(u32 barrier, u32 block) {\n"
         '  asm volatile("{\\n.reg .b32 there;\\n"\n'
@@ -228,25 +228,25 @@ CLUSTERS: dict[str, str] = {
 COPIES = {
     **{f"copy_in_{rank}": copy_in(rank) for rank in range(1, 6)},
     **{f"copy_out_{rank}": copy_out(rank) for rank in range(1, 6)},
-    # Bytes that are next to each other, a multiple of 16 of them.
+    # Contiguous bytes, a multiple of 16.
     "copy_line": (
         "DEVICE void copy_line(u32 to, const void* from, u32 bytes, u32 barrier) {\n"
         '  asm volatile("cp.async.bulk.shared::cluster.global'
         '.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"\n'
         '    :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");\n}\n'
     ),
-    # The same into the L2 cache only.
+    # The same, but only into the L2 cache.
     "prefetch": (
         "DEVICE void prefetch(const void* from, u32 bytes) {\n"
         '  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"'
         ' :: "l"(from), "r"(bytes));\n}\n'
     ),
-    # The copies out since the last such call are a group.
+    # Commits the copies out since the last call as a group.
     "copies_together": (
         "DEVICE void copies_together() "
         '{ asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }\n'
     ),
-    # At most N copies out still read their shared memory, or are not done.
+    # Waits until at most N groups of copies out are reading shared memory, or pending.
     "copies_reading": (
         "template <int N> DEVICE void copies_reading() {\n"
         '  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(N) : "memory");\n}\n'
@@ -259,7 +259,7 @@ COPIES = {
         "DEVICE void stores_before_copies() {\n"
         '  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");\n}\n'
     ),
-    # Four matrices of 8 x 8 numbers of 16 bits, each in the layout of sums. Thread n
+    # Four 8 x 8 matrices of 16-bit elements, each in the accumulator layout. Thread n
     # gives the address of row n % 8 of matrix n / 8.
     "put_matrices": (
         "DEVICE void put_matrices(u32 at, const u32* x) {\n"
@@ -287,18 +287,18 @@ _OPERANDS = {
 
 
 def has_product(dtype: str, sums: str) -> bool:
-    """Whether there is an instruction for operands and sums of these types."""
+    """Whether there is an instruction for operands and accumulators of these types."""
     return dtype in _OPERANDS and sums == ("i32" if dtype == "i8" else "f32")
 
 
 def product_name(columns: int, dtype: str, registers: bool, turned: str) -> str:
-    """`turned`: a letter per side that is stored along its free dimension."""
+    """`turned`: a letter per operand that is not stored along k."""
     how = "registers" if registers else "shared"
     return f"product_{columns}_{dtype}_{how}" + (f"_{turned}" if turned else "")
 
 
 def product(columns: int, dtype: str, registers: bool, turned: str) -> str:
-    """A `wgmma` of 64 rows: adds to `d`, or starts anew where `more` is 0."""
+    """A `wgmma` of 64 rows: accumulates into `d`, or overwrites it if `more` is 0."""
     count = columns // 2
     types, depth = _OPERANDS[dtype]
     kind, letter = ("int", "r") if dtype == "i8" else ("float", "f")

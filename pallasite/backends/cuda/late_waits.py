@@ -1,16 +1,17 @@
-"""late_waits: a wait for copies out is where their memory is written again.
+"""late_waits: moves a wait for copies out to where their memory is next written.
 
-In: a kernel after `one_role`. Out: the same, where a loop's step that ends by waiting
-until the copy engine has read what it copies to main memory waits in the next step
-instead, before the first access to that memory. Authors wait right after a copy, when
-it takes longest; a step later, it has long been done. After the loop is a wait, too.
+In: a kernel after `one_role`. Out: the same kernel, except that an iteration that ends
+by waiting until the copy engine has read what it copies to main memory waits in the
+next iteration instead, before the first access to that memory. Authors wait right after
+a copy, when the wait is longest; an iteration later it has long completed. There is a
+wait after the loop too.
 
-Only waits for reads move: what else they could be for is that memory. It must be of
-one role; others could rely on a barrier that this one arrives at after it has waited.
+Only waits for reads move: their only other purpose is that memory. It must belong to
+one role; other roles could rely on a barrier at which this one arrives after its wait.
 
-The last thing that a role does is not to wait until main memory has what was copied:
-nobody in the program looks any more, and the end of the launch makes it visible. Only
-shared memory must stay until it was read.
+At the end of a role there is no need to wait until the copied data is in main memory:
+nothing in the program looks at it any more, and the end of the launch makes it visible.
+Only shared memory must stay allocated until it has been read.
 """
 
 from collections.abc import Sequence
@@ -21,12 +22,12 @@ from pallasite.ir.rewrite import Rewriter, is_pure, map_ops, with_regions
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots
 
-# What counts groups of copies, or waits for them.
+# Ops that commit groups of copies, or wait for them.
 GROUPS = ("bulk_commit", "bulk_wait")
 
 
 def late_waits(kernel: Kernel) -> Kernel:
-    """Move waits for copies out of the ends of steps into the steps after them."""
+    """Move waits for copies out from the ends of iterations into the next ones."""
     roots = Roots(kernel)
     program = find_pipeline(kernel).regions[-1]
     number = _last_effect(program)
@@ -55,13 +56,13 @@ def _shared(block: Block, roots: Roots) -> set[Value]:
 
 
 def _last_effect(block: Block) -> int | None:
-    """The number of the last op that does more than compute."""
+    """The position of the last op that does more than compute."""
     numbers = reversed(range(len(block.ops)))
     return next((n for n in numbers if not is_pure(block.ops[n])), None)
 
 
 def _ending(role: Block) -> Block:
-    """A role whose last wait for copies out is for shared memory alone."""
+    """A role whose last wait for copies out only waits for reads of shared memory."""
     number = _last_effect(role)
     if number is None or role.ops[number].name != "bulk_wait":
         return role
@@ -71,7 +72,7 @@ def _ending(role: Block) -> Block:
 
 
 class _Role:
-    """Rewrites the code of a role that alone uses some of the shared memory."""
+    """Rewrites the code of a role that has some shared memory to itself."""
 
     def __init__(self, roots: Roots, own: set[Value]):
         self.roots, self.own = roots, own
@@ -89,7 +90,7 @@ class _Role:
         return replace(block, ops=tuple(ops))
 
     def loop(self, op: Op) -> tuple[Op, Op | None]:
-        """A loop, and its wait, if it is for the next step to wait."""
+        """A loop, and its wait, if the next iteration is to wait."""
         (body,) = op.regions
         number = _last_effect(body)
         if number is None:
@@ -103,7 +104,7 @@ class _Role:
         before = body.ops[:number]
         first = next((n for n, o in enumerate(before) if self.touches(o, copied)), 0)
         if all(map(is_pure, before[:first])):
-            return op, None  # nothing is done meanwhile
+            return op, None  # nothing would overlap
         ops = (*before[:first], wait, *before[first:], *body.ops[number + 1 :])
         return with_regions(op, [replace(body, ops=ops)]), wait
 
@@ -113,7 +114,7 @@ class _Role:
         return {m for m in map(self.roots.of, copies) if m.ref.space == "smem"}
 
     def touches(self, op: Op, memory: set[Value]) -> bool:
-        """Whether an op uses some memory, or counts groups of copies."""
+        """Whether an op uses some memory, or commits groups of copies."""
         inner = [op, *(o for region in op.regions for o in walk(region))]
         return any(
             o.name in GROUPS

@@ -1,14 +1,14 @@
-"""How the elements of a tile are spread over the threads of a block.
+"""How the elements of a tile are distributed over the threads of a thread block.
 
-A `Spread` says for each dimension which digits of the thread's number and of the
-register's number make the coordinate: a sum of digit times stride. The layouts of the
-explicit level are such spreads: `@striped` (`striped`: vectors of consecutive elements,
-for row kernels), `@acc` (`accumulator`: of a warpgroup's matrix instruction), `@row`
-and `@col` (`Spread.without` a dimension: what a reduction leaves).
+A `Spread` says for each dimension which digits of the thread number and of the register
+number make up the coordinate: a sum of digit times stride. The layouts of the explicit
+level are such spreads: `@striped` (`striped`: vectors of consecutive elements, for row
+kernels), `@acc` (`accumulator`: of a warpgroup's matrix instruction), `@row` and `@col`
+(`Spread.without` a dimension: what a reduction leaves).
 
-Threads are shared out by powers of two, so some registers hold elements past the end of
-a tile: *padding*, whose contents are unspecified. Elementwise ops ignore it; loads,
-stores and reductions leave it out.
+Threads are divided by powers of two, so some registers hold elements past the end of a
+tile: *padding*, whose contents are undefined. Elementwise ops ignore it; loads, stores
+and reductions skip it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ WARP, WARPGROUP = 32, 128
 
 @dataclass(frozen=True)
 class Lane:
-    """A digit of the thread's number: `thread / unit % count`."""
+    """A digit of the thread number: `thread / unit % count`."""
 
     unit: int
     count: int
@@ -30,7 +30,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Digit:
-    """A digit of the register's number; the last one counts fastest."""
+    """A digit of the register number; the last one varies fastest."""
 
     count: int
     dim: int
@@ -50,7 +50,7 @@ class Spread:
         return prod(d.count for d in self.digits)
 
     def covered(self, dim: int) -> int:
-        """Elements along a dimension that have a place, padding included."""
+        """Elements along a dimension that have a place, including padding."""
         parts = [*self.lanes, *self.digits]
         return 1 + sum((p.count - 1) * p.stride for p in parts if p.dim == dim)
 
@@ -88,7 +88,7 @@ class Spread:
         return " + ".join(terms) or "0"
 
     def register_without(self, dims: Sequence[int], register: str = "i") -> str:
-        """The number that a register has in `without(dims)`, as C++."""
+        """The number of a register in `without(dims)`, as C++."""
         kept = [d.dim not in dims for d in self.digits]
         weights, unit = [0] * len(kept), 1
         for n in reversed(range(len(kept))):
@@ -110,27 +110,27 @@ class Spread:
     # --- spreads of related tiles ---
 
     def without(self, dims: Sequence[int]) -> "Spread":
-        """What a reduction along `dims` leaves; threads that differ there agree."""
+        """What a reduction along `dims` leaves, equal in threads that differ there."""
         kept = [d for d in range(len(self.shape)) if d not in dims]
         return self._renumbered([kept.index(d) if d in kept else None
                                  for d in range(len(self.shape))],
                                 [self.shape[d] for d in kept])  # fmt: skip
 
     def permuted(self, perm: Sequence[int]) -> "Spread":
-        """Of the transposed tile, whose dimension n is `perm[n]` of this one."""
+        """The spread of the transpose, whose dimension n is `perm[n]` of this one."""
         shape = [self.shape[d] for d in perm]
         return self._renumbered([perm.index(d) for d in range(len(perm))], shape)
 
     def with_units(self, shape: Sequence[int], dims: Sequence[int]) -> "Spread":
-        """Of a shape that has dimension n of this one at `dims[n]` and else ones."""
+        """For a shape with dimension n of this one at `dims[n]` and ones elsewhere."""
         return self._renumbered(list(dims), shape)
 
     def sliced(
         self, starts: Sequence[int], limits: Sequence[int]
     ) -> tuple["Spread", int] | None:
-        """Of a slice, and the register that its first one is here.
+        """The spread of a slice, and the register at which it starts here.
 
-        None: the slice is not of whole registers of all threads.
+        None: the slice does not consist of whole registers of all threads.
         """
         digits, first = list(self.digits), 0
         for dim, (start, limit) in enumerate(zip(starts, limits, strict=True)):
@@ -151,7 +151,7 @@ class Spread:
         return Spread(shape, self.lanes, tuple(digits)), first
 
     def register_in(self, whole: "Spread", register: str = "i") -> str:
-        """The number that a register of a slice has in the whole, from the first on."""
+        """The number in the whole tile of a slice's register, given its first."""
         units = [
             prod(d.count for d in whole.digits[n + 1 :])
             for n in range(len(whole.digits))
@@ -182,8 +182,8 @@ def power_of_two(n: int) -> int:
 def striped(shape: Sequence[int], threads: int, vector: int) -> Spread:
     """Vectors of consecutive elements along the last dimension, rows over warps.
 
-    Lanes of a warp are neighbours along the last dimension; the warps take rows first,
-    so that a row is reduced inside as few warps as can be.
+    The lanes of a warp are neighbours along the last dimension; warps are assigned to
+    rows first, so that a row is reduced within as few warps as possible.
     """
     *rows, columns = shape
     vector = min(vector, power_of_two(columns))
@@ -208,11 +208,11 @@ def striped(shape: Sequence[int], threads: int, vector: int) -> Spread:
 
 
 def accumulator(rows: int, columns: int, groups: int, beside: bool = False) -> Spread:
-    """`@acc`: of a product of whole warpgroups, each with its share of the rows.
+    """`@acc`: the accumulator of whole warpgroups, each with its share of the rows.
 
-    Of 16 rows a thread has two. The instruction says that the second is number 8
-    after the first, but where left sides come from registers, which row of the tile
-    is which of the instruction's is free: with `beside` it is the next one.
+    Of 16 rows a thread has two. In the instruction, the second is 8 rows after the
+    first, but where left operands come from registers, the mapping from rows of the
+    tile to rows of the instruction is free: with `beside` it is the next one.
     """
     blocks = rows // (64 * groups)
     first, second = (2, 1) if beside else (1, 8)

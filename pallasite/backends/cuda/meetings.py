@@ -1,10 +1,10 @@
-"""Where the warps of an author's role must meet.
+"""Where the warps of an author's role must synchronise.
 
-The warps of a warpgroup run independently, but the ops of a role mean that all of them
-have done one op before any does the next. So they meet between two accesses to the same
-shared memory of which one is a write, unless something else makes them meet there. What
-they have accessed since they last met is a set (`Accessed`), followed through branches
-and loops.
+The warps of a warpgroup run independently, but a role's semantics are that all of them
+have finished one op before any starts the next. So they synchronise between two
+accesses to the same shared memory of which one is a write, unless something else
+synchronises them there. The accesses since the last synchronisation are a set
+(`Accessed`), tracked through branches and loops.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from pallasite.passes.analysis.memory import Roots
 Accessed = frozenset[tuple[str, Value]]  # "read" or "written", and the memory
 NOTHING: Accessed = frozenset()
 COPIES = ("copy_start", "cluster_copy")
-MEETS = ("fence_async", "bulk_wait")  # all warps meet in these
+MEETS = ("fence_async", "bulk_wait")  # these synchronise all warps
 
 
 class Meetings:
@@ -25,7 +25,7 @@ class Meetings:
         self.roots = roots
 
     def before(self, op: Op, accessed: Accessed) -> tuple[bool, Accessed]:
-        """Whether warps meet before an op, and what they have accessed after it."""
+        """Whether warps synchronise before an op, and the accesses pending after it."""
         if op.name in MEETS:
             return False, NOTHING
         reads, writes = self.accesses(op)
@@ -35,7 +35,7 @@ class Meetings:
             for how in ("read", "written")
         )
         accessed = NOTHING if needed else accessed
-        if op.name in COPIES or op.name == "tensor_mma":  # which its waits are for
+        if op.name in COPIES or op.name == "tensor_mma":  # their waits cover these
             return needed, accessed
         found = {("read", m) for m in reads} | {("written", m) for m in writes}
         return needed, accessed | found
@@ -57,7 +57,7 @@ class Meetings:
         return [root for root in roots if root.ref.space in ("smem", "tmem")]
 
     def after(self, block: Block, accessed: Accessed) -> Accessed:
-        """What warps have accessed at the end of a block."""
+        """The accesses pending at the end of a block."""
         for op in block.ops:
             if op.name == "cond":
                 ends = [self.after(region, accessed) for region in op.regions]
@@ -69,7 +69,7 @@ class Meetings:
         return accessed
 
     def in_loop(self, regions: Sequence[Block], accessed: Accessed) -> Accessed:
-        """What warps may have accessed where a step of a loop starts."""
+        """The accesses that may be pending at the start of an iteration."""
         while True:
             end = accessed
             for region in regions:

@@ -1,8 +1,8 @@
 """Loads and stores: views (`backends/strided_views.py`) as C++ expressions.
 
-Every access leaves out padding and what is outside, so nothing is touched out of
-bounds. Vectors of up to 16 bytes move at once where all that makes up an address is
-known to be a multiple of their length.
+Every access skips padding and what is out of range, so nothing out of bounds is
+touched. Vectors of up to 16 bytes move at once where every term of the address is known
+to be a multiple of their length.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from pallasite.passes.analysis.masks import Positions, Sum
 
 @dataclass(frozen=True)
 class Term:
-    """An integer of the emitted code, and what is known to divide it."""
+    """An integer of the emitted code, and a known divisor."""
 
     text: str
     multiple: int = 1
@@ -53,7 +53,7 @@ def plus(x: Number, y: Number) -> Number:
 
 
 def nearest(text: str, size: int) -> str:
-    """A position inside a dimension of a size."""
+    """A position clamped to a dimension of a size."""
     return f"min(max({text}, 0), {size - 1})"
 
 
@@ -83,12 +83,12 @@ class Spot:
     along: int | Tile  # an axis of the accessed tile, or positions from an index array
     stride: int = 1
     first: Number = 0
-    nearest: bool = False  # what is outside reads the nearest element
+    nearest: bool = False  # past the edge, read the nearest element
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an access goes, as expressions of a register number."""
+    """The target of an access, as expressions of a register number."""
 
     view: View
     spread: Spread | None
@@ -199,7 +199,7 @@ class Memory(Tiles, StridedViews[View, Term]):
             if not clamp and operand is not None:
                 fact = positions.range(positions.of(operand).plus(steps, step))
                 is_inside = fact.within(0, dim.size - 1)
-                if reads and not is_inside:  # each element by itself
+                if reads and not is_inside:  # element by element
                     if spot is None:
                         first = Term(nearest(text_of(first), dim.size))
                     else:
@@ -281,7 +281,7 @@ class Memory(Tiles, StridedViews[View, Term]):
         return known & -known
 
     def address(self, place: Place, i: str) -> tuple[str, str]:
-        """The pointer of an element, and the test of what may be touched."""
+        """The pointer to an element, and the test that it may be accessed."""
         view = place.view
         spots = [self.spot_text(place, spot, i) for spot in place.spots]
         terms = []
@@ -345,10 +345,10 @@ class Memory(Tiles, StridedViews[View, Term]):
         self.put(result, element)
 
     def prefetch(self, op: Op, view: View) -> None:
-        """Start to bring the block of a later program into the cache.
+        """Prefetch the block of a later program into the cache.
 
-        Program n loads the n-th block of the array. The last may hang over its end and
-        is then left out.
+        Program n loads the n-th block of the array. The last may extend past its end
+        and is then left out.
         """
         assert view.memory is not None
         elements, later = op.result.tile.size, self.out.fresh("later")
@@ -363,7 +363,7 @@ class Memory(Tiles, StridedViews[View, Term]):
     def load_vectors(
         self, place: Place, pointer: str, result: Tile, count: int, get: str
     ) -> None:
-        """Several elements at once; none of them, where they are outside."""
+        """Load several elements at once, or none where they are out of range."""
         words = 2 if result.is_packed else 1
         offset, test = self.address(place, f"i * {count}")
         source = f"{pointer} + {offset}" if offset else pointer
@@ -378,7 +378,7 @@ class Memory(Tiles, StridedViews[View, Term]):
         self.out.line(f"EACH({result.registers // count}) {{ {move} }}")
 
     def outside(self, view: View) -> str:
-        """What is read outside the array, as it is held."""
+        """What is read past the edge of the array, as it is held."""
         fill = view.fill if view.edges else None
         if not fill:
             return f"({c_type(view.dtype)})0"
@@ -419,7 +419,7 @@ class Memory(Tiles, StridedViews[View, Term]):
             self.sync()
 
     def materialised(self, tile: Tile, value: Value, op: Op) -> Tile:
-        """A tile of one number as one with registers."""
+        """A uniform tile as one with registers."""
         result = self.declare(tile.dtype, self.default_spread(value), op)
         self.copy(result, tile)
         return result

@@ -1,9 +1,9 @@
-"""CUDA C++ text to PTX by NVRTC, and what ptxas says of PTX.
+"""Compiles CUDA C++ text to PTX with NVRTC, and reports what ptxas says about PTX.
 
-NVRTC is a library of CUDA's that needs no GPU and no CUDA installation: it comes with
-`jax[cuda13]` and as the package nvidia-cuda-nvrtc. It is found where those packages put
-it, or else by its name where the system has one, and called through ctypes.
-`stored_ptx` keeps what was compiled on disk (`runtime/cache.py`).
+NVRTC is a library of CUDA that needs neither a GPU nor a CUDA installation: it comes
+with `jax[cuda13]` and as the package nvidia-cuda-nvrtc. It is looked up where those
+packages put it, then by name on the system, and called through ctypes. `stored_ptx`
+caches compiled code on disk (`runtime/cache.py`).
 """
 
 import ctypes
@@ -34,10 +34,10 @@ def is_available() -> bool:
 def compile_ptx(text: str, arch: str, lines: bool = False) -> str:
     """The PTX of CUDA C++ text for an architecture such as "sm_90a".
 
-    With `lines` it has the source lines that comments of the text name.
+    With `lines` it includes the source lines that comments of the text name.
 
     Raises:
-        CompileError: NVRTC is not installed, or refuses the text.
+        CompileError: NVRTC is not installed, or rejects the text.
     """
     nvrtc = _library()
     program = ctypes.c_void_p()
@@ -73,7 +73,7 @@ _ORIGIN = re.compile(r"  // (\S.*):(\d+)$")
 
 
 def _with_directives(text: str) -> str:
-    """Comments that name source lines as directives, which the compiler reads."""
+    """Turn comments that name source lines into directives for the compiler."""
     found, was_known = [], False
     for line in text.splitlines():
         origin = _ORIGIN.search(line)
@@ -87,7 +87,7 @@ def _with_directives(text: str) -> str:
 
 
 def stored_ptx(text: str, arch: str, lines: bool = False) -> str:
-    """The same, from disk where it was compiled before."""
+    """The same, from disk if it was compiled before."""
     if lines:
         return compile_ptx(_with_directives(text), arch, lines)
     key = "\n".join(["cuda", version(), arch, text])
@@ -100,7 +100,7 @@ def stored_ptx(text: str, arch: str, lines: bool = False) -> str:
 
 @cache
 def version() -> str:
-    """The release of NVRTC, "none" where there is none."""
+    """The release of NVRTC, "none" if there is none."""
     if not is_available():
         return "nvrtc none"
     major, minor = ctypes.c_int(), ctypes.c_int()
@@ -109,7 +109,7 @@ def version() -> str:
 
 
 def report(ptx: str, arch: str) -> str:
-    """What ptxas says of registers, memory and spills; says so where it is missing."""
+    """What ptxas reports on registers, memory and spills, or that it is missing."""
     path = _find(_ASSEMBLERS)
     if path is None:
         return "ptxas is not installed (nvidia-cuda-nvcc): registers are not known\n"
@@ -138,9 +138,9 @@ def _find(patterns: tuple[str, ...]) -> Path | None:
 
 @cache
 def _found() -> Any:
-    """The library, loaded; None where there is none."""
+    """The library, loaded; None if there is none."""
     path = _find(_LIBRARIES)
-    # It opens its built-in headers by name: found only if they are loaded already.
+    # It opens its built-in headers by name: found only if they are already loaded.
     for builtins in path.parent.glob("libnvrtc-builtins.so.*") if path else ():
         ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
     for name in (str(path),) if path else _NAMES:

@@ -1,13 +1,13 @@
-"""In which order programs run, and how many of them a block of threads runs.
+"""The order in which programs run, and how many of them a thread block runs.
 
-Programs that share operands run near each other, so that the L2 cache serves them:
-of two axes, `TOGETHER` programs along the first take each step along the second. Where
-loops are of different length in different programs, blocks of threads get about as much
-to do in one of two ways. *Pairs*: the longest program along the last axis and the
-shortest, then the next ones, so that each pair takes as long; programs that share
-operands stay near each other. *There and back*: all programs in order of length; the
-block that got the longest program of a round gets the shortest of the next. This
-divides a short grid more evenly, but the L2 cache serves it less.
+Programs that share operands run near each other, so that the L2 cache serves them: of
+two axes, `TOGETHER` programs along the first take each step along the second. Where
+trip counts differ between programs, work is balanced over thread blocks in one of two
+ways. *Pairs*: the longest program along the last axis with the shortest, then the next
+ones, so that all pairs take equally long; programs that share operands stay near each
+other. *There and back*: all programs in order of length; the thread block that got the
+longest program of a round gets the shortest of the next. This divides a short grid more
+evenly, but makes less use of the L2 cache.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ from pallasite.ir.types import I32
 from pallasite.passes.analysis.affine import fold_scalar
 
 TOGETHER = 16
-START = 2  # what a program costs beside the steps of its loops, in steps
-UNEVEN = 1.06  # how much longer blocks of threads may take for what the L2 cache gains
+START = 2  # cost of a program beyond its loop iterations, in iterations
+UNEVEN = 1.06  # tolerated imbalance between thread blocks for the sake of the L2 cache
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Order:
 
     grid: tuple[int, ...]
     growing: frozenset[int] = frozenset()
-    is_equal: bool = True  # all programs take as long
-    in_pairs: bool = False  # of the last axis
+    is_equal: bool = True  # all programs take equally long
+    in_pairs: bool = False  # along the last axis
 
     def rounds(self, b: Builder, block: Value, blocks: int) -> Value:
-        """How many programs a block of threads runs."""
+        """How many programs a thread block runs."""
         if self.in_pairs:
             pairs, single = divmod(prod(self.grid), 2)
             whole, rest = divmod(pairs, blocks)
@@ -53,7 +53,7 @@ class Order:
         return b.add(b.index(whole), more)
 
     def program(self, b: Builder, turn: Value, block: Value, blocks: int) -> Value:
-        """The number of the program that a block runs at its turn."""
+        """The number of the program that a thread block runs in a given turn."""
         if self.in_pairs:
             two = b.index(2)
             pair = b.add(b.mul(b.div(turn, two), b.index(blocks)), block)
@@ -72,7 +72,7 @@ class Order:
 
     @staticmethod
     def of(pipeline: Pipeline, blocks: int) -> "Order":
-        """The order of a grid's programs on a number of blocks of threads."""
+        """The order of a grid's programs on a number of thread blocks."""
         grid = tuple(n for n in pipeline.grid if n is not None)
         made = {v: op for op in walk(pipeline.body) for v in op.results}
         loops = [Loop.of(op) for op in walk(pipeline.body) if op.name == "for"]
@@ -118,8 +118,8 @@ class Order:
         grid = self.grid
         if len(grid) == 2 and grid[0] > 1 and grid[1] > 1:
             rows, columns = grid
-            # In order of length all rows go together: turns there and back are as
-            # long only if the lengths fall from the first program to the last.
+            # In order of length, all rows are taken together: turns there and back
+            # balance only if lengths decrease from the first program to the last.
             together = min(TOGETHER, rows) if self.is_equal else rows
             size = b.index(together * columns)
             group, rest = b.div(number, size), b.rem(number, size)
@@ -144,9 +144,9 @@ def _are_even_in_pairs(work: Sequence[int], times: int, blocks: int) -> bool:
     """Whether pairs take about as long as there and back.
 
     Args:
-        work: of the programs along the last axis, the least first.
-        times: how often these programs come.
-        blocks: of threads.
+        work: of the programs along the last axis, in ascending order.
+        times: how often these programs occur.
+        blocks: number of thread blocks.
     """
     rising, falling = np.array(work), np.array(work[::-1])
     paired = np.stack([falling, rising], 1).reshape(-1)[: len(work)]
@@ -163,7 +163,7 @@ def _are_even_in_pairs(work: Sequence[int], times: int, blocks: int) -> bool:
 def _length(
     loop: Loop, made: Mapping[Value, Op], pipeline: Pipeline, axis: int, at: int
 ) -> int | None:
-    """How many steps a loop has in the program at a place along an axis."""
+    """The trip count of a loop in the program at a position along an axis."""
     known = {v: at if n == axis else 0 for n, v in enumerate(pipeline.ids)}
 
     def number(value: Value) -> int | bool | None:

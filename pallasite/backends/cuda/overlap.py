@@ -1,11 +1,12 @@
-"""overlap: products that end a loop's step are started in the next step instead.
+"""overlap: software-pipelines matmuls that end a loop iteration into the next one.
 
-In: a kernel after `promote`. Out: the same kernel, in which a product that depends on
-another one of the same step (the second of a chain) and is only added to what the loop
-carries is *delayed*: the loop carries the addend and the computed operand, and the next
-step makes the product, beside the first one of its own chain. So a step has two
-independent products, and what is computed between them runs while the delayed one is in
-flight. The first step is before the loop without it, and the last product is after it.
+In: a kernel after `promote`. Out: the same kernel, in which a matmul that depends on
+another one of the same iteration (the second of a chain) and is only added to a carried
+value is *delayed*: the loop carries the addend and the computed operand, and the next
+iteration issues the matmul next to the first one of its own chain. An iteration then
+has two independent matmuls, and what is computed between them overlaps with the delayed
+one. The first iteration is peeled into a prologue without it; the last matmul is the
+epilogue.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from pallasite.passes.analysis.intervals import Facts
 
 
 def overlap(kernel: Kernel) -> Kernel:
-    """Delay the last products of chains in all innermost loops."""
+    """Delay the last matmuls of chains in all innermost loops."""
     facts = Facts()
     facts.note_block(kernel.body)
     users = users_of(kernel.body)
@@ -36,13 +37,13 @@ def overlap(kernel: Kernel) -> Kernel:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """A product to delay: `add` of `addend` and `dot`, yielded at `place`."""
+    """A matmul to delay: `add` of `addend` and `dot`, yielded at `place`."""
 
     dot: Op
     add: Op
     addend: Value
     place: int
-    loading: Block  # index of the loop -> the product's right side
+    loading: Block  # loop index -> the matmul's right operand
 
     @property
     def computed(self) -> Value:
@@ -73,7 +74,7 @@ def _chains(loop: Loop, users: dict[Value, list[Op]]) -> list[Chain]:
 
 
 def uses_product(value: Value, here: dict[Value, Op]) -> bool:
-    """Whether a value is computed from a product of the same step."""
+    """Whether a value is computed from a matmul of the same iteration."""
     pending, seen = [value], set[Value]()
     while pending:
         op = here.get(pending.pop())
@@ -87,7 +88,7 @@ def uses_product(value: Value, here: dict[Value, Op]) -> bool:
 
 
 def _loading(value: Value, here: dict[Value, Op], loop: Loop) -> Block | None:
-    """The ops that load an operand, if they depend on the step's number only."""
+    """The ops that load an operand, if they depend only on the iteration number."""
     needed: list[Op] = []
     pending, seen = [value], set[Value]()
     while pending:
@@ -109,9 +110,9 @@ def _loading(value: Value, here: dict[Value, Op], loop: Loop) -> Block | None:
 
 
 def _is_shared(loading: Block, dot: Op, users: dict[Value, list[Op]]) -> bool:
-    """Whether a step loads a product's right side for other products, too.
+    """Whether an iteration loads a matmul's right operand for other matmuls too.
 
-    Then it is there already, and a delayed product would load it once more.
+    Then it is already available, and a delayed matmul would load it again.
     """
     mine = {*loading.ops, dot}
     tiles = (op.result for op in loading.ops if op.name in ("load", "transpose"))
@@ -119,7 +120,7 @@ def _is_shared(loading: Block, dot: Op, users: dict[Value, list[Op]]) -> bool:
 
 
 class _Delayed:
-    """A loop being taken apart."""
+    """A loop being pipelined."""
 
     def __init__(self, loop: Loop, chains: Sequence[Chain], facts: Facts):
         self.loop, self.chains = loop, chains
@@ -170,13 +171,13 @@ class _Delayed:
         computed: Value,
         number: Value,
     ) -> Value:
-        """What the step of that number left to do."""
+        """The matmul that a given iteration left to do."""
         (right,) = inline(b, chain.loading, (number,))
         product = b.op("dot", computed, right, **chain.dot.attrs)
         return b.op("add", state[chain.place], product)
 
     def body(self) -> Block:
-        """A step: its own code with the products of the step before it."""
+        """An iteration: its own code with the delayed matmuls of the previous one."""
         loop, count = self.loop, len(self.loop.inits)
         index = Value(loop.index.type, loop.index.name)
         carried = [Value(v.type, v.name) for v in self.step.yields]
@@ -198,7 +199,7 @@ class _Delayed:
         return Block((index, *carried, number), tuple(ops), (*own.yields, index))
 
     def place_for(self, ops: Sequence[Op], needed: set[Value]) -> int:
-        """After the step's own first products, before what the delayed ones give."""
+        """After the iteration's own first matmuls, before uses of the delayed ones."""
         first = next(
             (n for n, op in enumerate(ops) if needed & set(op.operands)), len(ops)
         )

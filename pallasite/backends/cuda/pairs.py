@@ -1,9 +1,9 @@
-"""Elementwise ops on two 16-bit floats at once, where a tile is held as words of two.
+"""Elementwise ops on two 16-bit floats at once, where a tile is held as packed pairs.
 
 Sums, differences and products of 16-bit floats are the same whether computed so or in
-f32 and rounded: f32 has more than twice their digits. A pair of 8-bit integers becomes
-a pair of floats by putting its bits into those of a larger number, which is taken off;
-so does a pair of 4-bit integers that are halves of bytes, from the bytes.
+f32 and rounded: f32 has more than twice their digits. A pair of 8-bit integers is
+converted to floats by inserting its bits into those of a larger number, which is then
+subtracted; so is a pair of 4-bit integers that are halves of bytes, from the bytes.
 Instructions of Hopper and later.
 """
 
@@ -24,12 +24,12 @@ def _arithmetic(name: str, kind: str) -> str:
     )
 
 
-# Of each float: a number whose last bits are units, with 8 of them.
+# For each float type: a number whose last bits are units, plus 8.
 LARGE = {"bf16": 0x4308, "f16": 0x6408}  # 128 + 8; 1024 + 8
 
 
 def _of_halves(half: str, kind: str) -> str:
-    """8 plus the 4-bit integers beside a large number, from which it is taken off."""
+    """8 plus the 4-bit integers within a large number, which is then subtracted."""
     shift = " >> 4" if half == "high" else ""
     large = f"in_register({LARGE[kind] * 0x10001:#x})"
     return (
@@ -40,8 +40,8 @@ def _of_halves(half: str, kind: str) -> str:
 
 
 FUNCTIONS = {
-    # A constant that ptxas takes for a variable, or it would make it anew for each use.
-    # Launches have one dimension.
+    # A constant that ptxas takes for a variable, or it would rematerialise it at each
+    # use. Launches have one dimension.
     "in_register": "DEVICE u32 in_register(u32 x) { return x | blockIdx.z; }\n",
     **{
         f"pairs_{name}_{kind}": _arithmetic(name, kind)
@@ -53,7 +53,7 @@ FUNCTIONS = {
         "DEVICE u32 bytes_of(u32 x, u32 y, u32 byte) {\n"
         "  return __byte_perm(x, y, 0x4400 + byte * 0x1111);\n}\n"
     ),
-    # 128 plus the low bits, minus 128 or, of negative numbers, 256.
+    # 128 plus the low bits, minus 128 or, for negative numbers, 256.
     "pairs_of_i8_bf16": (
         "DEVICE u32 pairs_of_i8_bf16(u32 x, u32 y, u32 byte = 0) {\n"
         "  const u32 both = bytes_of(x, y, byte);\n"
@@ -61,7 +61,7 @@ FUNCTIONS = {
         "  return pairs_sub_bf16(both & 0x7f007f | large, both & 0x800080 | large);\n"
         "}\n"
     ),
-    # The same of two bytes that are beside each other in a word.
+    # The same for two adjacent bytes of a word.
     "pair_of_i8_bf16": (
         "DEVICE u32 pair_of_i8_bf16(u32 pair) {\n"
         "  const u32 both = __byte_perm(pair, in_register(0x43), 0x4140);\n"
@@ -96,7 +96,7 @@ def half_of_bytes(value: Value, made: Mapping[Value, Op]) -> tuple[str, Value] |
 
 
 def _shifted(name: str, value: Value, made: Mapping[Value, Op]) -> Value | None:
-    """What a tile is, shifted by half a byte; None: it is something else."""
+    """The tile that is shifted by half a byte to give this one, if any."""
     op = made.get(value)
     if op is None or op.name != name:
         return None
@@ -108,7 +108,7 @@ def _shifted(name: str, value: Value, made: Mapping[Value, Op]) -> Value | None:
 
 
 def pairs(op: Op, result: Tile, operands: Sequence[Tile], i: str = "i") -> str | None:
-    """The pair number `i` of a result; None: there is no such instruction."""
+    """Pair `i` of a result; None: there is no such instruction."""
     kind = result.dtype.name
     if kind not in FLOATS or not result.is_packed:
         return None

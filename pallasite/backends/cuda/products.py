@@ -1,11 +1,11 @@
-"""What is known of a kernel's products before it is specialised.
+"""Analysis of a kernel's matmuls before specialisation.
 
-`Plan(program)` finds each `dot`, the addition it can be part of, and the loads of main
-memory that only feed products: these become copies of the copy engine into rings in
-shared memory. So do what threads would wait for: *lines* beside them, numbers of the
-rows or columns of a step, and *boxes* that left sides are computed from (weights that
-a kernel makes floats of), which threads load from there. What a Hopper warpgroup cannot
-multiply is refused here, with the reason.
+`Plan(program)` finds each `dot`, the addition it can be fused with, and the loads from
+main memory that only feed matmuls: these become TMA copies into ring buffers in shared
+memory. So does what threads would otherwise wait for: *lines* beside the operands, the
+per-row or per-column values of an iteration, and *boxes* from which left operands are
+computed (weights that a kernel converts to float); threads load both from shared
+memory. What a Hopper warpgroup cannot multiply is rejected here, with the reason.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,50 +26,51 @@ from pallasite.passes.analysis.memory import constant_inputs, root_among
 from pallasite.target import Gpu
 
 SWIZZLE = 128  # bytes of a row of a panel in shared memory
-BOX = 256  # most rows of one copy
-ROW_MULTIPLE = 16  # bytes that divide the rows of arrays it copies
+BOX = 256  # maximum rows of one copy
+ROW_MULTIPLE = 16  # bytes that must divide the row pitch of arrays it copies
 MOST_LINE_BYTES = 4096
-K_BYTES = 32  # of each operand's row that one instruction multiplies
+K_BYTES = 32  # of each operand's row per instruction
 MOST_COLUMNS = 256
-MOST_SUMS = 200  # registers of a thread for one product
+MOST_SUMS = 200  # registers per thread for one matmul
 MOST_STAGES, ENOUGH_STAGES = 6, 3
 SPARE_BYTES = 2048  # of shared memory: barriers and tensor maps
-RESERVED_BYTES = 1024  # of shared memory, which each block of threads takes besides
-# By how many programs share a multiprocessor: registers of a thread for tiles. Stages.
+RESERVED_BYTES = 1024  # of shared memory, reserved per thread block
+# By the number of programs that share an SM: registers of a thread for tiles. Stages.
 SHARED_REGISTERS, SHARED_STAGES = {3: 96, 2: 176}, 2
-PREPARING_REGISTERS = {2: 56}  # the same, of two warpgroups that make left sides
-PRODUCT_REGISTERS = 26  # of a thread, for one instruction besides the sums
-# Three programs leave a thread so few registers that all tiles of a step must fit.
+PREPARING_REGISTERS = {2: 56}  # the same, for two warpgroups that compute left operands
+PRODUCT_REGISTERS = 26  # per thread, for one instruction besides the accumulator
+# Three programs leave a thread few registers: all tiles of an iteration must fit.
 STEP_REGISTERS = {3: 110}
-STAGING_BYTES = 2 * 64 * SWIZZLE  # of a warpgroup, for tiles on their way out
+STAGING_BYTES = 2 * 64 * SWIZZLE  # of a warpgroup, for outgoing tiles
 TRANSPOSABLE = ("bf16", "f16")
 TF32 = ("tf32", "tf32_tf32_f32")  # precisions that round f32 to 19 bits
-ROUNDED = "cuda.rounded"  # note on copies of f32: to what is multiplied of it
-AFTER_LOADS = "cuda.after_loads"  # note on arrivals: threads have loaded what is freed
-# Notes on products: warpgroups start them one after another, the next one when the
-# product is started that ends the turn.
+ROUNDED = "cuda.rounded"  # note on copies of f32: to the bits that are multiplied
+AFTER_LOADS = "cuda.after_loads"  # note on arrivals: threads have loaded released data
+# Notes on matmuls: warpgroups issue them in turn; the next one's turn starts when the
+# matmul that ends the turn is issued.
 IN_TURN, ENDS_TURN = "cuda.in_turn", "cuda.ends_turn"
-BEHIND = "cuda.behind"  # note on products: warpgroups start a loop of them a step apart
-# Warpgroups take turns where the first product of a step has so many columns times its
-# depth (64 rows of it take 256 clocks), from this depth on with that product alone. On
-# an H200 the queries' gradient of attention gains 4% with heads of 128; with heads of
-# 64, where a turn is of two products, 5 to 6% (of one, it would lose 5 to 14%).
+BEHIND = "cuda.behind"  # note on matmuls: warpgroups start a loop of them staggered
+# Warpgroups take turns where the first matmul of an iteration has at least this many
+# columns times depth (64 rows of it take 256 clocks); from this depth on, a turn is
+# that matmul alone. On an H200 the queries' gradient of attention gains 4% with heads
+# of 128; with heads of 64, where a turn is two matmuls, 5 to 6% (with one, it loses 5
+# to 14%).
 TURN_PRODUCTS, TURN_DEPTH = 64 * 128, 128
 MULTIPLIED = ("bf16", "f16", "f8e4m3fn", "f8e5m2", "i8", "f32")
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """An operand of a product: a load that is staged, or a computed tile."""
+    """An operand of a matmul: a staged load, or a computed tile."""
 
     value: Value  # the load's result, or the tile
     load: Op | None
-    contract: int  # which of its two dimensions is summed over
+    contract: int  # which of its two dimensions is contracted
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A dot, and the addition that it is the only other operand of."""
+    """A dot, and the addition that its result is the other operand of."""
 
     dot: Op
     add: Op | None
@@ -97,18 +98,18 @@ class Product:
 
 @dataclass(eq=False)
 class Ring:
-    """Shared memory that tiles of the same arrays and shapes take turns in."""
+    """A ring buffer in shared memory for tiles of the same arrays and shapes."""
 
     arrays: tuple[Value, ...]
     tiles: tuple[TileType, ...]
     is_shared: bool  # by all loads of these arrays and shapes
-    lines: frozenset[int] = frozenset()  # tiles that are as they are in main memory
+    lines: frozenset[int] = frozenset()  # tiles laid out as in main memory
     loaded: frozenset[int] = frozenset()  # tiles that threads load: lines and boxes
     stages: int = 1
 
     @property
     def bytes(self) -> int:
-        """Of one stage; the rows of swizzled tiles are whole rows of panels."""
+        """Size of one stage; the rows of swizzled tiles are whole rows of panels."""
         total = 0
         for n, tile in enumerate(self.tiles):
             row = tile.size if n in self.lines else tile.shape[-1]
@@ -135,7 +136,7 @@ class Group:
 
 
 class Plan:
-    """The products and staged loads of a program."""
+    """The matmuls and staged loads of a program."""
 
     def __init__(self, kernel: Kernel, program: Block, chip: Gpu):
         self.kernel, self.program, self.chip = kernel, program, chip
@@ -147,22 +148,22 @@ class Plan:
         if chip.arch != "sm_90":
             self.refuse(dots[0], f"its products are of sm_90, the chip is {chip.arch}")
         self.products = [self.product(op) for op in dots]
-        self.by_op: dict[int, Product] = {}  # at the op whose place it takes
+        self.by_op: dict[int, Product] = {}  # keyed by the op it replaces
         for each in self.products:
             self.by_op[id(self.place_of(each))] = each
         self.rings: list[Ring] = []
-        self.prepared = set[int]()  # ops that make left sides of boxes
+        self.prepared = set[int]()  # ops that compute left operands from boxes
         self.groups = [
             Group(loads, block, self.ring(loads))
             for loads, block in self.with_loaded(self.together())
         ]
         self.group_of = {id(op): g for g in self.groups for op in g.loads}
-        self.per_core = 1  # programs of a multiprocessor at once
-        self.repeats = False  # programs follow each other on it
+        self.per_core = 1  # concurrent programs per SM
+        self.repeats = False  # an SM runs several programs in turn
         self.choose_stages()
 
     def place_of(self, product: Product) -> Op:
-        """The op at which a product can start: its addition, if that waits for more."""
+        """The op at which a matmul can start: its addition, if that waits for more."""
         if product.add is None or product.addend is None:
             return product.dot
         ops = self.home[id(product.dot)].ops
@@ -199,9 +200,9 @@ class Plan:
 
     @cached_property
     def register_operands(self) -> dict[Value, set[Value]]:
-        """Computed left sides, and what loops and branches make them of.
+        """Computed left operands, and the values that loops and branches pass to them.
 
-        Each with all that may be in the same registers.
+        Each with everything that may share its registers.
         """
         carried = dict[Value, tuple[Loop, int]]()
         for op in walk(self.program):
@@ -231,17 +232,17 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        """That multiply."""
+        """The number of multiplying threads."""
         return WARPGROUP * self.warpgroups
 
     def can_start_apart(self, loop: Loop) -> bool:
-        """Whether warpgroups may start a loop of sums a step after one another.
+        """Whether warpgroups may start an accumulation loop staggered by an iteration.
 
-        They end it one after another then, and what one computes of its sums runs
-        beside products of the next, which has the tensor cores for itself. Rings keep
-        the first from getting farther ahead than they have slots; there must be more
-        steps, or it would tell of its next loop before its last one was heard of.
-        Sums that are only stored gain nothing.
+        They then also end it staggered, so the epilogue of one overlaps with matmuls of
+        the next, which has the tensor cores to itself. The slots of the rings limit how
+        far the first can get ahead; there must be more iterations than that, or it
+        would signal its next loop before the signal for the last one was received.
+        Accumulators that are only stored gain nothing.
         """
         inside = {id(op) for op in walk(loop.body)}
         outside = [op for op in walk(self.program) if id(op) not in inside]
@@ -265,7 +266,7 @@ class Plan:
             fix or "use backend='triton', or interpret=True for this kernel",
         )
 
-    # --- products ---
+    # --- matmuls ---
 
     def product(self, op: Op) -> Product:
         dot = Dot.of(op)
@@ -280,7 +281,7 @@ class Plan:
         return product
 
     def side(self, value: Value, contract: int) -> Side:
-        """Through transpositions to the load of an operand."""
+        """Look through transposes to the load of an operand."""
         op = self.made.get(value)
         while op is not None and op.name == "transpose":
             contract = op.attrs["perm"][contract]
@@ -296,7 +297,7 @@ class Plan:
         precision = (op.attrs["precision"] or "").lower()
         if name == "f32" and precision not in TF32:
             self.refuse(op, "f32 is multiplied in 19 bits (tf32) only if asked to")
-        # Sums of 8-bit floats are kept in fewer bits than f32 has.
+        # Matmuls of 8-bit floats accumulate in fewer bits than f32 has.
         if name.startswith("f8") and precision == "highest":
             self.refuse(op, f"sums of {name} are not as exact as asked for")
         if rhs.load is None:
@@ -332,7 +333,7 @@ class Plan:
             self.refuse(op, f"{rows} rows of an operand; at most {BOX}, by 8")
 
     def addition(self, op: Op) -> tuple[Op | None, Value | None]:
-        """The addition that a product's sum can start from, if that is its only use."""
+        """The addition that a matmul can accumulate into, if that is its only use."""
         users = self.users[op.result]
         sums = I32 if op.operands[0].tile.dtype.is_integer else F32
         if len(users) != 1 or users[0].name != "add" or op.attrs["dtype"] != sums:
@@ -346,11 +347,11 @@ class Plan:
             return None, None
         other, ops = self.made.get(addend), self.home[id(op)].ops
         if other is not None and other.name == "dot" and other in ops[ops.index(op) :]:
-            return None, None  # of two products, the second is added to the first
+            return None, None  # of two matmuls, the second is added to the first
         return add, addend
 
     def is_late(self, op: Op, addend: Value) -> bool:
-        """Whether a product of loaded tiles would have to wait for what it adds to."""
+        """Whether a matmul of loaded tiles would have to wait for its addend."""
         sides = (self.side(s.value, s.contract[0]) for s in Dot.of(op).sides)
         if any(side.load is None for side in sides):
             return False
@@ -362,7 +363,7 @@ class Plan:
     # --- loads ---
 
     def not_streamed(self, op: Op | None) -> str:
-        """Why the copy engine cannot load a tile; empty: it can.
+        """Why the copy engine cannot load a tile; empty if it can.
 
         It loads boxes of arrays that nothing writes.
         """
@@ -394,7 +395,7 @@ class Plan:
         return "" if 2 <= ref.ref.rank <= 5 else f"the array has rank {ref.ref.rank}"
 
     def together(self) -> list[tuple[list[Op], Block]]:
-        """Loads of one block that the same products use: they wait together."""
+        """Loads of one block that the same matmuls use and wait for together."""
         uses: dict[int, list[int]] = {}
         loads: dict[int, Op] = {}
         for number, product in enumerate(self.products):
@@ -415,7 +416,7 @@ class Plan:
     def with_loaded(
         self, groups: Sequence[tuple[list[Op], Block]]
     ) -> Iterator[tuple[list[Op], Block]]:
-        """The lines and boxes that each step of a loop loads come with its first
+        """Copy the lines and boxes that each iteration loads together with its first
         operands."""
         taken = {id(op) for loads, _ in groups for op in loads}
         for loads, block in groups:
@@ -428,9 +429,9 @@ class Plan:
             yield self.in_order([*loads, *found]), block
 
     def boxes(self, block: Block) -> set[int]:
-        """The loads of a block from which alone it computes left sides of products.
+        """The loads of a block from which alone it computes left operands of matmuls.
 
-        What meets other products has the time of those to arrive.
+        Loads used next to other matmuls have the duration of those to arrive.
         """
         here = {v: op for op in block.ops for v in op.results}
         found = set[int]()
@@ -459,7 +460,7 @@ class Plan:
         return fits and dtype.name in MULTIPLIED
 
     def is_line(self, op: Op) -> bool:
-        """Whether an op loads whole blocks of numbers that are next to each other."""
+        """Whether an op loads whole blocks of contiguous numbers."""
         if op.name != "load" or Access.of(op).mask is not None:
             return False
         access, view = Access.of(op), self.made.get(op.operands[0])
@@ -488,10 +489,10 @@ class Plan:
         return True
 
     def ring(self, loads: Sequence[Op]) -> Ring:
-        """The ring of such loads; a new one where there is none.
+        """The ring for such loads; a new one if there is none.
 
-        A slot that is in use while other code of the block runs would be in the way of
-        those after it, so such loads have a ring of their own.
+        A slot that stays in use while other code of the block runs would block the
+        slots after it, so such loads have a ring of their own.
         """
         arrays = tuple(root_among(self.made, op.operands[0]) for op in loads)
         tiles = tuple(op.result.tile for op in loads)
@@ -512,11 +513,11 @@ class Plan:
         return self.rings[-1]
 
     def choose_stages(self) -> None:
-        """As deep as shared memory allows where loads repeat; one or two elsewhere.
+        """As many stages as fit shared memory where loads repeat; else one or two.
 
-        One warpgroup that multiplies leaves the tensor cores idle while it does the
-        rest, so several such programs share a multiprocessor if they fit; and several
-        with two, if these make left sides and have few sums.
+        A single multiplying warpgroup leaves the tensor cores idle while it does the
+        rest, so several such programs share an SM if they fit; so do several with two,
+        if these compute left operands and have small accumulators.
         """
         whole = self.chip.shared.bytes
         shared = SHARED_REGISTERS if self.warpgroups == 1 else {}
@@ -539,9 +540,9 @@ class Plan:
             )
 
     def starts_with_enough(self, programs: int) -> bool:
-        """Whether registers for one product are left to each thread of the programs.
+        """Whether each thread of the programs has enough registers left for one matmul.
 
-        ptxas wants them from the start, whatever a role is given later.
+        ptxas requires them from the start, whatever a role is given later.
         """
         threads = programs * WARPGROUP * (self.warpgroups + 1)  # one of them copies
         registers = self.chip.registers // threads // 8 * 8
@@ -550,7 +551,7 @@ class Plan:
 
     @property
     def registers(self) -> int:
-        """Of a thread, for sums and computed left sides of one step."""
+        """Per thread, for accumulators and computed left operands of one iteration."""
         sums = {self.group_of[id(p.rhs.load)].ring: p.result for p in self.products}
         made = {p.lhs.value.tile for p in self.products if p.lhs.load is None}
         words = 4 * sum(v.tile.size for v in sums.values())
@@ -559,7 +560,7 @@ class Plan:
 
     @property
     def registers_of_a_step(self) -> int:
-        """Of a thread, for all sums and computed left sides of the largest block."""
+        """Per thread, for accumulators and computed left operands of a block."""
         bytes_ = dict[Block, int]()
         for product in self.products:
             block = self.home[id(product.dot)]
@@ -572,10 +573,10 @@ class Plan:
         return max(bytes_.values()) // 4 // self.threads
 
     def try_stages(self, available: int, least: int) -> bool:
-        """Give rings their stages; whether `least` of them fit where loads repeat.
+        """Assign stages to rings; whether `least` of them fit where loads repeat.
 
-        After two stages, the next program's operands while this one runs are worth
-        more than a third.
+        After the second stage, prefetching the next program's operands is worth more
+        than a third stage.
         """
         once = [r for r in self.rings if not self.is_filled_again(r)]
         again = [r for r in self.rings if r not in once]
@@ -599,7 +600,7 @@ class Plan:
 
     @property
     def summed_bytes(self) -> int:
-        """Shared memory for sums over rows, which warps and warpgroups share."""
+        """Shared memory for reductions over rows across warps and warpgroups."""
         rounds = 1 + (self.warpgroups > 1)
         return sum(
             rounds * 4 * (self.threads // WARP) * op.result.tile.size
@@ -608,7 +609,7 @@ class Plan:
         )
 
     def is_over_rows(self, op: Op) -> bool:
-        """Whether a reduction is of a tile that products have the shape of, by rows."""
+        """Whether a reduction is over the rows of a tile shaped like a matmul's."""
         shape = op.operands[0].tile.shape
         return 0 in op.attrs["axes"] and any(
             shape == product.result.tile.shape for product in self.products
@@ -619,12 +620,13 @@ class Plan:
         return any(g.ring is ring and g.block is not self.program for g in self.groups)
 
     def at_once(self, ring: Ring) -> int:
-        """How many slots of a ring may be in use at once."""
+        """How many slots of a ring may be in use at the same time."""
         groups = [g for g in self.groups if g.ring is ring]
         return max(self.at_once_in(g.block, groups) for g in groups)
 
     def at_once_in(self, block: Block, groups: Sequence[Group]) -> int:
-        """The same of one block: a loop that takes slots, too, ends what was before."""
+        """The same for one block; a nested loop with slots first releases earlier
+        ones."""
         inside = [g for g in groups if g.block is not block]
         loops = [
             n
@@ -640,7 +642,7 @@ class Plan:
         return max(sum(a <= at < b for a, b in spans) for at, _ in spans)
 
     def uses(self, op: Op, group: Group) -> bool:
-        """Whether an op, or one inside it, loads or multiplies what a group loads."""
+        """Whether an op, or one nested in it, loads or multiplies a group's tiles."""
         loads = {id(load) for load in group.loads}
         for inner in (op, *(o for r in op.regions for o in walk(r))):
             product = self.by_op.get(id(inner))
@@ -667,13 +669,13 @@ def _homes(block: Block) -> Iterator[tuple[int, Block]]:
 
 
 def _is_slow(op: Op) -> bool:
-    """Whether an op computes a tile of exponentials and the like."""
+    """Whether an op computes a tile of exponentials or the like."""
     is_special = table()[op.name].unit is Unit.SPECIAL
     return is_special and bool(op.result.tile.shape)
 
 
 def note_product(ops: list[Op], note: str, number: int = 0) -> None:
-    """Note something on a product: the first, or the one of that number or the last."""
+    """Attach a note to a matmul: the first, or the one of that number or the last."""
     places = [n for n, op in enumerate(ops) if op.name == "wgmma"]
     place = places[min(number, len(places) - 1)]
     ops[place] = ops[place].with_(attrs={**ops[place].attrs, note: True})

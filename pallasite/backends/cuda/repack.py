@@ -1,15 +1,15 @@
-"""repack: operands of products in the form that the copy engine and `wgmma` take.
+"""repack: puts operands of matmuls into a form that TMA and `wgmma` accept.
 
 In: a kernel after `promote`. Out: the same kernel on other arrays: an operand of 8-bit
-or f32 elements that is not stored along k has its last two dimensions exchanged, one
-whose rows are not multiples of 16 bytes gets longer rows. The note `REPACKED` on the
-grid says how each is made of its operand; XLA does that before the call, in one pass
-over the operand (`runtime/forms.py`). It is done only where the products take longer
-than such passes, and where nothing but products reads the operand.
+or f32 elements that is not stored along k has its last two dimensions transposed; one
+whose rows are not multiples of 16 bytes has its rows padded. The note `REPACKED` on the
+grid says how each array is made from its operand; XLA does that before the call, in one
+pass over the operand (`runtime/forms.py`). This happens only where the matmuls take
+longer than such passes, and where only matmuls read the operand.
 
-Rows that are not multiples of a cache line can be copied, but each row of a box is then
-in two lines: a product of such operands, with blocks of 128 x 128, takes half as long
-again. They get longer rows, too, where the products take much longer than that.
+Rows that are not multiples of a cache line can be copied, but each row of a box then
+straddles two lines: a matmul of such operands, with blocks of 128 x 128, takes 1.5
+times as long. Their rows are padded too, where the matmuls take much longer than that.
 """
 
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ T = TypeVar("T")
 
 
 class Packing(NamedTuple):
-    """How an array is made of an operand."""
+    """How an array is made from an operand."""
 
     operand: int  # its position
-    turned: bool  # its last two dimensions are exchanged
-    added: int  # columns after that, which hold zeros
+    turned: bool  # its last two dimensions are transposed
+    added: int  # columns of zeros appended after that
 
     def is_needed(self, kernel: Kernel) -> bool:
-        """Whether products cannot take the operand as it is."""
+        """Whether matmuls cannot take the operand as it is."""
         ref = kernel.inputs[self.operand].ref
         return self.turned or bool(ref.shape[-1] * ref.dtype.bytes % ROW_MULTIPLE)
 
@@ -54,7 +54,7 @@ class Packing(NamedTuple):
 def forms_of(
     kernel: Kernel, notes: Sequence[tuple[int, bool, int]]
 ) -> tuple[tuple[int, Form | None], ...] | None:
-    """The operands of the call for the notes `repack` left; None: all as they are."""
+    """The operands of the call by the notes of `repack`; None: all as they are."""
     forms: dict[int, Form] = {}
     for operand, turned, added in notes:
         ref = kernel.inputs[operand].ref
@@ -69,7 +69,7 @@ def forms_of(
 
 
 def repack(kernel: Kernel, chip: Gpu) -> Kernel:
-    """Other arrays instead of operands that products cannot take, where it pays."""
+    """Replace operands that matmuls cannot take by other arrays, where it pays off."""
     packings = _packings(kernel)
     needed = [p for p in packings if p.is_needed(kernel)]
     if packings and _pays(kernel, packings, chip, WORTH_LINES):
@@ -100,7 +100,7 @@ def _repacked(kernel: Kernel, packings: Sequence[Packing]) -> Kernel:
 def _pays(
     kernel: Kernel, packings: Sequence[Packing], chip: Gpu, times: float = 1.0
 ) -> bool:
-    """Whether the products take `times` as long as making the arrays, or longer."""
+    """Whether the matmuls take at least `times` as long as making the arrays."""
     params = [kernel.inputs[p.operand].ref for p in packings]
     moved = 2 * sum(ref.size * ref.dtype.bytes for ref in params)
     rates = [chip.rate(ref.dtype.name) for ref in params]
@@ -115,11 +115,11 @@ def _pays(
 
 
 def _packings(kernel: Kernel) -> list[Packing]:
-    """Of all operands that need it and that only products read."""
+    """For all operands that need it and that only matmuls read."""
     made = {v: op for op in walk(kernel.body) for v in op.results}
     roots, users = Roots(kernel), users_of(kernel.body)
     constant = constant_inputs(kernel)
-    contracted: dict[Value, set[int]] = {}  # operand -> its loads' dims summed over
+    contracted: dict[Value, set[int]] = {}  # operand -> contracted dims of its loads
     for op in walk(kernel.body):
         for side in Dot.of(op).sides if op.name == "dot" else ():
             value, dims = side.value, list(side.contract)
@@ -144,7 +144,7 @@ def _packings(kernel: Kernel) -> list[Packing]:
 
 
 def _is_multiplied(value: Value, users: dict[Value, list[Op]]) -> bool:
-    """Whether boxes of an array, or what is loaded of them, go into products only."""
+    """Whether boxes of an array, or loads from them, are used only by matmuls."""
     return bool(users[value]) and all(
         op.name == "dot"
         or (_keeps_matrix(op) and all(_is_multiplied(v, users) for v in op.results))
@@ -168,11 +168,11 @@ def _keeps_matrix(op: Op) -> bool:
     return len(access.index) > 1 and all(isinstance(e, Span) for e in access.index[-2:])
 
 
-# --- the last two dimensions of arrays exchanged ---
+# --- transposing the last two dimensions of arrays ---
 
 
 class _Exchange:
-    """Rewrites what uses arrays whose last two dimensions have changed places."""
+    """Rewrites the users of arrays whose last two dimensions are transposed."""
 
     def __init__(self, turned: set[Value], notes: tuple[tuple, ...]):
         self.turned, self.notes = turned, notes

@@ -1,16 +1,16 @@
-"""The code of roles: a branch for each, after what is made before any of them starts.
+"""The code of roles: a branch for each, after the setup that precedes all of them.
 
-That are barriers, and the descriptions of arrays for the copy engine. What the ops of
-roles do is in `explicit.py`.
+The setup makes barriers and the tensor maps of arrays. `explicit.py` emits the ops of
+roles.
 
-Where a block of threads runs several programs (`Rounds`), each role has a loop over
-them, so that registers are given to it once and descriptions stay. Between two programs
-all roles meet twice. At the first meeting shared memory is free: copies into it have
-been waited for by who uses them, copies out by who started them (`authored.py` sees to
-it), and accesses of threads precede the meeting. So one thread may end all barriers and
-make them anew; after the second meeting all of them are in their first phase, as the
-code of a program expects. Stores to shared memory are followed by a fence, since the
-next program may copy into what this one has stored to.
+Where a thread block runs several programs (`Rounds`), each role loops over them, so
+that it gets its registers once and tensor maps stay. Between two programs all roles
+synchronise twice. At the first synchronisation shared memory is free: the consumers of
+copies into it have waited for them, the issuers of copies out of it too (`authored.py`
+ensures that), and accesses by threads precede it. So one thread may invalidate all
+mbarriers and initialise them again; after the second, all of them are in their first
+phase, as the code of a program expects. Stores to shared memory are followed by a
+fence, since the next program may copy into what this one has stored to.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ from pallasite.ir.nodes import Block, Op, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.intervals import Fact
 
-SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # as the copy engine numbers them
-ALONE = "load"  # the role that one thread runs
-EVERYBODY = 0  # the number of the barrier at which all roles meet
+SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # as TMA encodes them
+ALONE = "load"  # the role that a single thread runs
+EVERYBODY = 0  # the named barrier at which all roles synchronise
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """The programs of a pipeline, which fewer blocks of threads take in turns."""
+    """The programs of a pipeline, distributed over fewer thread blocks."""
 
     pipeline: Pipeline
     programs: int
@@ -41,23 +41,23 @@ class Rounds:
 
 
 class RoleCode(Explicit):
-    """Emits roles, and what they find made when they start."""
+    """Emits roles, and the setup before them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rounds: Rounds | None = None  # None: a block runs one program
+        self.rounds: Rounds | None = None  # None: a thread block runs one program
         self.warpgroups_of: Sequence[int] = ()  # of each role
-        self.has_roles = False  # their code is written
-        self.starts_together = False  # with the other blocks of a cluster
+        self.has_roles = False  # whether their code has been emitted
+        self.starts_together = False  # with the other thread blocks of a cluster
 
     def emit_roles(self, op: Op) -> None:
-        """Each role is a branch; before it, barriers and descriptions are made."""
+        """Each role is a branch; before it, barriers and tensor maps are made."""
         names = op.attrs["cuda.names"]
         counts, registers = op.attrs["cuda.warpgroups"], op.attrs.get("cuda.registers")
         before = len(self.out.lines)
         self.warpgroups_of = counts
         first, usual, outer = 0, self.threads, self.bases
-        if self.is_authored:  # the compiler sees that a warp has one role
+        if self.is_authored:  # lets the compiler see that a warp has one role
             self.out.line("const u32 role = __shfl_sync(~0u, threadIdx.x / 128, 0);")
         for number, (name, region) in enumerate(zip(names, op.regions, strict=True)):
             end = first + counts[number] * WARPGROUP
@@ -83,7 +83,7 @@ class RoleCode(Explicit):
     def emit_role(
         self, name: str, region: Block, warpgroups: int, is_first: bool
     ) -> None:
-        """The code of one role, after what it uses of thread numbers and maps."""
+        """The code of one role, after the thread numbers and tensor maps it uses."""
         self.bases, self.seen_maps = {}, set()
         start = len(self.out.lines)
         self.threads = warpgroups * WARPGROUP
@@ -116,7 +116,7 @@ class RoleCode(Explicit):
         self.out.lines[start:start] = [*self.base_lines(indent), *seen]
 
     def emit_rounds(self, rounds: Rounds, region: Block, is_first: bool) -> None:
-        """A role in all programs of this block of threads, one after another."""
+        """A role in all programs of this thread block, one after another."""
         parts: dict[bool, list[Op]] = {True: [], False: []}
         for op in region.ops:
             parts[op.name == "set_registers"].append(op)
@@ -137,7 +137,7 @@ class RoleCode(Explicit):
             self.out.line(meet)
 
     def number_program(self, pipeline: Pipeline, number: str) -> None:
-        """Where in the grid the program of some number is."""
+        """The grid position of the program with a given number."""
         grid = [n for n in pipeline.sizes if isinstance(n, int)]
         for axis in range(len(grid)):
             size, inner = grid[axis], prod(grid[axis + 1 :])
@@ -149,7 +149,7 @@ class RoleCode(Explicit):
             self.env[value] = self.let(value.tile.dtype, text, pipeline.op, "program")
 
     def start_together(self) -> None:
-        """No role starts before barriers and descriptions are made."""
+        """No role starts before barriers and tensor maps are made."""
         self.out.line("blocks_meet();" if self.starts_together else "__syncthreads();")
 
     def base_lines(self, indent: str) -> list[str]:
@@ -163,13 +163,13 @@ class RoleCode(Explicit):
         return sum(self.warpgroups_of) * WARPS
 
     def make_barriers(self) -> None:
-        """By a warp that has no description to make, if there is one."""
+        """Done by a warp that has no tensor map to build, if there is one."""
         maker = 32 * min(len(self.maps), self.warps - 1)
         with self.out.block(f"if (threadIdx.x == {maker})"):
             self.init_barriers()
 
     def init_barriers(self, again: bool = False) -> None:
-        """What one thread does; `again`: where they were in use."""
+        """The code of the one thread; `again`: where they were in use."""
         for offset, count, arrivals in self.inits:
             for n in range(count):
                 at = f"shared_address(shared) + {offset + 8 * n}"
@@ -179,7 +179,7 @@ class RoleCode(Explicit):
         self.out.line("barriers_made();")
 
     def make_maps(self) -> None:
-        """Each by another warp, as far as there are."""
+        """Each by a different warp, as far as there are enough."""
         if not self.maps:
             return
         total = MAP_BYTES * len(self.maps)

@@ -1,11 +1,11 @@
-"""Swizzled shared memory, and loads of it.
+"""Swizzled shared memory, and loads from it.
 
-Swizzled memory is written and read by the copy engine and by tensor cores: its last two
-dimensions are rows of 32, 64 or 128 bytes, a wider tile being several *panels* of such
-rows one after another. The 16-byte chunks of a row are permuted: their number is
-exclusive-ored with that of the row, so that a column is in different banks. A ref to it
-is a `Ring` (what copies and products use) and a `View` (what loads and stores use);
-`address` knows where each element is.
+Swizzled memory is accessed by the copy engine and by tensor cores: its last two
+dimensions are rows of 32, 64 or 128 bytes; a wider tile consists of several consecutive
+*panels* of such rows. The 16-byte chunks of a row are permuted: the chunk index is
+XORed with the row index, so that a column is spread over different banks. A ref to it
+is a `Ring` (for copies and matmuls) and a `View` (for loads and stores); `address`
+computes where each element is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,8 +42,8 @@ class Ring:
     dtype: DType
     rows: int  # of a panel, of which this may be a part
     swizzle: int = ROW_BYTES  # bytes of a row
-    has_whole_rows: bool = True  # starts at the first of those swizzled together
-    has_whole_panels: bool = True  # or is inside of one
+    has_whole_rows: bool = True  # starts at the first of the rows swizzled together
+    has_whole_panels: bool = True  # or is inside one
 
     @property
     def bytes(self) -> int:
@@ -51,7 +51,7 @@ class Ring:
 
     @property
     def held_columns(self) -> int:
-        """Columns with those that fill the last panel."""
+        """Columns, including those that fill the last panel."""
         return -(-self.shape[-1] // self.panel_columns) * self.panel_columns
 
     @property
@@ -64,20 +64,20 @@ class Ring:
 
 
 def swizzled_bytes(shape: Sequence[int], dtype: DType, swizzle: int = ROW_BYTES) -> int:
-    """Of shared memory, where rows are whole rows of panels."""
+    """Bytes of shared memory, where rows are whole rows of panels."""
     row = -(-shape[-1] * dtype.bytes // swizzle) * swizzle
     return prod(shape[:-1]) * row
 
 
 class Shared(Memory):
-    """Emits views of swizzled memory, and meetings of warps."""
+    """Emits views of swizzled memory, and synchronisation of warps."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rings: dict[Value, Ring] = {}
         self.users: Mapping[Value, Sequence[Op]] = {}  # of values of the program
         self.in_role = False
-        self.rows_beside = False  # of products; see `accumulator`
+        self.rows_beside = False  # of matmuls; see `accumulator`
         self.meetings = Meetings(Roots(Block()))
         self.accessed = NOTHING
 
@@ -103,7 +103,7 @@ class Shared(Memory):
         self.views[op.result] = self.array(ref, pointer, op.result)
 
     def part_of_ring(self, op: Op, ring: Ring) -> Ring | None:
-        """The ring that a subview is; None: it has no rows of its own."""
+        """The ring for a subview; None: it has no rows of its own."""
         access, at = Access.of(op), ring.address
         entries = access.split_index()
         if not all(isinstance(entry, Span) for entry, _ in entries[-2:]):
@@ -165,11 +165,11 @@ class Shared(Memory):
         return (f"({slot}) * {whole} + {inside}" if slots else inside), test
 
     def in_parts(self, place: Place, ring: Ring, i: str) -> str | None:
-        """The number of an element in a slot, where each thread swizzles once.
+        """The offset of an element in a slot, where each thread swizzles once.
 
-        The thread's part of a column and the register's have no bits in common, nor
-        have their parts of a row. So the swizzle is an exclusive or of the thread's
-        part, which is computed once, and of the register's, which the compiler knows.
+        The thread's and the register's parts of a column have no bits in common, nor
+        have their parts of a row. So the swizzle is the XOR of the thread's part, which
+        is computed once, and of the register's, which is a compile-time constant.
         """
         spread, starts = place.spread, place.view.starts
         spots = {spot.dim.axis: spot for spot in place.spots}
@@ -225,7 +225,7 @@ class Shared(Memory):
     # --- the order of accesses ---
 
     def meet_before(self, op: Op) -> None:
-        """Let the warps of the role meet before an op, if that makes a difference."""
+        """Synchronise the warps of the role before an op, if necessary."""
         if not self.is_authored or not self.in_role:
             return
         needed, after = self.meetings.before(op, self.accessed)
@@ -267,14 +267,14 @@ class Shared(Memory):
         )
 
     def load_pairs_of_bytes(self, op: Op, place: Place) -> None:
-        """Two bytes at once; pairs of elements are made from the words they are in."""
+        """Two bytes at once; pairs of elements are made from their words."""
         result, words = self.load_by_twos(op, place, "i / 2 * 4 + i % 2", 2)
         self.env[op.result] = replace(result, words=words)
 
     def load_by_twos(
         self, op: Op, place: Place, first: str, apart: int
     ) -> tuple[Tile, str]:
-        """Load bytes in words of two; the tile, and the array of those words.
+        """Load bytes in words of two; returns the tile, and the array of those words.
 
         `first`: the register of the first byte of word i; the other is `apart` from it.
         """
@@ -293,11 +293,11 @@ class Shared(Memory):
         return result, words
 
     def load_words_of_pairs(self, op: Op) -> bool:
-        """Load bytes that become floats as words of two; False: they are not in twos.
+        """Load bytes that become floats as words of two; False if not in pairs.
 
-        Left sides of products in registers are such. To take a pair apart and put it
-        together again are three instructions beside the four that convert it. Loading
-        4 bytes and exchanging 2 with a neighbour was slower than two loads on an H200.
+        Left operands of matmuls in registers are such. Unpacking and repacking a pair
+        takes three instructions on top of the four that convert it. Loading 4 bytes and
+        exchanging 2 with a neighbour was slower than two loads on an H200.
         """
         access, spread = Access.of(op), self.spread(op.result, op)
         if access.mask is not None or not self.becomes_floats(op.result):
@@ -312,14 +312,14 @@ class Shared(Memory):
         return True
 
     def becomes_floats(self, value: Value) -> bool:
-        """Whether all that is done with a tile of i8 is to make floats of it."""
+        """Whether a tile of i8 is only converted to floats."""
         users = self.users.get(value, ())
         casts = [u for u in users if u.name == "cast" and u.result.tile.dtype.is_float]
         return value.tile.dtype.name == "i8" and len(casts) == len(users) > 0
 
 
 def _bits(parts: Sequence[Lane | Digit]) -> int | None:
-    """The bits that a sum of digits may have; None: adding them up may carry."""
+    """The bits that a sum of digits may have; None: adding them may carry."""
     found = 0
     for part in parts:
         bits = ((1 << (part.count - 1).bit_length()) - 1) * part.stride
@@ -343,7 +343,7 @@ def widest_swizzle(ref: RefType) -> int:
 
 
 def _fits_panels(start: Number, size: int, columns: int) -> bool:
-    """Whether columns are whole panels or inside of one."""
+    """Whether columns are whole panels or inside one."""
     apart = gcd(multiple_of(start), columns)
     if isinstance(start, int):
         return start % columns == 0 or start % columns + size <= columns

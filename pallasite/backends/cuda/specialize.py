@@ -1,16 +1,15 @@
-"""specialize: programs with products become roles of warps that run side by side.
+"""specialize: warp specialisation of programs with matmuls into concurrent roles.
 
 In: a kernel after `promote` (programs, loops, values). Out: a persistent grid of as
-many programs as the chip has multiprocessors, in each of which one thread copies
-operands of products into rings in shared memory (role "load") and whole warpgroups
-multiply and do everything else (role "compute"). Both walk the same programs in the
-same order; full and empty barriers with phases pass the slots of a ring from one to
-the other.
+many programs as the chip has SMs, in each of which one thread copies operands of
+matmuls into ring buffers in shared memory (role "load") and whole warpgroups multiply
+and do everything else (role "compute"). Both run the same programs in the same order;
+full and empty mbarriers pass the slots of a ring from one to the other.
 
 The loading role is the program without everything that no copy needs (`_Loading`). The
-computing role is the program with its loads replaced by waits and its products by
-`wgmma`, which are waited for where their result is first used (`_Computing`). Nothing
-here knows what the products are for.
+computing role is the program with its loads replaced by waits and its matmuls by
+`wgmma`, which are waited for at the first use of their result (`_Computing`). Nothing
+here depends on what the matmuls are for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,21 +49,20 @@ from pallasite.target import Gpu
 
 LOAD, COMPUTE = "load", "compute"
 SAME_NUMBERS = ("reshape", "broadcast_in_dim")  # ops that compute nothing
-# Registers of a thread for products that stay in flight from one step to the next. With
-# more, ptxas runs all products of a kernel one after another.
+# Registers of a thread for matmuls that stay in flight across iterations. With more,
+# ptxas serialises all matmuls of a kernel.
 MOST_IN_FLIGHT = 200
-# Registers of a thread in each role, by the number of computing warpgroups of a
-# program, and of programs of a multiprocessor; None: all threads keep what they start
-# with.
+# Registers of a thread in each role, by the number of computing warpgroups per program
+# and of programs per SM; None: all threads keep what they start with.
 REGISTERS = {(1, 1): None, (1, 2): (40, 216), (1, 3): (24, 136)}
 REGISTERS |= {(2, 1): (40, 232), (3, 1): (32, 160), (2, 2): (24, 104)}
-# The same where tiles take nearly all: without these few, ptxas runs all products of a
-# kernel one after another. The thread that copies has just enough.
+# The same where tiles take nearly all: without these few, ptxas serialises all matmuls
+# of a kernel. The thread that copies has just enough.
 MANY, REGISTERS_OF_MANY = 200, {(2, 1): (24, 240)}
 
 
 def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
-    """Roles instead of a program, where it has products."""
+    """Roles instead of a program, where it has matmuls."""
     pipeline = Pipeline.of(find_pipeline(kernel))
     if not any(op.name == "dot" for op in walk(pipeline.body)):
         return kernel
@@ -95,7 +93,7 @@ def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
 
 
 def _registers(plan: Plan) -> tuple[int, int] | None:
-    """Of a thread that copies, and of one that multiplies."""
+    """Registers of a copying thread, and of a multiplying one."""
     key = plan.warpgroups, plan.per_core
     usual = REGISTERS[key]
     is_full = plan.registers_of_a_step > MANY
@@ -113,13 +111,13 @@ def _check_scalar(plan: Plan, body: Block) -> None:
                 )
 
 
-# --- the programs of one block of threads, one after another ---
+# --- the programs of one thread block, one after another ---
 
 
 def _persistent(
     kernel: Kernel, pipeline: Pipeline, role: "_Role", order: "Order", blocks: int
 ) -> Kernel:
-    """Each block of threads runs its share of the programs."""
+    """Each thread block runs its share of the programs."""
     program = role.block(pipeline.body)
     turn, block = Value(INDEX, "turn"), Value(INDEX, "block")
     inside = Builder(pipeline.op.loc)
@@ -150,7 +148,7 @@ def _with_program(
     return with_level(kernel.with_(body=outside.block()))
 
 
-# --- rings in shared memory ---
+# --- ring buffers in shared memory ---
 
 
 class _Memory:
@@ -190,7 +188,7 @@ SCALAR = RefType((), I32, "regs")
 
 
 class _Role:
-    """A program on its way into one role: values replaced, states of rings."""
+    """A program being turned into one role: replaced values, ring states."""
 
     def __init__(self, plan: Plan, memory: _Memory):
         self.plan, self.memory = plan, memory
@@ -222,7 +220,7 @@ class _Role:
         builder.ops.append(op.with_(operands=operands, regions=regions))
 
     def advance(self, ring: Ring, b: Builder) -> tuple[Value, Value]:
-        """The slot and parity of a ring's next use; the state moves on."""
+        """The slot and parity of a ring's next use; advances the state."""
         slot, parity = b.load(self.slots[ring]), b.load(self.parities[ring])
         other = b.sub(b.index(1), parity)
         if ring.stages == 1:
@@ -249,8 +247,8 @@ class _Role:
 class _Loading(_Role):
     """What one thread does to copy operands: the program without the rest.
 
-    Tiles are no part of it: each is replaced by one that nothing is computed from
-    (`unknown`), and what is left without a use is dropped.
+    It has no tiles: each is replaced by a placeholder (`unknown`) from which nothing is
+    computed, and code left without a use is dropped.
     """
 
     def op(self, op: Op, builder: Builder) -> None:
@@ -318,7 +316,7 @@ class _Loading(_Role):
             indices = self.values(access.index_operands)
             source = b.subview(self.value(access.ref), access.index, indices)
             target = self.buffer(b, group, load, slot)
-            # Products of f32 are of its upper 19 bits, to which copies round it.
+            # f32 matmuls use the upper 19 bits, to which copies round.
             is_f32 = load.result.tile.dtype == F32 and not group.is_loaded(load)
             notes: dict[str, Any] = {ROUNDED: True} if is_f32 else {}
             b.emit("copy_start", source, target, full, priority=0, **notes)
@@ -329,7 +327,7 @@ def _is_tile(value: Value) -> bool:
 
 
 def _holds(op: Op, users: Sequence[Op]) -> bool:
-    """Whether an op or one in its regions is among others."""
+    """Whether an op, or one in its regions, is among given ones."""
     return op in users or any(o in users for r in op.regions for o in walk(r))
 
 
@@ -342,7 +340,7 @@ def _is_effect(op: Op) -> bool:
 
 @dataclass(eq=False)
 class _Flight:
-    """A product in flight, and the slots that are free when it has ended."""
+    """A matmul in flight, and the slots to release when it has completed."""
 
     product: Product
     result: Value
@@ -351,14 +349,14 @@ class _Flight:
 
 @dataclass(frozen=True)
 class _Chained:
-    """Sums that stay in flight from step to step, and what is started beside them."""
+    """Accumulators in flight across iterations, and what is issued alongside them."""
 
     sums: list[Product]
     early: list[Product]
 
 
 class _Computing(_Role):
-    """What the warpgroups do: products in flight, waited for at their first use."""
+    """The warpgroups' code: matmuls in flight, waited for at their first use."""
 
     def __init__(self, plan: Plan, memory: _Memory):
         super().__init__(plan, memory)
@@ -370,10 +368,10 @@ class _Computing(_Role):
             for op in (p.dot, p.add)
             if op is not None and id(op) not in plan.by_op
         }
-        self.waits_for: dict[int, Value] = {}  # results, by ops of products after them
-        self.freed_at_wait: list[Group] = []  # by the next wait: slots of a step before
+        self.waits_for: dict[int, Value] = {}  # results, by ops of matmuls after them
+        self.freed_at_wait: list[Group] = []  # slots of the previous iteration
         b = Builder()
-        self.held: dict[Ring, Value] = {}  # the slot not freed yet, or -1
+        self.held: dict[Ring, Value] = {}  # the slot not yet released, or -1
         for ring in plan.rings:
             self.held[ring] = _alloc(b, SCALAR, "held")
             b.store(self.held[ring], b.index(-1))
@@ -415,26 +413,26 @@ class _Computing(_Role):
     # --- order ---
 
     def ordered(self, block: Block) -> list[Op]:
-        """First products that can start at once, last the operands of the next ones.
+        """Matmuls that can start at once come first, operands of the next ones last.
 
-        The registers of a product's left side may not change while it is in flight, so
-        what makes the next one's ends the block: the rest runs beside the product.
+        The registers of a matmul's left operand must not change while it is in flight,
+        so what computes the next one ends the block: the rest overlaps with the matmul.
         """
         ops = self.products_first(block)
         late = [op for op in ops if self.is_next_operand(op, block)]
         return [op for op in ops if op not in late] + late
 
     def is_next_operand(self, op: Op, block: Block) -> bool:
-        """Whether an op makes a left side that only later blocks multiply."""
+        """Whether an op computes a left operand that only later blocks multiply."""
         if len(op.results) != 1 or op.result not in self.plan.register_operands:
             return False
-        users = self.plan.users[op.result]  # not in branches and loops of this one
+        users = self.plan.users[op.result]  # not in branches and loops of this block
         return is_pure(op) and not any(_holds(each, users) for each in block.ops)
 
     def products_first(self, block: Block) -> list[Op]:
-        """Products that need nothing computed in this block go before the rest."""
+        """Matmuls that need nothing computed in this block come before the rest."""
         here = {v: op for op in block.ops for v in op.results}
-        moved: list[set[int]] = []  # a product and what it needs, each
+        moved: list[set[int]] = []  # a matmul and what it needs, each
         for op in block.ops:
             product = self.plan.by_op.get(id(op))
             needed = None if product is None else self.needs(product, here)
@@ -452,7 +450,7 @@ class _Computing(_Role):
         return self.loads_at_their_use([*first, *rest])
 
     def loads_at_their_use(self, ops: Sequence[Op]) -> list[Op]:
-        """Ops in an order in which what threads load takes no registers before."""
+        """Reorder ops so that threads' loads occupy no registers before their use."""
         late = list[Op]()
         values = set[Value]()
         for op in ops:
@@ -472,9 +470,9 @@ class _Computing(_Role):
         return placed
 
     def passing(self, block: Block, early: set[int]) -> Op | None:
-        """A load that would be before one that takes an earlier slot of its ring.
+        """A load that would precede one that takes an earlier slot of its ring.
 
-        Those of its own group arrive with it, in the same slot.
+        Loads of its own group arrive with it, in the same slot.
         """
         taken = list[Group]()
         for op in block.ops:
@@ -489,7 +487,7 @@ class _Computing(_Role):
         return None
 
     def needs(self, product: Product, here: dict[Value, Op]) -> set[int] | None:
-        """The ops of a block that a product needs; None: some compute tiles."""
+        """The ops of a block that a matmul needs; None: some compute tiles."""
         found: set[int] = set()
         pending = [v for v in product.depends_on if v in here]
         while pending:
@@ -506,9 +504,9 @@ class _Computing(_Role):
         return found
 
     def is_prepared(self, op: Op) -> bool:
-        """Whether an op makes a left side while products before it are in flight.
+        """Whether an op computes a left operand while earlier matmuls are in flight.
 
-        Two in flight take registers that programs beside this one do not leave.
+        Two in flight take registers that concurrent programs do not leave.
         """
         return self.plan.per_core == 1 and id(op) in self.plan.prepared
 
@@ -524,7 +522,7 @@ class _Computing(_Role):
         if group.is_loaded(op):
             self.new[op.result] = b.load(self.buffer(b, group, op, self.open[group]))
         elif not self.is_multiplied_only(op.result):
-            self.kept(op, b)  # used in another way, too: loaded as any tile
+            self.kept(op, b)  # has other uses too: loaded like any tile
 
     def is_multiplied_only(self, value: Value) -> bool:
         return all(
@@ -540,11 +538,11 @@ class _Computing(_Role):
         return self.buffer(b, group, side.load, self.open[group])
 
     def free_after(self, op: Op, block: Block, rest: Sequence[Op], b: Builder) -> None:
-        """Slots whose last use is in `op`: now, or when no product reads them."""
+        """Release slots last used in `op`: now, or once no matmul reads them."""
         for group in [g for g in self.open if g.block is block]:
             if self.uses(op, group) and not any(self.uses(o, group) for o in rest):
                 slot = self.open.pop(group)
-                # A line may be loaded from the slot while a product is in flight.
+                # A line may be loaded from the slot while a matmul is in flight.
                 groups = [self.groups_of(flight.product) for flight in self.flights]
                 reading = [n for n, read in enumerate(groups) if group in read]
                 if reading:
@@ -560,7 +558,7 @@ class _Computing(_Role):
         empty = self.barrier(b, self.memory.empty[group.ring], slot)
         b.emit("barrier_arrive", empty, **notes)
 
-    # --- products ---
+    # --- matmuls ---
 
     def start(self, product: Product, b: Builder) -> None:
         before = self.waits_for.get(id(self.plan.place_of(product)))
@@ -580,7 +578,7 @@ class _Computing(_Role):
         self.flights.append(_Flight(product, result, []))
 
     def settle(self, values: Sequence[Value], b: Builder) -> None:
-        """Wait for the products among values, and for those started before them."""
+        """Wait for the matmuls among values, and for those issued before them."""
         wanted = [n for n, f in enumerate(self.flights) if f.product.result in values]
         if not wanted:
             return
@@ -598,9 +596,9 @@ class _Computing(_Role):
                 self.free(group, slot, b)
 
     def settle_register_operands(self, value: Value, b: Builder) -> None:
-        """Wait for products whose left side is in the registers of a new one.
+        """Wait for matmuls whose left operand is in the registers of a new one.
 
-        Where programs share a multiprocessor, there are registers for one only.
+        Where programs share an SM, there are registers for only one.
         """
         same = self.plan.register_operands
         reading = [
@@ -614,10 +612,10 @@ class _Computing(_Role):
     def settle_all(self, b: Builder) -> None:
         self.settle([f.product.result for f in self.flights], b)
 
-    # --- loops whose sums stay in flight ---
+    # --- loops whose accumulators stay in flight ---
 
     def is_stream(self, loop: Loop) -> bool:
-        """Whether a loop's sums are only added to, so that nothing waits for them."""
+        """Whether nothing waits for a loop's accumulators: they are only added to."""
         found = [self.plan.by_op.get(id(op)) for op in loop.body.ops]
         products = [p for p in found if p is not None]
         dots = [op for op in walk(loop.body) if op.name == "dot"]
@@ -632,14 +630,14 @@ class _Computing(_Role):
             uses = self.plan.users[product.addend], self.plan.users[product.result]
             if any(len(each) != 1 for each in uses):
                 return False
-        # The slots of two steps are in use at once.
+        # The slots of two iterations are in use at the same time.
         groups = [g for g in self.plan.groups if g.block is loop.body]
         if any(group.ring.stages < 2 for group in groups):
             return False
         return not any(op.regions for op in loop.body.ops)
 
     def stream(self, loop: Loop, b: Builder) -> None:
-        """Products of one step end while those of the next are in flight."""
+        """Matmuls of one iteration complete while those of the next are in flight."""
         self.settle_all(b)
         inside = Builder(loop.op.loc)
         for op in self.products_first(loop.body):
@@ -664,8 +662,7 @@ class _Computing(_Role):
         groups: Sequence[Group],
         b: Builder,
     ) -> None:
-        """The loop with the body `inside`, and a wait for the sums that its last step
-        left in flight."""
+        """The loop with the body `inside`, and a wait for its last accumulators."""
         yields = tuple(left.get(v) or self.value(v) for v in loop.yields)
         first, limit, step = self.values(loop.bounds)
         new = loop.with_(
@@ -684,16 +681,17 @@ class _Computing(_Role):
             self.free_held(group, b)
             b.store(self.held[group.ring], b.index(-1))
 
-    # --- loops whose steps end with sums of what they computed ---
+    # --- loops whose iterations end by accumulating what they computed ---
 
     def chained_sums(self, loop: Loop) -> "_Chained | None":
-        """Sums that a step need not wait for, because the next one does.
+        """Accumulators that an iteration need not wait for, because the next one does.
 
-        Each step adds a product of something that it computed from another product.
-        Waiting for that other one, the next step waits for all that were started
-        before; only then it adds to the sum. It is the last sum only, and the next step
-        starts only its first product before that wait: with more in flight, steps take
-        longer (attention's gradient on an H200: by 5 to 20 percent).
+        Each iteration accumulates a matmul of something that it computed from another
+        matmul. When the next iteration waits for that other one, it waits for
+        everything issued before; only then does it add to the accumulator. This covers
+        only the last accumulator, and the next iteration issues only its first matmul
+        before that wait: with more in flight, iterations take longer (attention's
+        gradient on an H200: by 5 to 20 percent).
         """
         if any(op.regions for op in loop.body.ops):
             return None
@@ -712,7 +710,7 @@ class _Computing(_Role):
                 found.append(product)
         groups = [g for p in found for g in self.groups_of(p) if g.block is loop.body]
         if not found or any(g.ring.stages < 2 for g in groups):
-            return None  # the slots of two steps are in use at once
+            return None  # the slots of two iterations are in use at the same time
         started = [p for p in products if p is not None]
         early = [p for p in started if self.needs(p, here) is not None]
         sums = [p.result for p in started if p not in early]
@@ -722,11 +720,11 @@ class _Computing(_Role):
         return _Chained(left, first) if fits else None
 
     def registers(self, value: Value) -> int:
-        """Of a thread, for a tile."""
+        """Registers of a thread for a tile."""
         return value.tile.size * value.tile.dtype.bytes // 4 // self.plan.threads
 
     def first_alone(self, ops: list[Op], chained: "_Chained") -> list[Op]:
-        """Ops in an order in which other early products wait for the first."""
+        """Reorder ops so that other early matmuls wait for the first."""
         early = [op for op in ops if self.plan.by_op.get(id(op)) in chained.early]
         here = {v: op for op in ops for v in op.results}
         late = [
@@ -750,7 +748,7 @@ class _Computing(_Role):
         return [self.plan.group_of[id(load)] for load in loads]
 
     def chained(self, loop: Loop, chained: "_Chained", b: Builder) -> None:
-        """The sums of one step end while the first products of the next run."""
+        """One iteration's sums complete while the first matmuls of the next run."""
         self.settle_all(b)
         sums = chained.sums
         ordered = self.first_alone(self.products_first(loop.body), chained)
@@ -777,10 +775,11 @@ class _Computing(_Role):
         self.end_loop(loop, inside, results, kept, b)
 
     def take_turns(self, first: Product, step: Builder) -> None:
-        """One warpgroup starts a step's first product when the one before it has.
+        """A warpgroup issues its first matmul once the previous warpgroup has.
 
-        So one computes while products of another run. After a short one, the second is
-        of the same turn. Deep ones of two loops (masked or not) leave it no registers.
+        So one computes while matmuls of another run. If the first is short, the second
+        belongs to the same turn. Deep ones of two loops (masked or not) leave it no
+        registers.
         """
         depth = first.rhs.value.tile.shape[first.rhs.contract]
         work, is_deep = first.result.tile.shape[1] * depth, depth >= TURN_DEPTH
@@ -791,7 +790,7 @@ class _Computing(_Role):
         note_product(step.ops, ENDS_TURN, 0 if is_deep else 1)
 
     def free_held(self, group: Group, b: Builder) -> None:
-        """Free the slot of the step before, if there was one."""
+        """Release the slot of the previous iteration, if there was one."""
         held = b.load(self.held[group.ring])
         there = b.cast(b.ge(held, b.index(0)), I32)
         inside = Builder(b.loc)

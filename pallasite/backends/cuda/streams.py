@@ -1,16 +1,16 @@
-"""streams: what no cache holds until it is used again goes past the caches.
+"""streams: lets data that no cache would hold until its next use bypass the caches.
 
 In: a kernel after `promote`. Out: the same, with a note on loads and stores of arrays
-that are larger than the GPU's cache, if programs access each block once. Then what
-many programs read (the weights of a norm) stays near the multiprocessors, and what is
-written does not displace what is still to be read.
+that are larger than the GPU's cache, if programs access each block once. Then data that
+many programs read (the weights of a norm) stays in the caches of the SMs, and writes do
+not evict what is still to be read.
 
-A program that reduces what it loads has nothing to load while it does: too few programs
-fit on a multiprocessor to keep the memory busy meanwhile, and loads of what is cached
-wait for those from memory that were issued before them. So where blocks follow each
-other in memory as their programs do, each program starts to bring a later one's block
-into the L2 cache. On an H200, layernorm of 16384 rows of 8192 bf16 runs at 3.87 TB/s
-without that and at 4.20 with it, which is the rate of a copy.
+A program that reduces what it loads issues no loads meanwhile: too few programs fit on
+an SM to keep the memory busy, and loads of cached data queue behind earlier loads from
+memory. So where blocks are in memory in the order of their programs, each program
+prefetches a later one's block into the L2 cache. On an H200, layernorm of 16384 rows of
+8192 bf16 runs at 3.87 TB/s without that and at 4.20 with it, which is the rate of a
+copy.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,16 +27,16 @@ from pallasite.passes.analysis.memory import accesses_of
 from pallasite.target import Gpu
 
 ONCE = "cuda.once"
-AHEAD = "cuda.ahead"  # how many programs later the block is loaded that is prefetched
-# Of the L2 cache, what is prefetched and not loaded yet (measured on an H200: a twelfth
-# to a fifth are as good as each other, two fifths are displaced before they are used).
+AHEAD = "cuda.ahead"  # how many programs ahead the prefetched block is
+# Share of the L2 cache that is prefetched but not yet loaded (measured on an H200: a
+# twelfth to a fifth are equally good, two fifths are evicted before they are used).
 CACHE_SHARE = 1 / 6
-PREFETCHING = ("sm_90", "sm_100")  # chips that prefetch a block by one instruction
-PREFETCHED_BYTES = 16  # what address and length of a prefetch are multiples of
+PREFETCHING = ("sm_90", "sm_100")  # chips that prefetch a block with one instruction
+PREFETCHED_BYTES = 16  # alignment of address and length of a prefetch
 
 
 def streams(kernel: Kernel, chip: Gpu) -> Kernel:
-    """Note accesses that are the only ones to what they access."""
+    """Note accesses that are the only ones to their data."""
     found = list(_found(kernel, chip))
     if not found:
         return kernel
@@ -89,7 +89,7 @@ def _follows_programs(
     shape: Sequence[int],
     sizes: Sequence[int],
 ) -> bool:
-    """Whether block n of an array, as it is in memory, is that of program n."""
+    """Whether block n of an array, in memory order, is that of program n."""
     if not all(dim.kind in ("blocked", "squeezed") for dim in window.dims):
         return False
     block = [1 if dim.kind == "squeezed" else dim.size for dim in window.dims]
@@ -102,7 +102,7 @@ def _follows_programs(
 
 
 def _is_run(block: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether a block's elements are next to each other in memory."""
+    """Whether a block's elements are contiguous in memory."""
     first = next((d for d, n in enumerate(block) if n > 1), len(block))
     return list(block[first + 1 :]) == list(shape[first + 1 :])
 
@@ -139,7 +139,7 @@ def _found(kernel: Kernel, chip: Gpu) -> Iterator[Op]:
             continue
         tile = (op.result if op.name == "load" else op.operands[1]).tile
         ref = array.ref
-        # Blocks that hang over the edge make it a little more than once.
+        # Blocks that extend past the edge make it slightly more than once.
         is_once = prod(sizes) * tile.size < 2 * ref.size
         if is_once and ref.size * ref.dtype.bits > 8 * chip.cache.bytes:
             yield op

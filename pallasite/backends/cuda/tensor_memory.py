@@ -1,10 +1,10 @@
-"""Tensor memory: products of Blackwell's tensor cores, and the warps that start them.
+"""Tensor memory: matmuls of Blackwell's tensor cores, and the warps that issue them.
 
 Tensor memory has 128 lanes, one per row, and columns of 32 bits. A warp accesses its 32
-lanes, so a tile that is loaded has a row per thread (`rows_by_thread`). A ref is a base
-and, in its view, the first lane and column. One thread starts products; in `warps`, one
-of the warp. Barriers that order the tensor core count what the author
-counts, not warps, because a commit arrives once.
+lanes, so a loaded tile has one row per thread (`rows_by_thread`). A ref is a base and,
+in its view, the first lane and column. One thread issues matmuls; in `warps`, one of
+the warp. Barriers that order the tensor core count what the author counts, not warps,
+because a commit arrives once.
 """
 
 from math import gcd
@@ -19,13 +19,13 @@ from pallasite.ir.nodes import Access, Op, Value, walk
 from pallasite.ir.roles import TensorMma
 from pallasite.ir.types import RefType
 
-LEAST_COLUMNS = 32  # that can be allocated
-MOST_WORDS = 64  # of a thread, moved by one instruction
-PAIR = 2  # blocks that multiply together
+LEAST_COLUMNS = 32  # smallest allocation
+MOST_WORDS = 64  # per thread and instruction
+PAIR = 2  # thread blocks that multiply together
 
 
 def rows_by_thread(rows: int, columns: int) -> Spread:
-    """A row per thread of a warpgroup."""
+    """One row per thread of a warpgroup."""
     return Spread((rows, columns), (Lane(1, rows, 0, 1),), (Digit(columns, 1, 1),))
 
 
@@ -35,17 +35,17 @@ def orders_tensor_core(barrier: Value) -> bool:
 
 
 class TensorMemory(Clusters):
-    """Emits what tensor cores and single warps do."""
+    """Emits code for tensor cores and single warps."""
 
     def __init__(self) -> None:
         super().__init__()
         self.columns = 0  # of tensor memory that are allocated
-        self.group = 1  # blocks that multiply together
-        self.warp: int | None = None  # whose code is written
+        self.group = 1  # thread blocks that multiply together
+        self.warp: int | None = None  # whose code is being emitted
         self.locals: dict[Value, str] = {}  # variables of each thread
 
     def note_tensors(self, op: Op) -> None:
-        """Whether two blocks multiply together is a property of the whole kernel."""
+        """Whether pairs of thread blocks multiply together is fixed for a kernel."""
         pairs = {bool(o.attrs["axes"]) for o in walk(op.regions[-1])
                  if o.name in ("tensor_mma", "tensor_commit")}  # fmt: skip
         if len(pairs) > 1:
@@ -68,7 +68,7 @@ class TensorMemory(Clusters):
 
     @property
     def held_columns(self) -> int:
-        """Columns are allocated by powers of two."""
+        """Columns are allocated in powers of two."""
         return max(LEAST_COLUMNS, 1 << (self.columns - 1).bit_length())
 
     def make_barriers(self) -> None:
@@ -159,7 +159,7 @@ class TensorMemory(Clusters):
         self.out.line(f"tensor_{word}();")
         self.out.line("tensor_before();")
 
-    # --- products ---
+    # --- matmuls ---
 
     def emit_tensor_mma(self, op: Op) -> None:
         mma = TensorMma.of(op)
@@ -321,7 +321,7 @@ class TensorMemory(Clusters):
             super().meet_before(op)
 
     def alloc_local(self, op: Op) -> None:
-        """A number that each thread has for itself."""
+        """A number that is private to each thread."""
         name = self.out.fresh("own")
         self.out.line(f"{self.type(op.result.ref.dtype, op)} {name};")
         self.locals[op.result] = name

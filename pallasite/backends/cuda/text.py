@@ -1,8 +1,8 @@
 """CUDA C++ as text: element types, numbers, and the writer.
 
 Tiles are arrays in registers, indexed only by the counters of unrolled loops, so that
-the compiler gives each element a register of its own. 16- and 8-bit floats are held as
-their bits and computed in f32. Nothing here knows our IR ops.
+the compiler assigns each element a register. 16- and 8-bit floats are held as bits and
+computed in f32. Nothing here depends on IR ops.
 """
 
 import math
@@ -33,7 +33,7 @@ def is_narrow(dtype: DType) -> bool:
 
 
 def number(value: float | int | bool, dtype: DType) -> str:
-    """A number as C++ reads it exactly, in the type that `dtype` is computed in."""
+    """A number as an exact C++ literal, in the type that `dtype` is computed in."""
     if dtype.is_bool:
         return "true" if value else "false"
     if dtype.is_float:
@@ -49,7 +49,7 @@ def number(value: float | int | bool, dtype: DType) -> str:
 
 
 def _signed(text: str) -> str:
-    """In parentheses where a sign could meet another."""
+    """In parentheses where a sign could follow another."""
     return f"({text})" if text.startswith("-") else text
 
 
@@ -73,7 +73,7 @@ class Writer:
         self.lines: list[str] = []
         self.depth = 1
         self.count = 0
-        self.origin = ""  # a comment at the end of lines: which source line they are of
+        self.origin = ""  # trailing comment: the source line they come from
 
     def fresh(self, hint: str = "v") -> str:
         self.count += 1

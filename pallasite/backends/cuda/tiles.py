@@ -23,7 +23,7 @@ from pallasite.ir.nodes import Op, Value
 from pallasite.ir.types import BOOL, F32, I32, DType
 from pallasite.ops.neutral import neutral
 
-# Integer ops that cost less than a register for each of their results.
+# Integer ops that are cheaper to recompute than to keep in registers.
 POSITIONAL = frozenset(
     ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not")
 )
@@ -79,7 +79,7 @@ class Tiles(Core):
     def in_pairs(
         self, op: Op, result: Tile, operands: Sequence[Tile], i: str
     ) -> str | None:
-        """The pair number `i` of a result; None: there is no such instruction."""
+        """Pair `i` of a result; None: there is no such instruction."""
         is_cast = op.name == "cast"
         half = half_of_bytes(op.operands[0], self.producers) if is_cast else None
         if half is None:
@@ -91,7 +91,7 @@ class Tiles(Core):
     def is_rough(self, op: Op) -> bool:
         """Whether the result is rounded to 16 bits or fewer, here or further on.
 
-        Or the author prefers speed to the last digits of f32.
+        Or the author prefers speed to full f32 accuracy.
         """
         dtype = op.result.tile.dtype
         if self.approx_math and computed(dtype) == F32:
@@ -101,7 +101,7 @@ class Tiles(Core):
     def operand_of(
         self, op: Op, value: Value, spread: Spread | None, lanes: tuple[Lane, ...]
     ) -> Tile:
-        """An operand of an elementwise op, whose result may be parts of sums."""
+        """An operand of an elementwise op, whose result may be partial sums."""
         is_part = op.name == "add" or value in self.assignment.partial
         if lanes and is_part and value.type.shape:
             return self.part(value, lanes, spread, op)
@@ -119,14 +119,14 @@ class Tiles(Core):
     # --- masks ---
 
     def is_mask(self, op: Op, operands: Sequence[Tile]) -> bool:
-        """Whether a choice by position is often the same for all of a thread's part."""
+        """Whether a select by position is often uniform over a thread's part."""
         which, *cases = operands
         tiles = len(cases) == 2 and cases[1].spread is not None
         convex = which.is_computed and self.is_convex(op.operands[0])
         return tiles and convex and not cases[1].is_computed and which.registers > 8
 
     def is_convex(self, value: Value) -> bool:
-        """Whether a bool that is true at the corners of a box is true inside, too."""
+        """Whether a bool that is true at the corners of a box is true throughout."""
         op = self.producers.get(value)
         if op is None:
             return False
@@ -150,7 +150,7 @@ class Tiles(Core):
         return all(map(self.is_linear, op.operands))
 
     def masked(self, op: Op, result: Tile, operands: Sequence[Tile]) -> None:
-        """Elements are tested one by one only where a corner is not kept."""
+        """Elements are tested one by one only where a corner is masked out."""
         which, other, kept = operands
         assert which.spread is not None
         corners = [which.held(str(n)) for n in which.spread.corners()]
@@ -234,7 +234,7 @@ class Tiles(Core):
         self.env[op.result] = replace(source, spread=spread)
 
     def emit_slice(self, op: Op) -> None:
-        """Registers of the whole tile, which each thread has."""
+        """Registers of the whole tile, already in each thread."""
         (value,) = op.operands
         source = self.whole(value, op)
         if source.spread is None:
@@ -322,7 +322,7 @@ class Tiles(Core):
         self.finish_reduce(op, sums, dtype)
 
     def reduce_uniform(self, op: Op, source: Tile) -> None:
-        """Of a tile whose elements are all the same number."""
+        """The reduction of a uniform tile."""
         kind, dtype = op.attrs["kind"], source.dtype
         count = op.operands[0].tile.size // op.result.tile.size
         if count > 1 and kind in ("prod", "xor"):
@@ -362,10 +362,10 @@ class Tiles(Core):
     ) -> None:
         """Through shared memory, where warps share a sum.
 
-        What the threads that share it have is next to each other there, so that each
-        of them reads it in few loads; lanes that agree already have one place.
+        The values of the threads that share a sum are contiguous there, so that each of
+        them reads them in few loads; lanes that already agree have one slot.
         """
-        # Lanes that differ in what is summed alone agree already: the others are kept.
+        # Lanes that differ only in what is summed already agree: the others are kept.
         apart = WARP
         for lane in sorted(moving, key=lambda p: -p.unit):
             if lane.unit < apart <= lane.unit * lane.count:
@@ -421,7 +421,7 @@ class Tiles(Core):
 
 
 def _place_in(unit: int, apart: int) -> str:
-    """The number of a thread among `unit` ones of which `apart` of a warp count."""
+    """The number of a thread among `unit`, where only `apart` lanes of a warp count."""
     if apart == WARP:
         return f" + thread % {unit}"
     warps = f" + thread % {unit} / {WARP}" if unit > WARP else ""

@@ -1,16 +1,16 @@
-"""turn_tiles: computed tiles are held such that matrix instructions can take them.
+"""turn_tiles: holds computed tiles so that matrix instructions can take them.
 
-`wgmma` takes a computed operand from registers, as its left side and with the summed
-dimension along its rows: what a product left there. A backward kernel multiplies the
-transpose of a computed tile: dv += p^T @ do, dk += ds^T @ q. There the *transposed*
-scores are computed in the first place: k @ q^T instead of q @ k^T.
+`wgmma` takes a computed operand from registers, as its left operand and with the
+contracted dimension along its rows: the layout that a matmul left there. A backward
+kernel multiplies the transpose of a computed tile: dv += p^T @ do, dk += ds^T @ q.
+There the *transposed* scores are computed in the first place: k @ q^T instead of q @
+k^T.
 
 Tiles that elementwise ops, loops and branches connect are held alike: all as written,
-or all *turned*. Each product says how its computed side must be held and, since that
-side must be the left one, how its result is held. Then the program is rebuilt: sides
-of products change places, columns that are broadcast become rows, transpositions
-between tiles that are held differently vanish. Where products disagree, tiles stay as
-written.
+or all *turned*. Each matmul determines how its computed operand must be held and, since
+that must be the left one, how its result is held. Then the program is rebuilt: operands
+of matmuls are swapped, broadcast columns become rows, and transposes between tiles that
+are held differently vanish. Where matmuls disagree, tiles stay as written.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,11 +22,11 @@ from pallasite.ir.roles import Cond, Dot, Loop, Pipeline
 from pallasite.ir.types import TileType
 from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 
-TURN = (1, 0)  # the transposition
+TURN = (1, 0)  # the transpose's permutation
 
 
 def turn_tiles(kernel: Kernel) -> Kernel:
-    """Hold tiles turned where products want them so."""
+    """Hold tiles turned where matmuls need them so."""
     pipeline = Pipeline.of(find_pipeline(kernel))
     turned = _Wishes(pipeline.body).turned()
     if not turned:
@@ -44,7 +44,7 @@ def _is_elementwise(op: Op) -> bool:
 
 
 def _is_plain(dot: Dot) -> bool:
-    """Whether a product is one of two matrices."""
+    """Whether a matmul is one of two matrices."""
     return all(
         not side.batch and len(side.contract) == len(side.free) == 1
         for side in dot.sides
@@ -52,13 +52,13 @@ def _is_plain(dot: Dot) -> bool:
 
 
 class _Factors:
-    """The sides of products, through transpositions."""
+    """The operands of matmuls, looking through transposes."""
 
     def __init__(self, body: Block):
         self.made = {v: op for op in walk(body) for v in op.results}
 
     def of(self, dot: Dot) -> list[tuple[Value, int]]:
-        """Each side's tile, and which of its dimensions is summed over."""
+        """Each operand's tile, and which of its dimensions is contracted."""
         found = []
         for side in dot.sides:
             value, contract = side.value, side.contract[0]
@@ -70,7 +70,7 @@ class _Factors:
         return found
 
     def is_number(self, value: Value) -> bool:
-        """Whether a tile is one number, which is turned wherever that is needed."""
+        """Whether a tile is uniform, and so can be turned anywhere."""
         op = self.made.get(value)
         return op is not None and op.name == "constant"
 
@@ -80,7 +80,7 @@ class _Factors:
 
 
 class _Wishes:
-    """Which sets of connected tiles products want turned."""
+    """Which sets of connected tiles matmuls want turned."""
 
     def __init__(self, body: Block):
         self.body, self.factors = body, _Factors(body)
@@ -96,7 +96,7 @@ class _Wishes:
         return value
 
     def turned(self) -> set[Value]:
-        """The roots of sets, of those that agree."""
+        """The roots of the sets on which all matmuls agree."""
         wishes: dict[Value, set[bool]] = {}
         for op in walk(self.body):
             if op.name != "dot" or not _is_plain(Dot.of(op)):
@@ -122,7 +122,7 @@ def _values(body: Block) -> Iterator[Value]:
 
 
 def _connected(op: Op) -> Iterator[tuple[Value, Value]]:
-    """Pairs of tiles that are held alike."""
+    """Pairs of tiles that must be held alike."""
     if op.name == "for":
         loop = Loop.of(op)
         for parts in (loop.inits, loop.yields, loop.results):
@@ -139,7 +139,7 @@ def _connected(op: Op) -> Iterator[tuple[Value, Value]]:
 
 
 def _fixed(op: Op) -> Iterator[Value]:
-    """Tiles that an op hands on in a way of its own."""
+    """Tiles that an op passes on in a form of its own."""
     if op.regions and op.name not in ("for", "cond", "pipeline"):
         for region in op.regions:
             yield from (*region.params, *region.yields)
@@ -151,10 +151,10 @@ class _Turned:
 
     def __init__(self, turned: set[Value], body: Block):
         self.turned, self.factors = turned, _Factors(body)
-        self.new: dict[Value, Value] = {}  # turned tiles: as they are held now
+        self.new: dict[Value, Value] = {}  # turned tiles: as they are now held
 
     def block(self, block: Block, results: Sequence[Value] = ()) -> Block:
-        """The block; what it yields is held as `results` are."""
+        """The block; its yields are held as `results` are."""
         params = tuple(self.param(v) for v in block.params)
         b = Builder()
         for op in block.ops:
@@ -166,7 +166,7 @@ class _Turned:
     def held_as(
         self, values: Sequence[Value], others: Sequence[Value], b: Builder
     ) -> tuple[Value, ...]:
-        """Values, each as one that it is connected with."""
+        """Values, each held like one that it is connected with."""
         return tuple(
             self.as_turned(v, b) if other in self.turned else self.as_written(v, b)
             for v, other in zip(values, others, strict=True)
@@ -212,7 +212,7 @@ class _Turned:
             b.ops.append(op.with_(operands=operands, regions=regions))
 
     def is_held_otherwise(self, op: Op) -> bool:
-        """Whether a transposition is what turning does to one of its tiles."""
+        """Whether a transpose is what turning does to one of its tiles."""
         is_turned = [v in self.turned for v in (op.operands[0], op.result)]
         return op.attrs["perm"] == TURN and any(is_turned) and not all(is_turned)
 
@@ -261,7 +261,7 @@ class _Turned:
         return b.op("transpose", made, perm=TURN)
 
     def broadcast(self, op: Op, shape: Sequence[int], b: Builder) -> Value:
-        """A column becomes a row, without the dimensions of one element."""
+        """A column becomes a row, ignoring dimensions of size one."""
         x = self.as_written(op.operands[0], b)
         dims = op.attrs["dims"]
         if x.tile.rank == 2:

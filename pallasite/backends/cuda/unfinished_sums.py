@@ -1,9 +1,9 @@
-"""Sums that threads finish later: which tiles may hold parts of sums.
+"""Deferred cross-thread reductions: which tiles may hold partial sums.
 
-A row's sum over the threads that share the row takes a few exchanges between threads.
-A loop that only adds such sums up, and scales them by numbers that these threads agree
-on, can carry each thread's own part instead, and sum over the threads once, after it.
-`partial_sums` finds the tiles of which that is true.
+Summing a row over the threads that share it takes a few shuffles. A loop that only adds
+up such sums, and scales them by numbers on which these threads agree, can carry each
+thread's partial sum instead, and reduce over the threads once, after the loop.
+`partial_sums` finds the tiles for which this holds.
 """
 
 from collections.abc import Mapping
@@ -69,7 +69,7 @@ def _lanes(
 
 
 def _reduced(op: Op, spreads: Mapping[Value, Spread]) -> tuple[Lane, ...]:
-    """The lanes of a warp that a sum of 32-bit floats is still spread over."""
+    """The lanes of a warp over which a sum of 32-bit floats is still to be reduced."""
     x = op.operands[0]
     if op.attrs["kind"] != "sum" or x.tile.dtype.name != "f32" or x not in spreads:
         return ()
@@ -86,7 +86,7 @@ def _stays(
     users: Mapping[Value, list[Op]],
     loops: list[Loop],
 ) -> bool:
-    """Whether being partial pays: a loop carries it, or what it becomes part of."""
+    """Whether being partial pays off: a loop carries it, or a sum it is added to."""
     for loop in loops:
         if value in loop.carried:
             inside = [u for u in users.get(value, ()) if u is not loop.op]

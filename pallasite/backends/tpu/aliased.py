@@ -1,11 +1,11 @@
-"""An operand and the result that is the same memory: blocks of both as one block.
+"""Aliased operands and results: merges the blocks of each pair into one block.
 
-Mosaic fetches an operand's block into one buffer and sends a result's block off from
-another one: a store into the one is not seen in the other, and a result's block starts
-out as rubbish. Where a kernel could tell, its operand's block is copied into the
+Mosaic fetches an operand's block into one buffer and writes a result's block back from
+another: a store into one is not visible in the other, and a result's block starts
+uninitialised. Where a kernel could tell, its operand's block is copied into the
 result's block when that block is entered, and the body uses only the result's.
 
-Kernel in, Kernel out: what it means stays the same.
+Kernel in, Kernel out: the meaning stays the same.
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,11 @@ from pallasite.passes.analysis.block_table import all_steps, evaluate_map
 from pallasite.passes.analysis.carried import VIEWS, is_overwritten
 from pallasite.passes.analysis.grid import WindowMoves, analyze
 
-_MOST_STEPS = 1 << 10  # of grids in which all pairs of blocks are looked at
+_MOST_STEPS = 1 << 10  # of grids in which all pairs of blocks are compared
 
 
 def join_aliased(kernel: Kernel) -> Kernel:
-    """The kernel with one block for each aliased pair that could be told apart."""
+    """The kernel with one block for each aliased pair whose separation could show."""
     for operand, result in kernel.aliases:
         pipeline = main_pipeline(kernel)
         if pipeline is None or _is_called_once(pipeline):
@@ -44,11 +44,11 @@ def join_aliased(kernel: Kernel) -> Kernel:
 
 
 def reads_other_blocks(kernel: Kernel, operand: int, result: int) -> bool:
-    """Whether an operand is seen in other blocks than the result that is its memory,
-    and the result's blocks keep some of what they were.
+    """Whether an operand is seen in other blocks than the result that aliases it, and
+    the result's blocks keep some of their old contents.
 
     Raises:
-        UnsupportedError: what is stored into the result would be read in the operand.
+        UnsupportedError: the operand would have to show what is stored to the result.
     """
     pipeline = main_pipeline(kernel)
     assert pipeline is not None
@@ -62,7 +62,7 @@ def reads_other_blocks(kernel: Kernel, operand: int, result: int) -> bool:
 
 
 class _Pair:
-    """An operand, and the result that is its memory."""
+    """An operand, and the result that aliases it."""
 
     def __init__(self, kernel: Kernel, op: Op, source: Value, output: Value):
         self.kernel, self.pipeline = kernel, Pipeline.of(op)
@@ -76,7 +76,7 @@ class _Pair:
         return next((each for each in shown if each.array is array), None)
 
     def can_tell(self) -> bool:
-        """Whether results may differ from what two separate blocks give."""
+        """Whether two separate blocks could give other results."""
         seen, written = self.shown(self.source), self.shown(self.output)
         assert written is not None
         uses = _uses(self.body, seen.block) if seen else []
@@ -138,7 +138,7 @@ class _Pair:
         )
 
     def copy_entered(self, b: Builder, block: Value, written: Shown) -> None:
-        """`result[...] = operand[...]` where the step before had another block."""
+        """`result[...] = operand[...]` if the previous step had another block."""
         then = Builder(b.loc)
         then.store(written.block, then.load(block))
         entered = None
@@ -151,9 +151,9 @@ class _Pair:
             b.emit("cond", b.cast(entered, I32), regions=(Block(), then.block()))
 
     def entered(self, b: Builder, written: Shown) -> Value:
-        """Whether this is the first step, or the last one had another block."""
+        """Whether this is the first step, or the previous one had another block."""
         before, borrow = self.step_before(b)
-        entered = borrow  # of all axes: there is no step before
+        entered = borrow  # of all axes: there is no previous step
         here = inline(b, written.index_map, self.ids)
         there = inline(b, written.index_map, before)
         for old, new in zip(there, here, strict=True):
@@ -175,7 +175,7 @@ class _Pair:
     # --- blocks that differ ---
 
     def check_apart(self, seen: Shown, written: Shown, uses: Sequence[int]) -> None:
-        """Refuse a kernel in which a step reads what it or an earlier one wrote."""
+        """Reject a kernel in which a step reads what it or an earlier one wrote."""
         kinds = [d.kind for s in (seen, written) for d in s.window.dims]
         if "bounded" in kinds:
             return
@@ -193,7 +193,7 @@ class _Pair:
         steps = all_steps(self.grid)
         if steps is None or steps.shape[1] > _MOST_STEPS or not stored:
             return
-        meet = np.ones((steps.shape[1],) * 2, bool)  # by step that writes, that reads
+        meet = np.ones((steps.shape[1],) * 2, bool)  # by writing step, by reading step
         found = [evaluate_map(s.index_map, steps) for s in (written, seen)]
         if None in found:
             return
@@ -235,7 +235,7 @@ def _type(block: Value) -> tuple:
 
 
 def _reach(window: Window, d: int, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The elements along a dimension that a block has, from and to."""
+    """The range of elements along a dimension that a block covers."""
     dim = window.dims[d]
     size = 1 if dim.kind == "squeezed" else dim.size
     start = index.astype(np.int64) * size if dim.kind == "blocked" else index
@@ -244,7 +244,7 @@ def _reach(window: Window, d: int, index: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _uses(body: Block, ref: Value) -> list[int]:
-    """Which ops of a body use a ref or a view of it, themselves or inside."""
+    """Which ops of a body use a ref or a view of it, also in nested regions."""
     refs, found = {ref}, []
     for number, op in enumerate(body.ops):
         for inner in (op, *(o for r in op.regions for o in walk(r))):

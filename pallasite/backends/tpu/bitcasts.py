@@ -1,7 +1,7 @@
-"""Bits seen as elements of another width, by shifts.
+"""Bitcasts between element widths, by shifts.
 
-The chip reinterprets elements of one width only. Wider elements are cut into narrower
-ones along a new last dimension, the lowest bits first, and put together the other way.
+The chip only reinterprets elements of equal width. Wider elements are split into
+narrower ones along a new last dimension, lowest bits first, and assembled in reverse.
 Kernel in, Kernel out.
 """
 
@@ -14,7 +14,7 @@ from pallasite.ir.types import DTYPES, U32, DType
 
 
 def bitcasts_of_one_width(kernel: Kernel) -> Kernel:
-    """The kernel with bitcasts between types of the same width only."""
+    """The kernel with bitcasts only between types of the same width."""
     return map_ops(kernel, _rewritten)
 
 

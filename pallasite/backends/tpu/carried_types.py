@@ -2,7 +2,7 @@
 
 float16 numbers are float32 numbers that are rounded to float16 wherever the kernel
 rounds; arrays of bools hold bytes (words in scalar memory). Kernel in, Kernel out: the
-parameters have the carried types, and XLA converts the arrays (`runtime/forms.py`).
+parameters have the carrier types, and XLA converts the arrays (`runtime/forms.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, Window, walk
 from pallasite.ir.types import BOOL, F16, F32, I8, I32, U32, DType, RefType, TileType
 
-# Their results are float16 numbers if their operands are.
+# The results of these are float16 numbers if their operands are.
 _SHAPE = ("broadcast_in_dim", "reshape", "transpose", "slice", "concatenate", "pad")
 _CHOICE = (
     "rev",
@@ -44,7 +44,7 @@ def carry_types(kernel: Kernel) -> Kernel:
 
 
 def _carried(type_: Any) -> Any:
-    """A type, or a value of an attribute, with elements the chip has."""
+    """A type, or an attribute's value, with elements the chip has."""
     if type_ == F16:
         return F32
     if isinstance(type_, TileType):
@@ -61,7 +61,8 @@ def _in_memory(dtype: DType, space: str) -> DType:
 
 
 class _Carrying:
-    """Rebuilds a kernel with other types; `values` has what replaces each value."""
+    """Rebuilds a kernel with other types; `values` has the replacement of each
+    value."""
 
     def __init__(self) -> None:
         self.values: dict[Value, Value] = {}
@@ -138,7 +139,7 @@ class _Carrying:
         return from_half_bits(b, bits)
 
     def access_of_bools(self, b: Builder, op: Op) -> None:
-        """Values move between memory of integers and tiles of bools by casts."""
+        """Values move between integer memory and tiles of bools by casts."""
         access = Access.of(op)
         stored = self.values[access.ref].ref.dtype
         roles = {"value": access.value, "compare": access.compare}
@@ -154,7 +155,7 @@ class _Carrying:
             self.values[old] = b.cast(new, BOOL)
 
     def added(self, b: Builder, op: Op) -> Value:
-        """An atomic sum rounds: programs of a core run one after another."""
+        """An atomic addition rounds: programs of a core run sequentially."""
         access = Access.of(op)
         ref, value = self.of([access.ref, access.value])  # type: ignore[list-item]
         where = self.of(access.index_operands)
@@ -165,7 +166,7 @@ class _Carrying:
 
 
 def _check_view(op: Op) -> None:
-    """The bytes of memory that is carried in another type are not its own."""
+    """Reject views of bytes that are carried in another type."""
     for dtype in (op.operands[0].ref.dtype, op.attrs["dtype"]):
         if dtype in (F16, BOOL):
             raise UnsupportedError(
@@ -213,7 +214,7 @@ def rounded(b: Builder, x: Value) -> Value:
     near = b.op("reduce_precision", size, exponent_bits=8, mantissa_bits=10)
     infinity = b.like(float("inf"), size)
     near = b.select(b.gt(near, b.like(LARGEST, near)), infinity, near)
-    # Below the normal numbers float16 counts in steps of 2^-24, as float32 does here.
+    # Below the normal range, float16 has a spacing of 2^-24, as float32 has here.
     step = b.like(0.75, size)
     tiny = b.sub(b.add(size, step), step)
     is_tiny = b.lt(size, b.like(SMALLEST_NORMAL, size))

@@ -1,8 +1,8 @@
-"""Mosaic text -> what `tpu_custom_call` takes: a serialised module and its settings.
+"""Mosaic text to what `tpu_custom_call` takes: a serialised module and its settings.
 
-The module is parsed and verified with the MLIR bindings of jaxlib and shipped as
-versioned bytecode. Without the bindings the text itself is shipped, which libtpu reads
-as its own version of the dialect.
+The module is parsed and verified with jaxlib's MLIR bindings and shipped as versioned
+bytecode. Without the bindings the text itself is shipped, which libtpu reads as its own
+version of the dialect.
 """
 
 import base64
@@ -17,8 +17,8 @@ from pallasite.errors import CompileError, SpecError
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.roles import Pipeline
 
-# The oldest version of the serialised dialect that has all we write: any newer libtpu
-# reads it.
+# The oldest version of the serialised dialect that has everything emitted here: any
+# newer libtpu reads it.
 DIALECT_VERSION = 15
 VMEM_SPACE = 1
 
@@ -48,12 +48,12 @@ KNOWN = (
 
 
 def verify(text: str) -> None:
-    """Parse and verify the module; CompileError if the bindings refuse it."""
+    """Parse and verify the module; CompileError if the bindings reject it."""
     _parsed(text)
 
 
 def serialise(text: str) -> bytes | None:
-    """The module as versioned bytecode; None where jaxlib has no bindings."""
+    """The module as versioned bytecode; None if jaxlib has no bindings."""
     from pallasite import jaxcompat
 
     mlir = jaxcompat.mosaic_bindings()
@@ -90,7 +90,7 @@ def _parsed(text: str) -> Any:
 
 @functools.cache
 def knows_attribute(text: str) -> bool:
-    """Whether this jaxlib's TPU dialect has an attribute; not without bindings."""
+    """Whether this jaxlib's TPU dialect has an attribute; False without bindings."""
     from pallasite import jaxcompat
 
     mlir = jaxcompat.mosaic_bindings()
@@ -107,9 +107,9 @@ def knows_attribute(text: str) -> bool:
 def input_fusion(params: Mapping[str, Any], kernel: Kernel) -> list[bool]:
     """`allow_input_fusion`, one entry per operand of the call.
 
-    The author counts the arguments of the call: sizes of a dynamic grid come before
-    those, values that the kernel closes over after. A kernel with fewer operands is
-    another one, made of the author's (a derivative): nothing is said about its.
+    The author counts the arguments of the call: sizes of a dynamic grid precede those,
+    captured values follow. A kernel with fewer operands is derived from the author's (a
+    derivative): nothing is said about its operands.
     """
     given = [bool(allowed) for allowed in params.get("allow_input_fusion") or ()]
     if not any(given):
@@ -131,24 +131,24 @@ def call_config(
 
     Args:
         text: the Mosaic module.
-        options: what the author said.
-        vmem_bytes: the limit on vector memory, where the author names none.
+        options: the author's.
+        vmem_bytes: the limit on vector memory, unless the author sets one.
         has_communication: whether it copies to or signals other devices.
-        fusible_inputs: which operands XLA may compute in the call (`input_fusion`).
+        fusible_inputs: which operands XLA may fuse into the call (`input_fusion`).
     """
     params = dict(options.compiler_params)
     _check_params(params)
     body = serialise(text)
     config: dict[str, Any] = {
         "body": base64.b64encode(body or text.encode()).decode(),
-        # Vectors of SparseCores are written as the hardware has them.
+        # Vectors of SparseCores are emitted as the hardware has them.
         "needs_layout_passes": core_of(options) == "tc",
     }
     if body is not None:
         config["serialization_format"] = params.get("serialization_format") or 1
     if core_of(options) == "tc":
-        # Block numbers and the starts of copies are clamped by the kernel itself, so
-        # that libtpu's checks of the same at run time never find anything.
+        # The kernel itself clamps block indices and the starts of copies, so libtpu's
+        # run-time checks of these never fire.
         config["disable_bounds_checks"] = True
     config |= {k: params[k] for k in PASSED_ON if params.get(k) is not None}
     if has_communication:
@@ -174,7 +174,7 @@ def core_of(options: Options) -> str:
 
 
 def _tiling(params: Mapping[str, Any]) -> str:
-    """How SparseCores see arrays: as TensorCores do, unless they are told otherwise."""
+    """How SparseCores see arrays: as TensorCores do, unless told otherwise."""
     as_others = params.get("use_tc_tiling_on_sc")
     return "TILING_SPARSE_CORE" if as_others is False else "TILING_COMPACT"
 

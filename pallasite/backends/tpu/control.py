@@ -1,6 +1,6 @@
 """Blocks and control flow: scoped memory, loops, branches, and the dispatch by name.
 
-Masks cross the boundary of a region as 32-bit integers: Mosaic carries no masks through
+Masks cross region boundaries as 32-bit integers: Mosaic carries no masks through
 loops.
 """
 
@@ -16,12 +16,12 @@ from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.roles import Cond, Loop, While
 from pallasite.ir.types import I32, TileType
 
-# A slice of no elements is not written, and these leave it out.
+# An empty slice is not emitted, and these skip it.
 TAKE_NOTHING = ("slice", "concatenate", "pad")
 
 
 class Control(Remote):
-    """Writes blocks."""
+    """Emits blocks."""
 
     def emit_block(self, block: Block) -> tuple[str, ...]:
         return self._emit_ops(block.ops, block.yields)
@@ -34,7 +34,7 @@ class Control(Remote):
         return tuple(self.name(v) for v in yields)
 
     def emit(self, op: Op) -> None:
-        """Write one op and note the names of its results."""
+        """Emit one op and record the names of its results."""
         outer, self.op = self.op, op
         with self.out.at(op.loc):
             names = self._written(op)
@@ -65,7 +65,7 @@ class Control(Remote):
     def _emit_scope(
         self, ops: Sequence[Op], yields: Sequence[Value]
     ) -> tuple[str, ...]:
-        """Memory that lives until the block ends: a region around the rest of it."""
+        """Memory whose lifetime is the block: a region around the rest of it."""
         types = self._carried_types(yields)
         results = self.out.values(len(types), '"tpu.region"() ({')
         count = next((i for i, o in enumerate(ops) if o.name != "alloc"), len(ops))
@@ -87,7 +87,7 @@ class Control(Remote):
         name = self.out.value(f"{spelled} : {view.type}")
         self.views[op.result] = View.whole(name, ref, shape, dims)
 
-    # --- what crosses the boundary of a region ---
+    # --- values that cross a region boundary ---
 
     def _carried(self, value: Value) -> TileType:
         tile = self.tile_type(value)
@@ -124,12 +124,12 @@ class Control(Remote):
     # --- loops ---
 
     def _starts(self, inits: Sequence[Value]) -> list[str]:
-        """What a loop starts from.
+        """The initial values of a loop.
 
-        libtpu keeps a tile that does not vary along a dimension once for all of it, and
-        takes what a loop carries to be like its start. Where counting makes other tiles
-        that vary along one dimension only, it then fails to bring the two together. So
-        a start is made to look as if it varied.
+        libtpu stores a tile that does not vary along a dimension only once along it,
+        and assumes that a carried value has the layout of its initial value. If an iota
+        makes the loop yield tiles that vary along one dimension only, it then fails to
+        reconcile the two. So an initial value is made to look as if it varied.
         """
         names = self._carry_all([self.name(v) for v in inits], inits)
         if not self.counts_places:
@@ -201,11 +201,11 @@ class Control(Remote):
     # --- branches ---
 
     def emit_cond(self, op: Op) -> tuple[str, ...]:
-        """The branch number is clamped: the last `if` takes all that is left."""
+        """The branch index is clamped: the last `if` takes all remaining values."""
         return self._emit_branches(op, 0)
 
     def _emit_branches(self, op: Op, first: int) -> tuple[str, ...]:
-        """Branches from `first` on; the number is known to be no less."""
+        """Branches from `first` on; the index is known not to be smaller."""
         cond = Cond.of(op)
         if first == len(cond.branches) - 1:
             return self.emit_block(cond.branches[first])
@@ -225,7 +225,7 @@ class Control(Remote):
     # --- the rest ---
 
     def emit_assume_multiple(self, op: Op) -> str:
-        """A promise: `facts` keeps it, and memory ops pass it on."""
+        """A promise: `facts` records it, and memory ops pass it on."""
         return self.name(op.operands[0])
 
     def emit_delay(self, op: Op) -> None:

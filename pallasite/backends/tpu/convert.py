@@ -18,10 +18,10 @@ from pallasite.ir.types import BOOL, F32, I32, DType, TileType
 
 
 class Conversions(Core):
-    """Writes conversions."""
+    """Emits conversions."""
 
     def convert(self, name: str, tile: TileType, dtype: DType) -> str:
-        """A value of type `tile` with elements of `dtype`, as `cast` means it."""
+        """Convert a value of type `tile` to elements of `dtype`, like `cast`."""
         source = tile.dtype
         if source == dtype:
             return name
@@ -32,7 +32,7 @@ class Conversions(Core):
         return self._convert_plain(name, tile, dtype)
 
     def _convert_scalar(self, name: str, tile: TileType, dtype: DType) -> str:
-        """Between registers of 32 bits; a narrow result is brought into its range."""
+        """Between 32-bit registers; a narrow result is rounded or wrapped."""
         held, wanted = tile.with_dtype(held_dtype(tile.dtype)), held_dtype(dtype)
         whole = tile.dtype.is_float and dtype.is_integer and dtype.bits < 32
         name = self._convert_plain(name, held, wanted)
@@ -41,7 +41,7 @@ class Conversions(Core):
         return self._rounded(name, dtype) if dtype.bits < 32 else name
 
     def _rounded(self, name: str, dtype: DType) -> str:
-        """A 32-bit scalar as the nearest one of a narrow type."""
+        """A 32-bit scalar rounded to a narrow type."""
         if dtype.is_float:
             text = element_text(dtype)
             narrow = self.out.value(f"arith.truncf {name} : f32 to {text}")
@@ -82,12 +82,12 @@ class Conversions(Core):
         zero, text = self.out.number(0, tile), tile_text(tile)
         if not tile.dtype.is_float:
             return self.out.value(f"arith.cmpi ne, {name}, {zero} : {text}")
-        # NaN counts as true, so: not equal to zero.
+        # NaN counts as true, hence: not equal to zero.
         same = self.out.value(f"arith.cmpf oeq, {name}, {zero} : {text}")
         return self.flipped(same, tile.with_dtype(BOOL))
 
     def flipped(self, name: str, tile: TileType) -> str:
-        """All bits inverted; of bools, `not`."""
+        """All bits inverted; for bools, `not`."""
         ones = self.out.number(True if tile.dtype.is_bool else -1, tile)
         return self.out.value(f"arith.xori {name}, {ones} : {tile_text(tile)}")
 
@@ -113,7 +113,7 @@ class Conversions(Core):
         return self._spell("arith.trunci", name, whole, tile.with_dtype(dtype))
 
     def _clamped_to(self, name: str, tile: TileType, dtype: DType) -> str:
-        """Integers brought into the range of a narrow type, the ends for the rest."""
+        """Integers saturated to the range of a narrow type."""
         low, high = (self.out.number(n, tile) for n in integer_range(dtype))
         text = tile_text(tile)
         name = self.out.value(f"arith.maxsi {name}, {low} : {text}")
@@ -122,7 +122,7 @@ class Conversions(Core):
     def _integer_to_integer(self, name: str, tile: TileType, dtype: DType) -> str:
         source, target = tile.dtype, tile.with_dtype(dtype)
         if source.bits == dtype.bits:
-            return name  # MLIR integers carry no sign
+            return name  # MLIR integers are signless
         if source.bits > dtype.bits:
             return self._spell("arith.trunci", name, tile, target)
         op = "arith.extsi" if source.is_signed_int else "arith.extui"
@@ -136,7 +136,7 @@ class Conversions(Core):
     # --- scalars and vectors ---
 
     def repeat(self, name: str, tile: TileType, shape: Sequence[int]) -> str:
-        """A scalar, or dimensions of one, repeated over `shape`."""
+        """Broadcast a scalar, or dimensions of size one, to `shape`."""
         held = tile if tile.shape else tile.with_dtype(held_dtype(tile.dtype))
         spread = held.with_shape(shape)
         types = f"{tile_text(held)} to {tile_text(spread)}"
@@ -146,8 +146,9 @@ class Conversions(Core):
     def from_element(self, name: str, dtype: DType) -> str:
         """A number in its memory form, as a scalar.
 
-        An integer is extended the wrong way and then rounded: MLIR would push bitwise
-        ops through the right way, back to a width the scalar unit lacks.
+        An integer is extended with the opposite signedness and then rounded: MLIR would
+        push bitwise ops through the correct extension, back to a width the scalar unit
+        lacks.
         """
         held = held_dtype(dtype)
         if held == dtype:

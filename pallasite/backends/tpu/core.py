@@ -1,7 +1,7 @@
-"""What every part of the emitter shares: the names of values, and refusals.
+"""Shared by all parts of the emitter: the names of values, and rejections.
 
 `convert.py` adds conversions; `elementwise.py`, `tiles.py`, `memory.py` and
-`control.py` the ops by family; `emit.py` puts them together into whole functions.
+`control.py` add ops by family; `emit.py` combines them into whole functions.
 """
 
 from typing import NoReturn
@@ -14,7 +14,7 @@ from pallasite.passes.analysis.intervals import Facts
 
 
 class Core:
-    """Writes one function; subclasses know the ops."""
+    """Emits one function; subclasses know the ops."""
 
     def __init__(self, with_locations: bool = False):
         self.out = Writer(with_locations)
@@ -24,7 +24,7 @@ class Core:
         self.repeated: set[Value] = set()  # tiles that do not vary along all dims
         self.counts_places = False  # whether the kernel has an iota
         self.turns_columns = False  # whether (n, 1) becomes (n,) by a transpose
-        self.op: Op | None = None  # being written: what a refusal points at
+        self.op: Op | None = None  # being emitted: what an error points at
 
     # --- values ---
 
@@ -32,7 +32,7 @@ class Core:
         return self.names[value]
 
     def tile_type(self, value: Value) -> TileType:
-        """The type of a tile operand, refused if the chip has no such elements."""
+        """The type of a tile operand; rejected if the chip has no such elements."""
         tile = value.tile
         if tile.dtype.name not in ELEMENTS:
             self.refuse(
@@ -42,13 +42,13 @@ class Core:
         return tile
 
     def emit_block(self, block: Block) -> tuple[str, ...]:
-        """Write a block's ops; the names of what it yields."""
+        """Emit a block's ops; returns the names of its yields."""
         raise NotImplementedError("control.py writes blocks")
 
-    # --- refusals ---
+    # --- rejections ---
 
     def refuse(self, why: str, fix: str = "", **facts: object) -> NoReturn:
-        """Say that the op being written cannot run on a TPU, and what to do."""
+        """Raise that the op being emitted cannot run on a TPU, with a fix."""
         op = self.op
         if op is None:
             raise UnsupportedError(f"backend 'tpu': {why}", facts.items(), fix=fix)

@@ -1,8 +1,8 @@
-"""Chips with two TensorCores: which axes of the grid they divide between them.
+"""Chips with two TensorCores: which grid axes are divided between them.
 
-Mosaic gives each core a part of one axis called parallel, whichever divides best. Each
-core has vector memory of its own, from which a block is written back whole: so blocks
-of results must differ along the axis, not only what programs write of them.
+Mosaic gives each core a part of one parallel axis, whichever divides best. Each core
+has its own vector memory, from which a block is written back whole: so the blocks of
+results must differ along the axis, not just the parts that programs write.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from pallasite.target import Tpu
 
 
 def share_between_cores(kernel: Kernel, chip: Tpu | None) -> Kernel:
-    """The kernel with axes called parallel along which programs are independent."""
+    """The kernel with axes of independent programs marked parallel."""
     op = main_pipeline(kernel)
     if op is None or chip is None or chip.cores == 1 or _has_semaphores(kernel):
         return kernel
@@ -34,6 +34,6 @@ def share_between_cores(kernel: Kernel, chip: Tpu | None) -> Kernel:
 
 
 def _has_semaphores(kernel: Kernel) -> bool:
-    """Copies and signals of its own: cores would have to agree on them."""
+    """Has its own copies and signals, on which cores would have to agree."""
     refs = (v for op in walk(kernel.body) for v in op.operands if v.is_ref)
     return any(ref.ref.is_semaphore for ref in refs)

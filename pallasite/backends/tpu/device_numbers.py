@@ -1,9 +1,9 @@
-"""Which device a kernel runs on: asked in the kernel, not passed to it.
+"""Which device a kernel runs on: queried in the kernel, not passed to it.
 
-`lax.axis_index` of a mesh of devices is an operand of the call. A TPU's core knows its
+`lax.axis_index` of a device mesh is an operand of the call. A TPU's core knows its
 device's number; an operand would have to be copied to scalar memory before the kernel
-can name a neighbour. The number counts devices as copies and signals to them do, so
-this is for kernels that have some: others take the operand.
+can address a neighbour. The number is the one that copies and signals use, so this is
+for kernels that have some: others take the operand.
 
 Kernel in, Kernel out.
 """
@@ -16,7 +16,7 @@ MESH_AXIS = "tpu.mesh_axis"  # of a load of `lax.axis_index`: see its import
 
 
 def ask_for_device_numbers(kernel: Kernel) -> Kernel:
-    """The kernel with `device_number` in place of places in a mesh that it is given."""
+    """The kernel with `device_number` in place of mesh positions passed as operands."""
     return map_ops(kernel, _asked) if talks_to_devices(kernel.body) else kernel
 
 

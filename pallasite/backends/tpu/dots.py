@@ -1,9 +1,9 @@
-"""Products that the matrix unit does not take as they are, made of ones it does.
+"""Matmuls that the matrix unit does not take directly, built from ones it does.
 
 It contracts one dimension, takes one batch dimension and one other on each side, and
 multiplies floats and, after v4, signed bytes. Dimensions are merged. Other integers are
-cut into bytes, which bfloat16 holds exactly; so are sums of their products in float32,
-256 at a time, and those are put together modulo the width of the result.
+split into bytes, which bfloat16 represents exactly, as float32 does sums of up to 256
+of their products; these are combined modulo the width of the result.
 
 Kernel in, Kernel out.
 """
@@ -19,12 +19,12 @@ from pallasite.ir.roles import Dot, DotSide
 from pallasite.ir.types import BF16, F32, I32, DType
 from pallasite.target import Tpu
 
-DEPTH = 256  # products of two bytes whose sum float32 holds exactly
+DEPTH = 256  # products of two bytes whose sum float32 represents exactly
 Dims = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def plain_dots(kernel: Kernel, chip: Tpu | None = None) -> Kernel:
-    """The kernel with products of matrices only, or of batches of them."""
+    """The kernel with dots of matrices, or of batches of matrices, only."""
     has_bytes = chip is None or chip.generation > 4
     return map_ops(kernel, partial(_rewritten, has_bytes=has_bytes))
 
@@ -56,14 +56,14 @@ def _is_matrix(side: DotSide) -> bool:
 
 
 def _multiplies(left: DType, right: DType, has_bytes: bool) -> bool:
-    """Whether the matrix unit has products of these types."""
+    """Whether the matrix unit multiplies these types."""
     if left.is_float and right.is_float:
         return True
     return has_bytes and left == right and left.is_signed_int and left.bits <= 8
 
 
 def _matrix(b: Builder, side: DotSide) -> Value:
-    """An operand as batches, if any, of rows that are contracted."""
+    """An operand as (batches of) rows along the contracted dimension."""
     x, perm = side.value, (*side.batch, *side.free, *side.contract)
     if list(perm) != sorted(perm):
         x = b.op("transpose", x, perm=perm)
@@ -74,7 +74,7 @@ def _matrix(b: Builder, side: DotSide) -> Value:
 
 
 def _of_bytes(b: Builder, lhs: Value, rhs: Value, attrs: dict) -> Value:
-    """The product of integers, modulo 2^32."""
+    """The integer matmul, modulo 2^32."""
     dims: list[int] = [each[0] for each in attrs["contract"]]
     depth = lhs.tile.shape[dims[0]]
     total: Value | None = None
@@ -98,7 +98,7 @@ def _of_bytes(b: Builder, lhs: Value, rhs: Value, attrs: dict) -> Value:
 
 
 def _bytes(b: Builder, x: Value) -> list[Value]:
-    """The bytes of integers from the lowest, as bfloat16; the highest has the sign."""
+    """The bytes of integers, lowest first, as bfloat16; the highest is signed."""
     dtype = x.tile.dtype
     count = max(dtype.bits // 8, 1)
     words = b.cast(x, I32)

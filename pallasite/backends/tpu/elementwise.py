@@ -1,8 +1,8 @@
-"""Elementwise ops: a table of spellings, and methods where a name does not say it all.
+"""Elementwise ops: a table of spellings, and methods where a name is not enough.
 
 A row of `SPELLINGS` names the MLIR op per kind of element. Vectors and scalars are
-spelled alike. Types narrower than the unit that computes are widened to 32 bits around
-the op (`_compute_dtype`).
+spelled alike. Types narrower than the computing unit are widened to 32 bits around the
+op (`_compute_dtype`).
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Spelling:
     ints: str | None = None
     uints: str | None = None
     bools: str | None = None
-    vector_bf16: bool = True  # Mosaic takes vectors of bf16
+    vector_bf16: bool = True  # Mosaic accepts vectors of bf16
 
     def of(self, dtype: DType) -> str | None:
         kinds = {"float": self.floats, "int": self.ints, "uint": self.uints}
@@ -52,13 +52,13 @@ SPELLINGS: dict[str, Spelling] = {
     "mul": _number("arith.mul"),
     "max": Spelling("arith.maximumf", "arith.maxsi", "arith.maxui", "arith.ori"),
     "min": Spelling("arith.minimumf", "arith.minsi", "arith.minui", "arith.andi"),
-    "div": _float("arith.divf"),  # of integers: emit_div
-    "rem": _float("arith.remf", vector_bf16=False),  # of integers: emit_rem
-    "neg": _float("arith.negf"),  # of integers: emit_neg
+    "div": _float("arith.divf"),  # integers: emit_div
+    "rem": _float("arith.remf", vector_bf16=False),  # integers: emit_rem
+    "neg": _float("arith.negf"),  # integers: emit_neg
     "abs": Spelling("math.absf", "math.absi"),
     "floor": _float("math.floor"),
     "ceil": _float("math.ceil"),
-    "pow": _float("math.powf"),  # of integers: emit_pow
+    "pow": _float("math.powf"),  # integers: emit_pow
     "sqrt": _float("math.sqrt"),
     "rsqrt": _float("math.rsqrt"),
     "exp": _float("math.exp"),
@@ -76,7 +76,7 @@ SPELLINGS: dict[str, Spelling] = {
     "or": _bits("arith.ori"),
     "xor": _bits("arith.xori"),
     "eq": _compare("oeq", "eq"),
-    "ne": _compare("oeq", "ne"),  # of floats: not equal, by emit_ne
+    "ne": _compare("oeq", "ne"),  # floats: emit_ne
     "lt": _compare("olt", "slt", "ult"),
     "le": _compare("ole", "sle", "ule"),
     "gt": _compare("ogt", "sgt", "ugt"),
@@ -87,10 +87,10 @@ ROUNDINGS = {0: "math.round", 1: "math.roundeven"}  # away from zero, to even
 
 
 class Elementwise(Conversions):
-    """Writes elementwise ops."""
+    """Emits elementwise ops."""
 
     def emit_elementwise(self, op: Op) -> str:
-        """An op of the table; the name of its result."""
+        """Emit an op of the table; returns the name of its result."""
         if op.name in COMPARISONS and op.operands[0].tile.dtype.is_bool:
             return self._compare_masks(op)
         names, tile = self._computing(op)
@@ -103,7 +103,7 @@ class Elementwise(Conversions):
         return self.convert(name, tile, op.result.tile.dtype)
 
     def spelled(self, name: str, dtype: DType) -> str:
-        """The MLIR op called `name` here, for elements of `dtype`."""
+        """The MLIR op for `name`, for elements of `dtype`."""
         found = SPELLINGS[name].of(dtype)
         if found is None:
             self.refuse(
@@ -113,7 +113,7 @@ class Elementwise(Conversions):
         return found
 
     def arith(self, spelled: str, *names: str, tile: TileType) -> str:
-        """Write `spelled names : type`."""
+        """Emit `spelled names : type`."""
         return self.out.value(f"{spelled} {', '.join(names)} : {tile_text(tile)}")
 
     def select(self, pred: str, yes: str, no: str, tile: TileType, masks: bool) -> str:
@@ -126,8 +126,8 @@ class Elementwise(Conversions):
     def _extreme(self, name: str, x: str, y: str, tile: TileType) -> str:
         """max or min of two widened numbers: y + max(x - y, 0), x - max(x - y, 0).
 
-        MLIR would fold the plain spelling back to the narrow type, which the chip
-        cannot compare.
+        MLIR would fold the plain form back to the narrow type, which the chip cannot
+        compare.
         """
         if tile.dtype.is_float:
             return self._extreme_float(name, x, y, tile)
@@ -139,7 +139,7 @@ class Elementwise(Conversions):
         return self.arith("arith.subi", x, above, tile=tile)
 
     def _extreme_float(self, name: str, x: str, y: str, tile: TileType) -> str:
-        """The sum is NaN where one of them is, and then both comparisons are false."""
+        """The sum is NaN if an operand is, and then both comparisons are false."""
         first, second = ("ogt", "oge") if name == "max" else ("olt", "ole")
         found = self.arith("arith.addf", x, y, tile=tile)
         other = self.arith(f"arith.cmpf {second},", y, x, tile=tile)
@@ -190,7 +190,7 @@ class Elementwise(Conversions):
         return self.convert(name, tile, op.result.tile.dtype)
 
     def emit_ne(self, op: Op) -> str:
-        """Mosaic compares floats in order only, and NaN is unequal to all."""
+        """Mosaic has only ordered float comparisons, and NaN is unequal to all."""
         name = self.emit_elementwise(op)
         if not op.operands[0].tile.dtype.is_float:
             return name
@@ -233,7 +233,7 @@ class Elementwise(Conversions):
         return self.convert(name, tile, op.result.tile.dtype)
 
     def emit_rem(self, op: Op) -> str:
-        """The sign of the dividend; x rem 0 is x."""
+        """Has the sign of the dividend; x rem 0 is x."""
         if op.result.tile.dtype.is_float:
             return self.emit_elementwise(op)
         (x, y), tile = self._computing(op)
@@ -277,7 +277,7 @@ class Elementwise(Conversions):
         return self.convert(name, tile, op.result.tile.dtype)
 
     def _as_word(self, value: Value, signed: bool) -> tuple[str, TileType]:
-        """An integer's bits in 32, the new ones zeros or copies of its top bit."""
+        """An integer's bits in 32, zero-extended or sign-extended."""
         tile = self.tile_type(value)
         narrow = tile.with_dtype(DTYPES[f"{'i' if signed else 'u'}{tile.dtype.bits}"])
         name = self.convert(self.name(value), tile, narrow.dtype)
@@ -364,7 +364,7 @@ class Elementwise(Conversions):
         return self.arith(least, name, high, tile=tile)
 
     def _spread(self, value: Value, tile: TileType) -> str:
-        """A value in `tile`'s type, a scalar repeated over its shape."""
+        """A value in `tile`'s type; a scalar is broadcast to its shape."""
         name = self.convert(self.name(value), value.tile, tile.dtype)
         if value.tile.shape == tile.shape:
             return name
@@ -387,7 +387,7 @@ class Elementwise(Conversions):
         return picked
 
     def _choose(self, pred: str, yes: str, no: str, tile: TileType, masks: bool) -> str:
-        """`select`, by logic where the cases are masks themselves."""
+        """`select`, by bitwise logic where the cases are masks themselves."""
         if not (tile.dtype.is_bool and tile.shape):
             return self.select(pred, yes, no, tile, masks)
         if not masks:
@@ -434,7 +434,7 @@ class Elementwise(Conversions):
         return self.out.value(f"arith.bitcast {name} : i32 to f32")
 
 
-# Ops that are more than a spelling.
+# Ops that need more than a spelling.
 RULES = {
     "shift_left": Elementwise.emit_shift,
     "shift_right_logical": Elementwise.emit_shift,

@@ -2,8 +2,8 @@
 
 A kernel whose body is one pipeline becomes a function that Mosaic calls once per grid
 step: program ids, scalar-prefetch refs, blocks, scratch. Each window's index map is a
-function of its own. Any other kernel is a function called once. Ops are written by
-`control.py` and the files it builds on.
+function of its own. Any other kernel is a function called once. `control.py` and the
+files it builds on emit the ops.
 """
 
 import re
@@ -33,7 +33,7 @@ from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import RefType
 from pallasite.passes.analysis.intervals import HIGHEST, Fact
 
-DYNAMIC = -(2**63)  # an iteration bound known only when the kernel runs
+DYNAMIC = -(2**63)  # an iteration bound known only at run time
 SEMANTICS = ("arbitrary", "parallel", "core_parallel", "subcore_parallel")
 
 
@@ -45,15 +45,15 @@ def emit_module(
 ) -> str:
     """The text of the Mosaic module for `kernel`, which runs on that kind of core.
 
-    `turns_columns`: columns become rows by transposes, as cores without a gather of
-    sublanes need it.
+    `turns_columns`: columns become rows by transposes, for cores without a sublane
+    gather.
     """
     return _Module(_KernelPlan(kernel, turns_columns), with_locations, core).text()
 
 
 @dataclass(frozen=True)
 class _KernelPlan:
-    """A kernel taken apart: the grid, and what each parameter is to Mosaic."""
+    """A kernel, decomposed: the grid, and what each parameter is to Mosaic."""
 
     kernel: Kernel
     turns_columns: bool = False
@@ -84,7 +84,7 @@ class _KernelPlan:
 
     @cached_property
     def grid_params(self) -> frozenset[Value]:
-        """Parameters that hold dynamic grid sizes; Mosaic takes them apart."""
+        """Parameters that hold dynamic grid sizes; Mosaic takes them separately."""
         loads = {op.result: op for op in self.kernel.body.ops if op.name == "load"}
         return frozenset(loads[v].operands[0] for v in self.grid_sizes if v in loads)
 
@@ -97,7 +97,7 @@ class _KernelPlan:
 
     @cached_property
     def prefetched(self) -> tuple[Value, ...]:
-        """Whole arrays in scalar memory that come first: index maps may read them."""
+        """Leading whole arrays in scalar memory: index maps may read them."""
         rest = [p for p in self.kernel.params if p not in self.grid_params]
         scalars = takewhile(self._is_whole_scalar_memory, rest)
         return () if self.is_called_once else tuple(scalars)
@@ -107,7 +107,7 @@ class _KernelPlan:
 
     @cached_property
     def late_scalars(self) -> tuple[Value, ...]:
-        """Whole arrays in scalar memory further back: windows that never move."""
+        """Later whole arrays in scalar memory: windows that never move."""
         return tuple(p for p in self.blocks if self._is_whole_scalar_memory(p))
 
     @cached_property
@@ -130,7 +130,7 @@ class _KernelPlan:
 
     @property
     def steps(self) -> tuple[int | None, ...]:
-        """The grid Mosaic runs: a step of its own where there is none to speak of."""
+        """The grid Mosaic runs: a single step where there is no real grid."""
         return self.grid if self.grid or self.is_called_once else (1,)
 
 
@@ -153,7 +153,7 @@ class _Module:
         body = "\n".join(functions)
         return f"module @{name} {{\n{body}}}\n"
 
-    # --- what Mosaic does not take ---
+    # --- what Mosaic rejects ---
 
     def _check(self) -> None:
         plan, kernel = self.plan, self.kernel
@@ -189,7 +189,7 @@ class _Module:
             check_left_once(kernel, plan.pipeline)
 
     def _check_windowed(self) -> None:
-        """Each window shows a parameter of its own."""
+        """Each window must show a parameter of its own."""
         plan = self.plan
         count = len(plan.pipeline.windows) if plan.pipeline else 0
         known = {*self.kernel.params}
@@ -287,7 +287,7 @@ class _Module:
         return f"{{{text}}}"
 
     def _origin(self, param: Value) -> str:
-        """The one place that an array as a whole has, at every step."""
+        """The constant block index of a whole array."""
         steps = ", ".join(f"d{axis}" for axis in range(len(self.plan.steps)))
         place = ", ".join("0" * param.ref.rank)
         return f"{{transform_indices = affine_map<({steps}) -> ({place})>}}"
@@ -304,7 +304,7 @@ class _Module:
         return f"fixed_{self.plan.blocks.index(param)}"
 
     def _fixed_map(self, param: Value) -> str:
-        """The index map of an array that is there as a whole at every step."""
+        """The index map of an array that is present as a whole at every step."""
         function = _Function(self.plan, self.with_locations)
         arguments = function.grid_arguments() + function.bind_prefetched()
         names = [function.out.i32(0)] * param.ref.rank
@@ -347,7 +347,7 @@ class _Function(Control):
         return self.views[ref]
 
     def name(self, value: Value) -> str:
-        """Values from before the pipeline are written where they are first used."""
+        """Values from before the pipeline are emitted at their first use."""
         if value not in self.names and value in self._outer:
             if value in self.plan.grid_sizes:
                 axis = self.plan.grid_sizes[value]
@@ -389,7 +389,7 @@ class _Function(Control):
         return f"{name}: {self.views[value].type}"
 
     def _argument(self, value: Value) -> str:
-        """`%name`, from the author's name for it where that is still free."""
+        """`%name`, from the author's name for it if still free."""
         hint = value.name if re.fullmatch(r"[A-Za-z_]\w*", value.name or "") else "ref"
         base, count = hint, 0
         while hint in self._taken or re.fullmatch(r"[ic]\d+", hint):
@@ -401,7 +401,7 @@ class _Function(Control):
     # --- the pipeline ---
 
     def emit_body(self, pipeline: Pipeline) -> None:
-        """One grid step: bind ids and blocks, then the body's ops."""
+        """One grid step: bind ids and blocks, then emit the body's ops."""
         self._bind_ids(pipeline.ids)
         for ref, window, index_map, block in pipeline.shown:
             self.views[block] = self._block_view(ref, block.ref, window, index_map)
@@ -426,7 +426,7 @@ class _Function(Control):
         return replace(view, fill=fill)
 
     def _fill(self, ref: Value, window: Window, index_map: Block) -> Fill | None:
-        """Edges of a filled window, if it has any; needs its block indices here."""
+        """The edges of a window with fill, if any; needs its block indices here."""
         self._bind_ids(index_map.params)
         names = self.emit_block(index_map)
         facts = [self.facts.of(v) for v in index_map.yields]
@@ -440,7 +440,7 @@ class _Function(Control):
         low = dim.padding[0]
         if dim.kind == "blocked":
             name = self._times(name, dim.size)
-        # Elements are numbered from the start of the padding.
+        # Elements are counted from the start of the padding.
         return Edge(d, Start(0, name, 1), low if fact.low < low else None, low + size)
 
     def _times(self, name: str, factor: int) -> str:
@@ -448,7 +448,7 @@ class _Function(Control):
         return name if factor == 1 else self.out.value(f"arith.muli {name}, {by} : i32")
 
     def emit_map(self, index_map: Block, ref: Value, window: Window) -> list[str]:
-        """An index map's block numbers."""
+        """The block indices of an index map."""
         self._bind_ids(index_map.params)
         if any(d.kind == "bounded" for d in window.dims):
             raise UnsupportedError(
@@ -478,10 +478,10 @@ class _Function(Control):
     def _touching(
         self, name: str, dim: BlockDim, size: int, ref: Value, window: Window
     ) -> str:
-        """The nearest block with something of the array in it: no other is copied.
+        """The nearest block that overlaps the array: no other is copied.
 
-        Reads do not see the difference: a block wholly in the padding gives the fill
-        value, or is unspecified.
+        Reads cannot tell: a block entirely in the padding gives the fill value, or is
+        undefined.
         """
         if window.mode == "out":
             raise UnsupportedError(
@@ -515,7 +515,7 @@ def _listed(params: Sequence[Value]) -> str:
     return ", ".join(f"{p.name or '?'}: {p.ref}" for p in params)
 
 
-# Ops that the emitter has for some operands only: where it does not.
+# Ops that the emitter has only for some operands: the exceptions.
 _GAPS: dict[str, Callable[[Op], bool]] = {
     "pow": lambda op: not (op.result.tile.shape and op.result.tile.dtype.is_float),
     "integer_pow": lambda op: op.attrs["y"] < 0 and not op.result.tile.dtype.is_float,
@@ -527,7 +527,7 @@ _GAPS: dict[str, Callable[[Op], bool]] = {
 
 @cache
 def native_ops() -> frozenset[str]:
-    """The ops this emitter has, at least for some operands."""
+    """The ops that this emitter has, at least for some operands."""
     return frozenset({*RULES, "alloc", "pipeline"})
 
 

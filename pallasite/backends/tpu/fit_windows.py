@@ -1,14 +1,14 @@
-"""Windows that the chip's tiles do not fit, made ones that they do.
+"""Reshapes windows that do not fit the chip's tiles.
 
-Mosaic copies blocks whose last two dimensions are multiples of its tiles, or all there
-is of the array. Along a dimension where a block is neither, one of these applies:
+Mosaic copies blocks whose last two dimensions are multiples of its tiles, or span the
+array. Along a dimension where a block does neither, one of these applies:
 
-- a block that is alone is rounded up to tiles, past the end of the array;
-- blocks side by side are cut apart by XLA before the call, so that each is whole in
-  its last two dimensions (a `Form`; the note `tpu.forms` on the pipeline keeps it);
-- blocks that overlap (pl.Element) come with the tiles around them if they are read,
-  and in a window of the whole dimension if they are written;
-- a small result whose blocks are returned to is one window, too.
+- a single block is rounded up to tiles, past the end of the array;
+- adjacent blocks are separated by XLA before the call, so that each is whole in its
+  last two dimensions (a `Form`; the note `tpu.forms` on the pipeline keeps it);
+- overlapping blocks (pl.Element) come with the surrounding tiles if they are read, and
+  in a window of the whole dimension if they are written;
+- a small result whose blocks are revisited becomes one window too.
 
 The body sees the block it saw before, as a part of the new one. Kernel in, Kernel out.
 """
@@ -54,14 +54,14 @@ from pallasite.passes.analysis.intervals import Fact
 from pallasite.passes.place_windows import number_facts
 from pallasite.runtime.forms import Form
 
-# (parameter, padding, blocks, fill, least rank, element) of those not as they are
+# (parameter, padding, blocks, fill, least rank, element) of arrays that change
 FORMS = "tpu.forms"
-OPERANDS = "tpu.operands"  # which operand of the author's each one is
+OPERANDS = "tpu.operands"  # which of the author's operands each one is
 SQUEEZED = BlockDim(1, "squeezed")
 
 
 def fit_windows(kernel: Kernel) -> Kernel:
-    """The kernel with windows that Mosaic takes, and a note on the arrays' forms."""
+    """The kernel with windows that Mosaic accepts, and a note on the arrays' forms."""
     op = main_pipeline(kernel)
     if op is None:
         return kernel
@@ -70,7 +70,7 @@ def fit_windows(kernel: Kernel) -> Kernel:
 
 @dataclass(frozen=True)
 class CallArrays:
-    """What a call takes and gives: operands of the kernel by number, with their forms.
+    """What a call takes and returns: operands by number, with their forms.
 
     None in place of a form: the array as it is.
     """
@@ -117,7 +117,7 @@ class CallArrays:
 
 
 def warn_of_forms(kernel: Kernel, arrays: CallArrays) -> None:
-    """Say which arrays are cut apart before a call, and which blocks would not be."""
+    """Warn which arrays are split before a call, and which blocks would avoid it."""
     op = main_pipeline(kernel)
     if op is None:
         return
@@ -155,10 +155,10 @@ _said: dict[str | tuple[str, type[Warning], int], int] = {}
 
 @dataclass(frozen=True)
 class _Dim:
-    """What becomes of one dimension.
+    """How one dimension is changed.
 
-    how: "same"; "longer": the block is rounded up; "apart": cut into blocks; "around":
-    the block has tiles around what is wanted; "whole": the window does not move.
+    how: "same"; "longer": the block is rounded up; "apart": split into blocks;
+    "around": the block includes surrounding tiles; "whole": the window does not move.
     """
 
     how: str
@@ -169,7 +169,7 @@ class _Dim:
 
 @dataclass(frozen=True)
 class _Fitted:
-    """One window, and what becomes of it."""
+    """One window, and how it is changed."""
 
     shown: Shown
     dims: tuple[_Dim, ...]
@@ -191,7 +191,7 @@ class _Fitted:
 
     @property
     def stays_where_written(self) -> bool:
-        """Programs that wrote blocks of their own now share one."""
+        """Programs that wrote their own blocks now share one."""
         whole = any(each.how == "whole" for each in self.dims)
         return whole and self.shown.window.mode == "out"
 
@@ -227,7 +227,7 @@ class _Fitted:
         return replace(self.shown.window, dims=self._in_order(inner, counts, SQUEEZED))
 
     def _in_order(self, inner: list[Any], counts: list[Any], row: Any) -> tuple:
-        """Outer dimensions, block numbers and the last two dimensions."""
+        """Outer dimensions, block indices and the last two dimensions."""
         if counts and len(inner) == 1:
             inner = [row, *inner]
         last = max(len(inner) - 2, 0)
@@ -246,7 +246,7 @@ class _Fitted:
         return b.block(old.params, self._in_order(numbers, counts, b.index(0)))
 
     def part(self, b: Builder, block: Value, ids: Sequence[Value]) -> Value:
-        """What the body saw before, of the new block."""
+        """What the body saw before, as a part of the new block."""
         if self.is_scalar:
             return b.subview(block, (At(0),) * self.least_rank)
         starts: tuple[Value, ...] = ()
@@ -276,7 +276,7 @@ class _Fitted:
 
 
 def _moved(b: Builder, dim: _Dim, number: Value) -> Value:
-    """The number of the new block along a dimension."""
+    """The index of the new block along a dimension."""
     if dim.how in ("apart", "whole"):
         return b.index(0)
     if dim.how == "around":
@@ -312,10 +312,10 @@ class _Fitting:
             (self.inputs[operand], self.outputs[result])
             for operand, result in kernel.aliases
         ]
-        self.more: list[_Param] = []  # operands of the author's, once more
+        self.more: list[_Param] = []  # duplicated operands of the author's
         self.seen: set[Value] = set()
         self.sized: list[_Param] = []
-        self.sizes: dict[Value, Value] = {}  # of the grid, from operands of their own
+        self.sizes: dict[Value, Value] = {}  # grid sizes, from operands of their own
         self.outer = Builder(kernel.loc)  # before the pipeline
         self.last = Builder(pipeline.op.loc)  # at the end of its body
         self.replaced: dict[Value, Value] = {}
@@ -375,7 +375,7 @@ class _Fitting:
         return Shown(param.value, window, fitted.index_map(b.loc), block)
 
     def _of_length(self, b: Builder, old: Shown, part: Value) -> Value:
-        """The block in memory of its own, where only a length of it counts."""
+        """The block in its own memory, of which only a certain length is valid."""
         ref, fill = part.ref, old.window.fill
         if old.window.mode == "in" and fill is None:
             return part
@@ -403,7 +403,7 @@ class _Fitting:
         return mask
 
     def _check_fill(self, fitted: _Fitted) -> None:
-        """The padding of a form keeps what is stored there; fill= says otherwise."""
+        """The padding of a form keeps what is stored there; fill= contradicts that."""
         shown = fitted.shown
         written = shown.array in self.kernel.outputs and shown.window.fill is not None
         varies = bool(self.lengths[shown.block])
@@ -426,7 +426,7 @@ class _Fitting:
         )
 
     def _own_param(self, shown: Shown) -> _Param:
-        """The parameter of a window; the second window of an operand has its own."""
+        """The parameter of a window; an operand's second window has its own."""
         params = [*self.inputs, *self.outputs]
         for param, old in zip(params, self.kernel.params, strict=False):
             if old is not shown.array:
@@ -438,19 +438,19 @@ class _Fitting:
         return _Param(shown.array, -1)
 
     def _again(self, operand: int) -> _Param:
-        """An operand once more, as a parameter of its own."""
+        """An operand duplicated as a parameter of its own."""
         old = self.kernel.inputs[operand]
         param = _Param(Value(old.type, old.name), operand)
         self.more.append(param)
         return param
 
     def _join_forms(self) -> None:
-        """An operand and the result that is its memory have one form."""
+        """An operand and the result that aliases it have one form."""
         for number, (operand, result) in enumerate(self.aliases):
             apart = reads_other_blocks(self.kernel, operand.source, result.source)
             if operand.note and result.note and not apart:
                 form, own, fill = operand.note[:2], result.note[:2], result.note[2]
-                if form == own and not fill:  # what is past the end is the operand's
+                if form == own and not fill:  # past the end is the operand's
                     result.note = operand.note
             if operand.note == result.note and not apart:
                 continue
@@ -463,7 +463,7 @@ class _Fitting:
             operand.note = result.note
 
     def _check_seen_in_blocks(self, operand: _Param, result: _Param) -> None:
-        """Copies by the kernel itself would have to see what is stored."""
+        """The kernel's own copies would have to see what is stored."""
         array = self.kernel.inputs[operand.source]
         if array in self.pipeline.arrays:
             return
@@ -486,7 +486,7 @@ class _Fitting:
         return any(old in op.operands for op in walk(self.kernel.body))
 
     def _pass_sizes(self) -> None:
-        """Each size of the grid that is in an array is an operand of its own."""
+        """Each grid size that is in an array becomes an operand of its own."""
         loads = {op.result: op for op in self.kernel.body.ops if op.name == "load"}
         for size in self.pipeline.dynamic_sizes:
             access = Access.of(loads[size]) if size in loads else None
@@ -505,7 +505,7 @@ class _Fitting:
             self.sized.append(param)
 
     def _prefetch_scalars(self) -> None:
-        """Numbers in scalar memory are arrays of one."""
+        """Numbers in scalar memory become arrays of one."""
         for param in self.inputs:
             ref = param.value.ref
             is_shown = param.value in self.pipeline.arrays or param.note is not None
@@ -519,7 +519,7 @@ class _Fitting:
             self.replaced[old] = self.outer.subview(param.value, (At(0),))
 
     def _is_size(self, param: _Param) -> bool:
-        """Whether a parameter holds a size of the grid."""
+        """Whether a parameter holds a grid size."""
         old, sizes = self.kernel.inputs[param.source], self.pipeline.dynamic_sizes
         if old.ref.shape:
             return False
@@ -529,7 +529,7 @@ class _Fitting:
     # --- the new kernel ---
 
     def _ordered(self) -> list[_Param]:
-        """Sizes of the grid, what is whole in scalar memory, and the rest."""
+        """Grid sizes, whole arrays in scalar memory, then the rest."""
         arrays = {s.array for s in self.pipeline.shown}
 
         def rank(param: _Param) -> int:
@@ -544,7 +544,7 @@ class _Fitting:
         return sorted([*kept, *self.more], key=rank)
 
     def _is_left_out(self, param: _Param) -> bool:
-        """Whether nothing reads an operand: it is not copied to scalar memory."""
+        """Whether nothing reads an operand, so it is not copied to scalar memory."""
         old = self.kernel.inputs[param.source]
         aliased = any(operand is param for operand, _ in self.aliases)
         scalar = old.ref.space == "smem"
@@ -575,9 +575,9 @@ class _Fitting:
 
 
 def _of_fixed_length(shown: Shown) -> tuple[Shown, dict[int, int]]:
-    """Blocks of varying length, at their full one.
+    """Blocks of varying length, at their maximum.
 
-    Also where, among what the index map yields, the length along a dimension is.
+    Also the position, among the index map's yields, of the length along a dimension.
     """
     window, lengths = shown.window, {}
     dims, numbers = [], []
@@ -611,7 +611,7 @@ def _element(mode: str, dim: BlockDim, size: int, tile: int, index: Fact) -> _Di
     """A dimension whose blocks start anywhere."""
     low, high = dim.padding
     aligned = index.multiple % tile == 0
-    if dim.size % tile == 0 and aligned and not low:  # Mosaic pads at the end only
+    if dim.size % tile == 0 and aligned and not low:  # Mosaic pads only at the end
         return _Dim("same", dim)
     last = min(index.high, low + size + high - 1)
     around = _rounded_up(dim.size + tile - 1, tile)
@@ -630,7 +630,7 @@ def _is_small(block: Value, pipeline: Pipeline) -> bool:
 
 
 def _whole(dim: BlockDim, size: int) -> _Dim:
-    """A dimension that a window has all of, with what blocks have past its end."""
+    """A dimension that a window spans, including what blocks have past its end."""
     low = dim.padding[0]
     if dim.kind == "blocked":
         total = _rounded_up(size, dim.size)

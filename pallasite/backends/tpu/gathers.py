@@ -1,9 +1,9 @@
-"""Gathers and scatters as loops that move one slice at a time.
+"""Lowers gathers and scatters to loops that move one slice at a time.
 
-The chip reads and writes vector memory at one place per instruction. What an index
-array names is moved in a loop over the array's elements: index arrays, values and
-results are kept in scratch memory, where a loop can reach single slices. Updates are
-made in order, so indices that repeat mean what they mean elsewhere.
+The chip accesses vector memory at one address per instruction. Indexed elements are
+moved in a loop over the index array: index arrays, values and results are kept in
+scratch memory, where a loop can address single slices. Updates are made in order, so
+repeated indices mean what they mean elsewhere.
 
 Kernel in, Kernel out.
 """
@@ -50,7 +50,7 @@ def _rewritten(op: Op, b: Rewriter) -> Sequence[Value] | None:
 
 
 def _is_selection(op: Op) -> bool:
-    """Whether comparing all candidates with all indices takes less."""
+    """Whether comparing all candidates with all indices is cheaper."""
     candidates, count = op.operands[0].tile, prod(op.operands[1].tile.shape[:-1])
     try:
         by_selection(Builder(), *op.operands, **op.own_attrs)
@@ -87,7 +87,7 @@ class _Scratch:
         b.store(self.ref, value, (At(0),) * self.lead + tuple(index), operands)
 
     def at(self, b: Builder, place: Sequence[Value]) -> Value:
-        """The slice at a place along the first dimensions."""
+        """The slice at a position along the first dimensions."""
         return self.load(b, self._slice(place), place)
 
     def put(self, b: Builder, place: Sequence[Value], value: Value) -> None:
@@ -101,7 +101,7 @@ class _Scratch:
 def _loop(
     b: Builder, shape: Sequence[int], body: Callable[[Builder, list[Value]], None]
 ) -> None:
-    """Run code at each place of a shape, in row-major order."""
+    """Run code at each position of a shape, in row-major order."""
     counter, inner = Value(INDEX), Builder(b.loc)
     place: list[Value] = []
     step = prod(shape)
@@ -203,7 +203,7 @@ class _Accesses:
             index.append(entry)
             if operand is None:
                 continue
-            if self.access.mask is None:  # a mask, added here, would change the meaning
+            if self.access.mask is None:  # adding a mask would change the meaning
                 extent = entry.extent if isinstance(entry, Span) else 1
                 operand = _clamped(b, b.cast(operand, I32), n - extent)
             operands.append(operand)
@@ -267,7 +267,7 @@ class _Slices:
         return self.x.whole(b)
 
     def _order(self, rank: int) -> tuple[int, ...]:
-        """Dimensions of the result or the updates: places first, then the slice's."""
+        """Dimensions of the result or the updates: indexed ones, then the slice's."""
         places = [d for d in range(rank) if d not in self.window_dims]
         return (*places, *self.window_dims)
 

@@ -1,9 +1,8 @@
-"""What a TPU has too little of, said before its compiler is asked.
+"""Checks a kernel against a TPU's resource limits before its compiler runs.
 
-`check_limits` refuses scratch of wide elements, scalar memory that no core has, a
-`vmem_limit_bytes` that means nothing on the chip, more cores than there are, and grids
-that are too large to count.
-Blocks: see `vmem.py`.
+`check_limits` rejects scratch of wide elements, more scalar memory than any core has, a
+`vmem_limit_bytes` that the chip cannot satisfy, more cores than there are, and grids
+with too many steps to count. Blocks: see `vmem.py`.
 """
 
 from collections.abc import Iterator
@@ -17,21 +16,21 @@ from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.cost import bytes_of
 from pallasite.target import TPUS, Tpu
 
-WIDEST = 32  # bits of an element
+WIDEST = 32  # bits per element
 MOST_STEPS = (1 << 31) - 1  # of a grid: they are counted in 32 bits
 
 
 def check_limits(kernel: Kernel, chip: Tpu | None, vmem_limit: int | None) -> Kernel:
-    """Refuse what no core of the chip can have.
+    """Reject what no core of the chip can provide.
 
     Args:
-        kernel: what to look at; it stays as it is.
-        chip: None: not known, any of the table may run it.
-        vmem_limit: what the author allows it of vector memory, if anything.
+        kernel: what to check; it is not changed.
+        chip: None: unknown, any in the table may run it.
+        vmem_limit: the vector memory that the author allows it, if limited.
 
     Raises:
         ChipMemoryError: more scalar memory than there is.
-        SpecError: a limit that the chip cannot keep.
+        SpecError: a limit that the chip cannot satisfy.
         UnsupportedError: more cores or steps than there are, or scratch of 64-bit
             types.
     """
@@ -79,7 +78,7 @@ def _check_scalar_memory(kernel: Kernel, chip: Tpu) -> None:
 
 
 def _scalars(kernel: Kernel) -> Iterator[tuple[str, int]]:
-    """What is in scalar memory at once, with its bytes."""
+    """What is in scalar memory at the same time, with its bytes."""
     op = main_pipeline(kernel)
     for shown in Pipeline.of(op).shown if op is not None else ():
         if shown.window.space == "smem" and shown.array.ref.space != "smem":

@@ -1,8 +1,8 @@
 """Matrix units that the author schedules.
 
-From generation 7 on a unit adds up in memory of its own, and its instructions are
-written as they are. Earlier ones give products back at once: there the instructions are
-written out as scratch and dots.
+From generation 7 on, a unit accumulates in memory of its own, and its instructions are
+emitted as they are. Earlier ones return products at once: there the instructions are
+expanded to scratch and dots.
 """
 
 from math import prod
@@ -20,10 +20,10 @@ FACTORS = ("bf16", "f32", "f8e4m3fn", "f8e5m2")
 
 
 def schedule_units(kernel: Kernel, chip: Tpu | None) -> Kernel:
-    """The instructions that the chip has, or what they mean.
+    """The instructions that the chip has, or their expansion.
 
     Raises:
-        UnsupportedError: the chip has the instructions, but not for such operands.
+        UnsupportedError: the chip has the instructions, but not for these operands.
     """
     if chip is None or chip.generation < FIRST_GENERATION:
         return write_out(kernel)
@@ -59,7 +59,7 @@ def _check(kernel: Kernel, op: Op, chip: Tpu) -> None:
 
 
 def _unfit(tile: TileType, is_right: bool, chip: Tpu) -> str | None:
-    """Why a factor is none that a unit takes."""
+    """Why a unit does not accept a factor."""
     size, dtype = chip.mxu_size, tile.dtype
     if dtype.name not in FACTORS:
         return f"it multiplies {', '.join(FACTORS)}, not {dtype}"

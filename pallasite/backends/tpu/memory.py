@@ -1,8 +1,8 @@
 """Ops on refs: load, store, views, copies, semaphores.
 
-Vector memory is read and written a vector at a time, scalar memory a number at a time,
-main memory only through copies. Dynamic starts are clamped into the ref unless `facts`
-proves them inside; `shifting.py` helps where they are not aligned to tiles.
+Vector memory is accessed a vector at a time, scalar memory a number at a time, main
+memory only through copies. Dynamic starts are clamped to the ref unless `facts` proves
+them in range; `shifting.py` handles those not aligned to tiles.
 """
 
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ from pallasite.ir.types import BOOL, I32, DType, TileType
 COPY_FIX = "copy it to VMEM first (sync_copy, make_async_copy) or give it a BlockSpec"
 
 
-MOST_SCALARS = 512  # that one access of scalar memory is written out for
+MOST_SCALARS = 512  # unrolled for one access of scalar memory
 
 
 class Memory(Shifting):
-    """Writes ops on refs."""
+    """Emits ops on refs."""
 
     def __init__(self, with_locations: bool = False):
         super().__init__(with_locations)
@@ -43,14 +43,14 @@ class Memory(Shifting):
     # --- which elements ---
 
     def _picked(self, access: Access) -> View:
-        """The view a load, store or subview touches."""
+        """The view that a load, store or subview accesses."""
         return self._picked_sliding(access)[0]
 
     def _picked_sliding(self, access: Access) -> tuple[View, list[Slide]]:
-        """The view, and by how much what is wanted is past it.
+        """The view, and how far the wanted elements are past it.
 
-        Of a masked access each element is inside the ref or not: a part of it may be
-        outside. It is made with the nearest part that is all inside.
+        Elements of a masked access may individually be outside the ref. It is made at
+        the nearest place that is entirely inside.
         """
         view = self.view(access.ref)
         spans: list[tuple[Span, Start | None]] = []
@@ -92,7 +92,7 @@ class Memory(Shifting):
         return Slide(at if is_kept else None, by, span.size)
 
     def _dynamic_start(self, view: View, dim: int, span: Span, operand: Value) -> Start:
-        """An index operand as a start in the memref, kept inside the view."""
+        """An index operand as a start in the memref, clamped to the view."""
         limit = view.ref.shape[dim] - span.extent
         fact = self.facts.of(operand).wrapped(I32)
         target = view.dims[dim]
@@ -121,7 +121,7 @@ class Memory(Shifting):
         return name
 
     def _indices(self, view: View) -> str:
-        """The starts as `index` values; along tiles they are known to be aligned."""
+        """The starts as `index` values, known to be aligned along tiles."""
         names = []
         for dim, start in enumerate(view.starts):
             if start.dynamic is None:
@@ -164,7 +164,7 @@ class Memory(Shifting):
         return self.reshaped(name, stored.with_shape(()), stored.shape)
 
     def _read_scalars(self, view: View, stored: TileType) -> str:
-        """A tile of scalar memory: its numbers one by one, each put in its place."""
+        """A tile of scalar memory: its numbers one by one, each inserted in place."""
         words = stored.with_shape(view.sizes).with_dtype(held_dtype(stored.dtype))
         integers = words.with_dtype(I32)
         places, name = self._places(integers), self.out.number(0, words)
@@ -194,7 +194,7 @@ class Memory(Shifting):
             yield element
 
     def _places(self, words: TileType) -> str:
-        """Each element's number in row-major order."""
+        """Each element's row-major position."""
         name, step = self.out.number(0, words), 1
         for dim in reversed(range(words.rank)):
             along = self.counted(words, dim)
@@ -231,7 +231,7 @@ class Memory(Shifting):
         return start.dynamic is None or start.is_multiple_of(tile)
 
     def _load(self, view: View, dtype: DType) -> str:
-        """A vector from memory, at aligned places, in the memref's order."""
+        """A vector from memory, at aligned addresses, in the memref's order."""
         tile = TileType(view.sizes, dtype)
         if view.has_strides and not self._strides_natively(view):
             return self._load_strided(view, dtype)
@@ -245,12 +245,12 @@ class Memory(Shifting):
         )
 
     def _strides_natively(self, view: View) -> bool:
-        """Mosaic steps over rows of 32-bit memrefs that are one tile wide."""
+        """Mosaic has strided rows for 32-bit memrefs that are one tile wide."""
         wide = view.shape[-1] == LANES and view.ref.dtype.bits == 32
         return wide and len(view.shape) > 1 and view.strides[-1] == 1
 
     def _load_strided(self, view: View, dtype: DType) -> str:
-        """Load all from the first to the last element, and pick from the value."""
+        """Load the whole extent, and select from the value."""
         extents = [
             (n - 1) * s + 1 for n, s in zip(view.sizes, view.strides, strict=True)
         ]
@@ -281,7 +281,7 @@ class Memory(Shifting):
             self.refuse("vector memory holds no rank-0 arrays", fix="place it in SMEM")
 
     def _filled(self, name: str, tile: TileType, view: View) -> str:
-        """What was read inside the array, and the fill value outside it."""
+        """What was read inside the array, and the fill value past its edge."""
         assert view.fill is not None
         tests = [t for e in view.fill.edges for t in self._inside(e, tile, view)]
         inside = tests[0]
@@ -386,14 +386,14 @@ class Memory(Shifting):
         )
 
     def _stepped(self, view: View) -> int | None:
-        """A dimension with a stride that Mosaic lacks: gone along step by step."""
+        """A dimension with a stride that Mosaic lacks: accessed step by step."""
         native = self._strides_natively(view)
         for dim, stride in enumerate(view.strides):
             if stride != 1 and not (native and self._is_aligned(view, dim)):
                 return dim
         return None
 
-    # --- atomics: programs of one core run one after another ---
+    # --- atomics: programs of one core run sequentially ---
 
     def emit_atomic_rmw(self, op: Op) -> str:
         access = Access.of(op)
@@ -497,7 +497,7 @@ class Memory(Shifting):
         return name, type_text
 
     def _slice_start(self, view: View, dim: int) -> str:
-        """Slices of tiled memory begin at tiles, except for single rows."""
+        """Slices of tiled memory start at tiles, except for single rows."""
         start, rank = view.starts[dim], len(view.shape)
         tiled = view.space in ("any", "hbm", "vmem") and rank > 1
         alignment = required_alignment(view, dim) if tiled else 1
@@ -520,7 +520,7 @@ class Memory(Shifting):
     def _copied(self, op: Op) -> list[tuple[str, str]]:
         """Source, target and semaphore of a copy.
 
-        The target is only written, and what it has outside its array is dropped.
+        The target is only written, and what it has past its array's edge is dropped.
         """
         source, target, semaphore = (self.view(v) for v in op.operands[:3])
         self._check_copied_lanes(source)

@@ -1,10 +1,10 @@
-"""Dimensions of which a program sees one element, in front of those it sees more of.
+"""Moves dimensions of which a program sees one element before those it sees more of.
 
-A TPU copies tiles of the last two dimensions. Where a block has one element of one of
-these, as of the heads in (batch, length, heads, width), each tile would hold one row of
-it. XLA moves such dimensions in front of the others before the call (a `Form`; the note
-`tpu.orders` on the pipeline keeps it), so that blocks are of whole tiles. The body sees
-what it saw before. Kernel in, Kernel out.
+A TPU copies tiles of the last two dimensions. Where a block has one element along one
+of these, such as the heads in (batch, length, heads, width), each tile would hold one
+row of it. XLA moves such dimensions before the others ahead of the call (a `Form`; the
+note `tpu.orders` on the pipeline keeps it), so that blocks consist of whole tiles. The
+body sees what it saw before. Kernel in, Kernel out.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ from pallasite.ir.rewrite import substitute
 from pallasite.ir.roles import Pipeline, Shown
 
 ORDERS = "tpu.orders"  # ("in" or "out", number, order of its dimensions) of arrays
-TILED = 2  # last dimensions that tiles have
+TILED = 2  # trailing dimensions that tiles have
 
 Order = tuple[int, ...]
 
 
 def order_dims(kernel: Kernel) -> Kernel:
-    """The kernel with arrays in other orders, and a note on those."""
+    """The kernel with arrays in other orders, and a note on them."""
     op = main_pipeline(kernel)
     if op is None:
         return kernel
@@ -58,7 +58,7 @@ def _orders(kernel: Kernel, pipeline: Pipeline) -> Iterator[tuple[Value, Order]]
 
 
 def _order(shown: Shown) -> Order | None:
-    """Dimensions of which one element is seen, and then the others; None: as it is."""
+    """Dimensions with one element seen, then the others; None: unchanged."""
     dims, shape = shown.window.dims, shown.array.ref.shape
     if shown.window.space not in ("block", "vmem"):
         return None

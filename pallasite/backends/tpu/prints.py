@@ -1,8 +1,8 @@
 """debug_print: programs write records into a log, which the host reads and formats.
 
-The log is an operand and a result that are one array of words in rows of 128 lanes. It
-starts as zeros. The first row has the number of rows written, and of records for which
-there was no room. A record is a row with the number of its print from 1 on and that of
+The log is an operand and a result that alias: one array of words in rows of 128 lanes,
+initially zero. The first row has the number of rows written, and of records for which
+there was no room. A record is a row with the number of its print, from 1, and that of
 its program, then the rows of its values, as words. Kernel in, Kernel out.
 """
 
@@ -101,14 +101,14 @@ def has_log(kernel: Kernel) -> bool:
 
 
 class _Writer:
-    """Writes prints as stores into the log."""
+    """Emits prints as stores into the log."""
 
     def __init__(self, pipeline: Pipeline, log: Value):
         self.pipeline, self.log, self.count = pipeline, log, 0
         self.program = Value(TileType((), I32))
 
     def note_program(self, b: Builder) -> None:
-        """The number of the program in the order of the grid."""
+        """The number of the program in grid order."""
         number = b.index(0)
         for index, size in zip(self.pipeline.ids, self.pipeline.sizes, strict=True):
             length = b.index(size) if isinstance(size, int) else size
@@ -151,7 +151,7 @@ class _Writer:
         return b.add(row, b.index(count))
 
     def in_rows(self, b: Builder, value: Value) -> list[Value]:
-        """A value as words, in parts that are one row of the log wide."""
+        """A value as words, in parts one log row wide."""
         tile = value.tile
         if tile.dtype.is_float:
             words = b.op("bitcast", b.cast(value, F32), dtype=I32)

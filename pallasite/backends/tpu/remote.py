@@ -1,7 +1,7 @@
 """Copies and signals to other devices and cores.
 
-Devices are named by their logical ids, as in the IR. Waits are those of local copies:
-each semaphore counts on the core that waits for it.
+Devices are named by their logical ids, as in the IR. Waits are the same as for local
+copies: each semaphore counts on the core that waits for it.
 """
 
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ _TALKS = ("remote_copy_start", "sem_signal_device", "barrier_semaphore")
 
 
 def talks_to_devices(block: Block) -> bool:
-    """Whether all devices have to run the kernel at once."""
+    """Whether all devices have to run the kernel at the same time."""
     return any(op.name in _TALKS for op in walk(block))
 
 
 def check_collective_id(kernel: Kernel, params: Mapping[str, Any]) -> None:
-    """A barrier semaphore needs a number by which all devices find the same one, and
-    libtpu has each such kernel wait for the others itself if there is none."""
+    """A barrier semaphore needs an id by which all devices find the same one; without
+    an id, libtpu itself makes each such kernel wait for the others."""
     barriers = [op for op in walk(kernel.body) if op.name == "barrier_semaphore"]
     has_id = params.get("collective_id") is not None
     facts = [("kernel", kernel.name)]
@@ -48,7 +48,7 @@ def check_collective_id(kernel: Kernel, params: Mapping[str, Any]) -> None:
 
 
 class Remote(Memory):
-    """Writes what a kernel says to other devices and cores."""
+    """Emits a kernel's communication with other devices and cores."""
 
     def emit_remote_copy_start(self, op: Op) -> None:
         source, target, sent, received = (self.view(v) for v in op.operands[:4])

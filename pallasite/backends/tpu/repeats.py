@@ -1,8 +1,8 @@
-"""Tiles that repeat another one (`jnp.tile`), as copies side by side.
+"""Lowers tiles that repeat another one (`jnp.tile`) to concatenated copies.
 
 In the IR a tile is repeated along a new dimension, which a reshape merges with the next
-one. On a TPU the new dimension would be a dimension of vector registers, and merging it
-moves every element; copies side by side are the same registers, named several times.
+one. On a TPU the new dimension would be one of vregs, and merging it moves every
+element; concatenated copies are the same vregs, used several times.
 
 Kernel in, Kernel out.
 """
@@ -20,7 +20,7 @@ MOST_COPIES = 64
 
 
 def join_repeats(kernel: Kernel) -> Kernel:
-    """The kernel with copies side by side in place of repeats that are merged."""
+    """The kernel with concatenated copies in place of repeats that are merged."""
     new = map_ops(kernel, _joined)
     return kernel if new is kernel else canonicalize(new)
 
@@ -58,7 +58,7 @@ def _repeated(b: Builder, x: Value, dims: Sequence[_Dim]) -> Value:
 
 
 def _dims(repeat: Op, shape: Sequence[int]) -> Iterator[_Dim]:
-    """The dimensions of the reshaped tile, up to the first that is no copies."""
+    """The dimensions of the reshaped tile, up to the first that is not copies."""
     given = dict(zip(repeat.attrs["dims"], repeat.operands[0].tile.shape, strict=True))
     wide = list(enumerate(repeat.attrs["shape"]))
     for size in shape:

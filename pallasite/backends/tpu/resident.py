@@ -1,11 +1,11 @@
-"""Small arrays in main memory that a kernel uses as if they were on the chip.
+"""Keeps small arrays in main memory on the chip, where a kernel uses them directly.
 
-A TPU loads and stores only what is in its vector memory, and its copies move whole
-tiles. An array outside it that a kernel loads from, stores to, or moves blocks over
-that miss the tiles (`emit_pipeline`), is given a window of the whole array, if it is
-small: it is copied in before the first program and back after the last one.
+A TPU loads and stores only its vector memory, and its copies move whole tiles. An array
+elsewhere that a kernel loads, stores, or moves blocks over that are not aligned to
+tiles (`emit_pipeline`), is given a window of the whole array, if it is small: it is
+copied in before the first program and back after the last one.
 
-Kernel in, Kernel out: what it means stays the same.
+Kernel in, Kernel out: the meaning stays the same.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def keep_on_chip(kernel: Kernel) -> Kernel:
     uses = {array: _Uses(array) for array in arrays}
     for array in uses.values():
         array.look(pipeline.body)
-    for operand, result in kernel.aliases:  # one memory: both windows, or none
+    for operand, result in kernel.aliases:  # aliased: both windows, or none
         pair = [uses.get(kernel.inputs[operand]), uses.get(kernel.outputs[result])]
         found = [each for each in pair if each is not None and each.is_used]
         for each in found:
@@ -58,7 +58,7 @@ def _is_outside(param: Value, pipeline: Pipeline) -> bool:
 
 @dataclass
 class _Uses:
-    """What a kernel does with an array in main memory."""
+    """How a kernel uses an array in main memory."""
 
     array: Value
     directly: bool = False
@@ -97,7 +97,7 @@ class _Uses:
             if dim.kind == "blocked" and n % dim.size
         ]  # fmt: skip
         if over and shown.array is not self.array:
-            return  # part of the array: what is past its end is not past the array's
+            return  # part of the array: past its end is not past the array's
         for d in over:
             size = window.dims[d].size
             self.shape[d] = max(self.shape[d], -(-ref.shape[d] // size) * size)
@@ -136,7 +136,7 @@ def _origin(pipeline: Pipeline, rank: int) -> Block:
 
 
 class _Moved:
-    """Code with blocks in place of arrays; inner pipelines see the padding, too."""
+    """Code with blocks in place of arrays; inner pipelines see the padding too."""
 
     def __init__(self, whole: dict[Value, Value], padded: dict[Value, Value]):
         self.whole, self.padded = dict(whole), padded

@@ -1,8 +1,9 @@
-"""Pipelines inside a kernel -> loops with double-buffered copies.
+"""Lowers pipelines inside a kernel to loops with double-buffered copies.
 
 Mosaic runs the outermost grid itself. An inner pipeline (`emit_pipeline`) becomes one
-loop over its steps: while a step computes, the next step's blocks are copied in and
-finished blocks are copied out. Kernel in, Kernel out: the evaluator can run the result.
+loop over its steps: while a step computes, the next step's blocks are prefetched and
+finished blocks are written back. Kernel in, Kernel out: the evaluator can run the
+result.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ FLAG = TileType((), BOOL)
 
 
 def main_pipeline(kernel: Kernel) -> Op | None:
-    """The one pipeline that is all of the kernel, if it is that."""
+    """The pipeline that makes up the whole kernel, if there is one."""
     *before, last = kernel.body.ops or (None,)
     if last is None or last.name != "pipeline":
         return None
@@ -31,7 +32,7 @@ def main_pipeline(kernel: Kernel) -> Op | None:
 
 
 def schedule(kernel: Kernel) -> Kernel:
-    """The kernel with every pipeline but the main one written out."""
+    """The kernel with every pipeline but the main one lowered to a loop."""
     main = main_pipeline(kernel)
     if main is None:
         return with_level(map_ops(kernel, _unroller(kernel)))
@@ -56,16 +57,16 @@ def _unroller(kernel: Kernel) -> Rewrite:
 
 @dataclass(frozen=True)
 class _Stream:
-    """One window: the array it moves over, and the two buffers it moves through."""
+    """One window: the array it moves over, and its double buffer."""
 
     ref: Value
     window: Window
     index_map: Block
-    buffer: Value | None  # None: the array is on the chip already
+    buffer: Value | None  # None: the array is already on the chip
     semaphore: Value | None
 
     def block(self, b: Builder, index: Sequence[Value]) -> Value:
-        """The part of the array that the block indices name."""
+        """The part of the array at the block indices."""
         entries: list[At | Span] = []
         operands: list[Value] = []
         dims = zip(self.window.dims, self.ref.ref.shape, index, strict=True)
@@ -101,18 +102,18 @@ class _Stream:
 
 @dataclass(frozen=True)
 class _At:
-    """A stream at one step of the loop."""
+    """A stream at one iteration of the loop."""
 
     stream: _Stream
     count: Value  # blocks before this one
-    entered: Value  # the block was not there in the step before
+    entered: Value  # the previous step had another block
     index: tuple[Value, ...]
     next_index: tuple[Value, ...]
     leaves: Value  # the next step has another block
 
 
 class _PipelineLoop:
-    """Writes one pipeline as a loop."""
+    """Emits one pipeline as a loop."""
 
     def __init__(self, kernel: Kernel, op: Op):
         self.kernel, self.op, self.pipeline = kernel, op, Pipeline.of(op)
@@ -162,7 +163,7 @@ class _PipelineLoop:
         if ref.ref.space in MAIN_MEMORY:
             space = "vmem" if window.space == "block" else window.space
             shape = window.block_shape
-            # A row of its own per buffer: single rows of packed types do not move.
+            # One row per buffer: single rows of packed types cannot be copied.
             shape = (1, *shape) if len(shape) < 2 else shape
             kind = RefType((2, *shape), ref.ref.dtype, space)
             buffer = b.op("alloc", type=kind)
@@ -217,7 +218,7 @@ class _PipelineLoop:
         ids: Sequence[Value],
         last: Value,
     ) -> None:
-        """Receive, send for what comes next, compute, send off what is finished."""
+        """Await blocks, prefetch the next, compute, write finished ones back."""
         for state in states:
             if state.stream.window.mode == "in":
                 _when(b, state.entered, lambda c, s=state: _receive(c, s))
@@ -280,13 +281,13 @@ def _send(b: Builder, state: _At) -> None:
 
 
 def _wait_sent(b: Builder, state: _At) -> None:
-    """The block that used this buffer before must have left it."""
+    """The block that used this buffer before must have been written back."""
     target = state.stream.block(b, state.index)
     _copy(b, "copy_wait", state.stream, target, state.count)
 
 
 def _wait_rest(b: Builder, stream: _Stream, count: Value) -> None:
-    """After the loop: up to two blocks are still on their way."""
+    """After the loop: up to two blocks are still in flight."""
     for back in (2, 1):
 
         def wait(c: Builder, back: int = back) -> None:

@@ -1,8 +1,8 @@
-"""Dynamic starts that are not aligned to tiles: load whole tiles around and rotate.
+"""Dynamic starts not aligned to tiles: load the surrounding tiles and rotate.
 
-Mosaic reads and writes vectors at dynamic places only where they are multiples of its
-tiles. For others, `aligned` widens a view to whole tiles; the vector is rotated so that
-the wanted part comes first. A store rotates the other way and keeps what was around.
+Mosaic accesses vectors at dynamic offsets only if these are multiples of its tiles. For
+others, `aligned` widens a view to whole tiles; the vector is rotated so that the wanted
+part comes first. A store rotates the other way and preserves the surroundings.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from pallasite.ir.types import BOOL, I32, TileType
 
 @dataclass(frozen=True)
 class Shift:
-    """Along `dim`, `size` elements begin `offset` elements into what is loaded."""
+    """Along `dim`, `size` elements start `offset` elements into what is loaded."""
 
     dim: int
     offset: str
@@ -25,7 +25,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class Slide:
-    """A masked access made `by` elements before the place that was asked for.
+    """A masked access made `by` elements before the requested place.
 
     Along dimension `dim` of the tile, which has `size` elements; None: of an index.
     """
@@ -36,10 +36,10 @@ class Slide:
 
 
 class Shifting(Tiles):
-    """Writes what unaligned accesses need besides a load or store."""
+    """Emits what unaligned accesses need besides a load or store."""
 
     def first_of(self, start: Start, alignment: int = 1) -> str:
-        """A start as one i32, with the promise of its alignment."""
+        """A start as one i32, with an assertion of its alignment."""
         if start.dynamic is None:
             return self.out.i32(start.static)
         name = start.dynamic
@@ -70,7 +70,7 @@ class Shifting(Tiles):
     def _around(
         self, view: View, dim: int, start: Start, tile: int
     ) -> tuple[Start, int, str]:
-        """The tiles that hold the wanted elements: start, length, and how far in."""
+        """The tiles that contain the wanted elements: start, length, and offset."""
         total, size = view.shape[dim], view.sizes[dim]
         length = -(-(size + tile - 1) // tile) * tile
         first = self.first_of(start)
@@ -83,7 +83,7 @@ class Shifting(Tiles):
         return Start(0, base, tile), length, offset
 
     def taken_out(self, name: str, tile: TileType, shifts: Sequence[Shift]) -> str:
-        """Of a loaded vector, the wanted part."""
+        """The wanted part of a loaded vector."""
         name, words = self.in_words(name, tile)
         for shift in shifts:
             length = words.shape[shift.dim]
@@ -98,7 +98,7 @@ class Shifting(Tiles):
     def put_in(
         self, value: str, tile: TileType, old: str, whole: TileType, shifts: list[Shift]
     ) -> str:
-        """A loaded vector with `value` in the place of the wanted part."""
+        """A loaded vector with `value` in place of the wanted part."""
         name, words = self.in_words(value, tile)
         around, old_words = self.in_words(old, whole)
         inside: str | None = None
@@ -120,7 +120,7 @@ class Shifting(Tiles):
     # --- masked accesses that are partly outside their ref ---
 
     def slid(self, name: str, tile: TileType, slide: Slide) -> str:
-        """What was read, moved to where it was asked for; the ends are repeated."""
+        """What was read, moved to the requested place; the ends are repeated."""
         if slide.dim is None:
             return name
         dim, size = slide.dim, slide.size
@@ -167,7 +167,7 @@ class Shifting(Tiles):
         words = bools.with_dtype(I32)
         place = self._asked_place(words, slide, "arith.subi")
         size = self.out.number(slide.size, words)
-        # Unsigned: places before the start are large numbers.
+        # Unsigned: positions before the start are large numbers.
         return self.arith("arith.cmpi ult,", place, size, tile=words)
 
     def _asked_place(self, words: TileType, slide: Slide, combine: str) -> str:
@@ -180,7 +180,7 @@ class Shifting(Tiles):
         return name if one.shape == whole.shape else self.repeat(name, one, whole.shape)
 
     def _rolled(self, name: str, tile: TileType, dim: int, amount: str) -> str:
-        """Element i moves to i + amount, which may be any number."""
+        """Element i moves to i + amount; the amount is unrestricted."""
         size = tile.shape[dim]
         if size == 1:
             return name
@@ -193,7 +193,7 @@ class Shifting(Tiles):
     def _lengthened(
         self, name: str, tile: TileType, shift: Shift, whole: TileType
     ) -> tuple[str, TileType]:
-        """Extended along a dimension to the loaded length, by zeros."""
+        """Zero-extended along a dimension to the loaded length."""
         sizes = list(tile.shape)
         sizes[shift.dim] = whole.shape[shift.dim] - tile.shape[shift.dim]
         rest = tile.with_shape(sizes)
@@ -205,7 +205,7 @@ class Shifting(Tiles):
         return joined, tile.with_shape(sizes)
 
     def _covered(self, tile: TileType, shift: Shift) -> str:
-        """A mask of the elements that a store along one dimension reaches."""
+        """A mask of the elements that a store covers along one dimension."""
         place = self.counted(tile, shift.dim)
         low = self.repeat(shift.offset, tile.with_shape(()), tile.shape)
         past = self.arith("arith.subi", place, low, tile=tile)
@@ -214,7 +214,7 @@ class Shifting(Tiles):
         return self.arith("arith.cmpi ult,", past, size, tile=tile)
 
     def _rotated(self, name: str, tile: TileType, dim: int, amount: str) -> str:
-        """Element i moves to i + amount, and what leaves comes in at the front."""
+        """Rotate: element i moves to i + amount, wrapping around."""
         if tile.rank == 1:
             row = tile.with_shape((1, *tile.shape))
             name = self._rotated(self.reshaped(name, tile, row.shape), row, 1, amount)

@@ -1,8 +1,8 @@
 """Ops as the subcores of SparseCores have them.
 
-A vector subcore computes on short vectors, and reaches its vector memory by indices; a
-scalar subcore has numbers only. Both copy to and from main memory, also rows that a
-vector of numbers picks. Numbers, loops and branches are written as on TensorCores.
+A vector subcore computes on short vectors and addresses its vector memory by indices; a
+scalar subcore has only scalars. Both copy to and from main memory, including rows that
+an index vector selects. Scalars, loops and branches are emitted as on TensorCores.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from pallasite.target import TPUS, Tpu
 SCALAR, VECTOR = "sc_scalar_subcore", "sc_vector_subcore"
 STRIDES = "{strides = array<i32>}"
 
-# Of the ops on whole tiles, those that are the same on short vectors.
+# Ops on whole tiles that are the same on short vectors.
 TILE_OPS = {"broadcast_in_dim", "cast", "constant", "iota", "reshape", "select_n"}
 CONTROL = {"alloc", "cond", "for", "while", "pipeline", "assume_multiple"}
 
@@ -35,7 +35,7 @@ def is_native(op: Op) -> bool:
 
 
 def check_chip(kernel: Kernel, chip: Tpu | None) -> Kernel:
-    """Refuse chips without SparseCores."""
+    """Reject chips without SparseCores."""
     if chip is not None and chip.sparse is None:
         others = ", ".join(name for name, row in TPUS.items() if row.sparse)
         raise UnsupportedError(
@@ -48,7 +48,7 @@ def check_chip(kernel: Kernel, chip: Tpu | None) -> Kernel:
 
 
 def check_vectors(kernel: Kernel, chip: Tpu | None) -> Kernel:
-    """Refuse vectors of other lengths than a subcore has."""
+    """Reject vectors of lengths that a subcore does not have."""
     if chip is None or chip.sparse is None:
         return kernel
     for op in walk(kernel.body):
@@ -71,7 +71,7 @@ def check_vectors(kernel: Kernel, chip: Tpu | None) -> Kernel:
 
 
 class SparseOps(Control):
-    """Writes ops for a subcore."""
+    """Emits ops for a subcore."""
 
     def is_used(self, value: Value) -> bool:
         """Whether anything uses a result."""
@@ -178,7 +178,7 @@ class SparseOps(Control):
         )
 
     def _places_of(self, access: Access, reads: bool) -> list[tuple[str, TileType]]:
-        """The index along each dimension; of what is read, the nearest inside."""
+        """The index along each dimension; for reads, clamped."""
         if any(entry != Gather() for entry in access.index):
             self.refuse(
                 "elements are picked by one index array per dimension",
@@ -202,7 +202,7 @@ class SparseOps(Control):
     def _inside_all(
         self, access: Access, places: Sequence[tuple[str, TileType]], tile: TileType
     ) -> str | None:
-        """Which elements are written: those chosen whose place is inside."""
+        """Which elements are written: those selected whose position is in range."""
         masks = [] if access.mask is None else [self.name(access.mask)]
         sizes = access.ref.ref.shape
         rows = zip(access.index_operands, places, sizes, strict=True)
@@ -233,7 +233,7 @@ class SparseOps(Control):
             return "", ""
         return f" masked {mask}", f" {tile_text(tile.with_dtype(BOOL))}"
 
-    # --- copies of numbered rows ---
+    # --- copies of indexed rows ---
 
     def emit_indexed_copy_start(self, op: Op) -> None:
         if op.attrs["add"] and self.view(op.operands[1]).space == "hbm":
@@ -287,7 +287,7 @@ class SparseOps(Control):
         )
 
     def _scanned(self, name: str, tile: TileType, kind: str) -> str:
-        """Integers are compared as if they had no sign: it is flipped, and back."""
+        """Integers are compared as unsigned: flip the sign bit, and back."""
         signed = tile.dtype.is_signed_int and kind != "sum"
         if signed:
             name = self._flipped(name, tile)
@@ -306,7 +306,7 @@ class SparseOps(Control):
 
 
 def reduction_kind(kind: str, dtype: DType) -> str:
-    """The name that the dialect has for it: later ones tell floats from integers."""
+    """The dialect's name for it; later versions distinguish floats from integers."""
     from pallasite.backends.tpu.compile import knows_attribute
 
     if kind == "sum" or not knows_attribute("#tpu.reduction_kind<maxf>"):

@@ -1,7 +1,7 @@
 """Ops on whole tiles: constants, shape changes, reductions, dot.
 
-Mosaic's vectors have at least one dimension, so scalars go in by `vector.broadcast` and
-come out by `vector.extract`. Masks change shape as 32-bit integers.
+Mosaic's vectors have at least one dimension, so scalars enter by `vector.broadcast` and
+leave by `vector.extract`. Masks change shape as 32-bit integers.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ REDUCTIONS = {
 COMBINE = {
     "sum": "add",
     "prod": "mul",
-}  # the elementwise op of a reduction, else its name
+}  # the elementwise op of a reduction, if not its name
 
 
-NOTHING = "%nothing"  # a tile without elements: only `concatenate` takes it, as nothing
+NOTHING = "%nothing"  # an empty tile: only `concatenate` takes it, and ignores it
 
 
 class Tiles(Elementwise):
-    """Writes ops on whole tiles."""
+    """Emits ops on whole tiles."""
 
     def emit_constant(self, op: Op) -> str:
         self.constants[op.result] = op.attrs["value"]
@@ -50,7 +50,7 @@ class Tiles(Elementwise):
 
     def counted(self, tile: TileType, dim: int) -> str:
         """Each element's position along `dim`, in a tile of i32."""
-        if tile.rank == 1:  # Mosaic counts along vectors of rank two and more
+        if tile.rank == 1:  # Mosaic's iota needs rank two or more
             row = tile.with_shape((1, *tile.shape))
             return self.reshaped(self.counted(row, 1), row, tile.shape)
         dims = array("i32", [dim])
@@ -83,7 +83,7 @@ class Tiles(Elementwise):
     def _reshaped_by_parts(
         self, name: str, tile: TileType, shape: tuple[int, ...]
     ) -> str:
-        """Rows are cut into parts that rows of both shapes consist of, then joined."""
+        """Split rows into common parts of both shapes' rows, then concatenate."""
         before, after = tile.shape[-1], shape[-1]
         part = gcd(before, after)
         rows = tile.with_shape((tile.size // before, 1, before))
@@ -98,7 +98,7 @@ class Tiles(Elementwise):
         return self.reshaped(self.joined(parts, 2), whole, shape)
 
     def _extract(self, name: str, tile: TileType) -> str:
-        """The one element of a vector, as a scalar (Mosaic extracts 32-bit ones)."""
+        """The only element of a vector, as a scalar (Mosaic extracts 32-bit ones)."""
         word, words = self.in_words(name, tile)
         at = ", ".join("0" * tile.rank)
         element = tile_text(words.with_shape(()))
@@ -187,7 +187,7 @@ class Tiles(Elementwise):
     def every(
         self, name: str, tile: TileType, dim: int, size: int, stride: int
     ) -> tuple[str, TileType]:
-        """Each `stride`-th element along a dimension: the first of each group."""
+        """Every `stride`-th element along a dimension: the first of each group."""
         missing = size * stride - tile.shape[dim]
         if missing:
             filler = resized(tile, dim, missing)
@@ -206,7 +206,7 @@ class Tiles(Elementwise):
         return self.joined(parts, op.attrs["axis"])
 
     def joined(self, parts: Sequence[tuple[str, TileType]], axis: int) -> str:
-        """Tiles one after another along `axis`."""
+        """Tiles concatenated along `axis`."""
         parts = [(name, tile) for name, tile in parts if tile.shape[axis]]
         first = parts[0][1]
         shape = list(first.shape)
@@ -257,7 +257,7 @@ class Tiles(Elementwise):
         tile, axes = self.tile_type(x), op.attrs["axes"]
         kind: str = op.attrs["kind"]
         name, words = self.in_words(self.name(x), tile)
-        if tile.dtype.is_bool:  # any and all are the greatest and the least bit
+        if tile.dtype.is_bool:  # any and all are the maximum and minimum bit
             kind = {"or": "max", "and": "min"}.get(kind) or kind
         name = self.reduced(name, words, kind, axes)
         shape = [n for d, n in enumerate(tile.shape) if d not in axes]
@@ -268,7 +268,7 @@ class Tiles(Elementwise):
         return self.convert(name, result, tile.dtype)
 
     def reduced(self, name: str, tile: TileType, kind: str, axes: Sequence[int]) -> str:
-        """Combine 32-bit elements along `axes`, which disappear."""
+        """Reduce 32-bit elements along `axes`."""
         if not axes:
             return name
         if tile.dtype.name == "u32" and kind in ("max", "min"):
@@ -287,7 +287,7 @@ class Tiles(Elementwise):
     def _reduced_unsigned(
         self, name: str, tile: TileType, kind: str, axes: Sequence[int]
     ) -> str:
-        """Flip the top bit, and unsigned order becomes signed order."""
+        """Flipping the top bit turns unsigned order into signed order."""
         signed = tile.with_dtype(I32)
         top = self.out.number(-(2**31), signed)
         name = self.arith("arith.xori", name, top, tile=signed)
@@ -331,7 +331,7 @@ class Tiles(Elementwise):
         return self.sliced(name, tile, starts, part.shape), part
 
     def emit_arg_reduce(self, op: Op) -> str:
-        """The first position of the extreme; that of the first NaN if there is one."""
+        """The first position of the extremum, or of the first NaN if there is one."""
         x, axis = op.operands[0], op.attrs["axis"]
         name, tile = self.in_words(self.name(x), self.tile_type(x))
         kind = op.attrs["kind"].removeprefix("arg")
@@ -354,7 +354,7 @@ class Tiles(Elementwise):
         return self.convert(position, result, op.attrs["dtype"])
 
     def _first_where(self, mask: str, tile: TileType, axis: int) -> str:
-        """Along `axis`, the first position with a True; its length if there is none."""
+        """Along `axis`, the first position with a True; its length if none."""
         words = tile.with_dtype(I32)
         places = self.counted(words, axis)
         none = self.out.number(tile.shape[axis], words)
@@ -382,7 +382,7 @@ class Tiles(Elementwise):
     def _shifted(
         self, name: str, tile: TileType, axis: int, step: int, kind: str, back: bool
     ) -> str:
-        """Shifted by `step` along an axis; neutral elements are shifted in."""
+        """Shifted by `step` along an axis; the neutral element is shifted in."""
         count = tile.shape[axis]
         rest = self.along(name, tile, axis, step if back else 0, count - step)
         gap = resized(tile, axis, step)
@@ -392,7 +392,7 @@ class Tiles(Elementwise):
     # --- dot ---
 
     def emit_dot(self, op: Op) -> str:
-        """A matmul on the matrix unit, which adds up in 32 bits."""
+        """A matmul on the matrix unit, which accumulates in 32 bits."""
         dot = Dot.of(op)
         self._check_dot(dot)
         dtype = self._factor_dtype(op)
@@ -445,7 +445,7 @@ class Tiles(Elementwise):
         return left
 
     def _factor(self, side: DotSide, dtype: DType) -> tuple[str, TileType, int]:
-        """An operand as batch dimension and matrix; which dimension is contracted.
+        """An operand as batch dimension and matrix, and its contracted dimension.
 
         A vector becomes a matrix of one row: (k) is (1, k).
         """
@@ -487,16 +487,16 @@ RULES = {
 
 
 def _is_to_rows(tile: TileType, shape: Sequence[int]) -> bool:
-    """Whether a reshape only makes columns, of one lane each, rows."""
+    """Whether a reshape only turns columns of one lane each into rows."""
     *_, n, lanes = tile.shape
     return tile.dtype.bits == 32 and lanes == 1 and shape[-1] == n > 1
 
 
 def _is_cast(before: Sequence[int], after: Sequence[int]) -> bool:
-    """Whether libtpu brings about a change of shape by itself.
+    """Whether libtpu performs a reshape itself.
 
-    Rows are regrouped freely; lanes are merged or cut evenly, where they fit one
-    register or fill them all.
+    Rows are regrouped freely; lanes are merged or split evenly, if they fit one vreg or
+    fill whole ones.
     """
     fewer, more = sorted((before[-1], after[-1]))
     plain = all(n <= LANES or n % LANES == 0 for n in (fewer, more))

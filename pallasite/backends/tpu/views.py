@@ -1,8 +1,8 @@
 """Views: which elements of a memref an IR ref stands for.
 
-A ref of the IR is kept as a memref plus a start, size and stride per dimension, so that
-a load through any chain of subviews is one `vector.load`. `memory.py` writes the ops;
-only copies and semaphores need the view as a memref of its own.
+A ref of the IR is represented as a memref plus a start, size and stride per dimension,
+so that a load through any chain of subviews is one `vector.load`. `memory.py` emits the
+ops; only copies and semaphores need the view as a memref of its own.
 """
 
 from collections.abc import Sequence
@@ -36,17 +36,17 @@ class Start:
 
 @dataclass(frozen=True)
 class Edge:
-    """One dimension of a block that may hang over its array."""
+    """One dimension of a block that may extend past its array's edge."""
 
     dim: int  # of the memref
-    first: Start  # the array's number for the block's first element
+    first: Start  # the array's index of the block's first element
     low: int | None  # elements from `low` (None: no block starts lower)
     high: int  # to `high` - 1 exist
 
 
 @dataclass(frozen=True)
 class Fill:
-    """What a load gives outside the array."""
+    """What a load gives past the edge of the array."""
 
     value: float | int | bool
     edges: tuple[Edge, ...]
@@ -106,9 +106,9 @@ class View:
     def narrowed(
         self, spans: Sequence[tuple[Span, Start | None]], kept: Sequence[bool]
     ) -> "View":
-        """Pick a span per ref dimension; those not `kept` disappear.
+        """Select a span per ref dimension; those not `kept` are dropped.
 
-        The Start comes with dynamic spans, already added to what this view starts at.
+        A dynamic span's Start already includes the start of this view.
         """
         starts, sizes, strides = [*self.starts], [*self.sizes], [*self.strides]
         for dim, (span, start) in zip(self.dims, spans, strict=True):
@@ -132,7 +132,7 @@ class View:
     def part(self, dim: int, first: int, size: int = 1) -> "View":
         """`size` elements from the `first` one along a dimension of the memref.
 
-        The ref's own shape is left as it is: this is for accesses in the memref's.
+        The ref's own shape is unchanged: this is for accesses in the memref's.
         """
         starts, sizes = [*self.starts], [*self.sizes]
         offset = first * self.strides[dim]
@@ -161,8 +161,8 @@ def element_of(ref: RefType) -> str:
 def required_alignment(view: View, dim: int) -> int:
     """What must divide a dynamic start along `dim` of a vector load (Mosaic's rule).
 
-    Lanes move by whole tiles. Rows do too, unless one row is read, or the memref is one
-    tile wide, so that its rows are contiguous.
+    Lanes move by whole tiles. So do rows, unless a single row is read or the memref is
+    one tile wide, so that its rows are contiguous.
     """
     rank, bits = len(view.shape), 32 if view.ref.dtype.is_bool else view.ref.dtype.bits
     if dim == rank - 1:

@@ -1,7 +1,7 @@
-"""How much vector memory a kernel needs: refused early where no chip has as much.
+"""How much vector memory a kernel needs; rejected early if no chip has that much.
 
-XLA lets a kernel have a part of a core's vector memory unless it is told otherwise;
-`limit_for` tells it, where windows, scratch and tiles need more.
+XLA gives a kernel only part of a core's vector memory by default; `limit_for` raises
+the limit if windows, scratch and tiles need more.
 """
 
 from collections.abc import Iterator
@@ -17,18 +17,18 @@ from pallasite.passes.analysis.grid import analyze
 from pallasite.passes.tpu_blocks import for_tpu
 from pallasite.target import TPUS, Tpu
 
-COPIES = 3  # of the largest tile, which the compiler may keep besides
+COPIES = 3  # of the largest tile, which the compiler may keep in addition
 MOST = 0.95  # of a core's vector memory, for one kernel
-SPARE = 1.25  # what is counted here, and what the compiler adds
+SPARE = 1.25  # margin for what the compiler adds
 
 
 def check_vmem(kernel: Kernel, chip: Tpu | None, limit: int | None = None) -> Kernel:
-    """Refuse a kernel whose windows and scratch are more than a core has.
+    """Reject a kernel whose windows and scratch exceed a core's vector memory.
 
     Args:
-        kernel: what to look at; it stays as it is.
-        chip: None: any of the table may run it.
-        limit: the bytes that the author allows it, if they are fewer.
+        kernel: what to check; it is not changed.
+        chip: None: any in the table may run it.
+        limit: the bytes that the author allows it, if fewer.
 
     Raises:
         ChipMemoryError: names each window with its bytes.
@@ -60,7 +60,7 @@ def check_vmem(kernel: Kernel, chip: Tpu | None, limit: int | None = None) -> Ke
 
 
 def limit_for(kernel: Kernel, chip: Tpu | None) -> int | None:
-    """The limit to ask XLA for; None: what it allows by itself is enough."""
+    """The limit to request from XLA; None: its default is enough."""
     chips = TPUS.values() if chip is None else (chip,)
     allowed = min(each.scoped_vmem for each in chips)
     needed = int(SPARE * (sum(size for _, size in _named(kernel)) + _tiles(kernel)))
@@ -78,9 +78,9 @@ def taken(kernel: Kernel, chip: Tpu | None) -> tuple[int, int]:
 
 
 def cut_if_large(kernel: Kernel) -> Kernel:
-    """Smaller blocks where some chip has no room for the author's.
+    """Smaller blocks if some chip has no room for the author's.
 
-    For calls that are compiled before it is known which chip runs them.
+    For calls that are compiled before the chip is known.
     """
     room = lambda chip: (chip.scoped_vmem, -chip.vmem.bytes)
     smallest = min(TPUS.values(), key=room)
@@ -90,7 +90,7 @@ def cut_if_large(kernel: Kernel) -> Kernel:
 
 
 def _named(kernel: Kernel) -> Iterator[tuple[str, int]]:
-    """What the author names, with its bytes: windows and scratch."""
+    """What the author declares, with its bytes: windows and scratch."""
     op = main_pipeline(kernel)
     if op is not None:
         pipeline = Pipeline.of(op)
@@ -108,7 +108,7 @@ def _named(kernel: Kernel) -> Iterator[tuple[str, int]]:
 
 
 def _tiles(kernel: Kernel) -> int:
-    """What the compiler may need for tiles in between."""
+    """What the compiler may need for intermediate tiles."""
 
     def sizes(op: Op) -> list[int]:
         tiles = [v.tile for v in op.results if not v.is_ref]

@@ -1,7 +1,7 @@
-"""Windows: block shapes checked against Mosaic's tiles, and edges that need a fill.
+"""Windows: checks blocks against Mosaic's tiles, and finds edges that need a fill.
 
-`check_window` holds the compiler's own rule (its error E2002), so that it can be told
-with the operand's name and a shape that works.
+`check_window` implements the compiler's own rule (its error E2002), so that the error
+can name the operand and a shape that works.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from pallasite.passes.analysis.intervals import Fact
 
 
 def memref_shape(window: Window) -> tuple[int, ...]:
-    """The block as Mosaic sees it: squeezed dimensions are there, of size one."""
+    """The block as Mosaic sees it: with squeezed dimensions, of size one."""
     return tuple(1 if d.kind == "squeezed" else d.size for d in window.dims)
 
 
@@ -38,7 +38,7 @@ def tiling(ref: RefType) -> tuple[int, ...]:
 
 
 def fits(ref: RefType, window: Window) -> bool:
-    """Whether the block is whole tiles, or as large as the array."""
+    """Whether the block consists of whole tiles, or is as large as the array."""
     if not ref.shape:
         return True
     tiles = tiling(ref)
@@ -73,7 +73,7 @@ def check_window(
 
 
 def check_left_once(kernel: Kernel, pipeline: Pipeline) -> None:
-    """Refuse an output whose blocks are entered again and would have to be kept."""
+    """Reject an output whose blocks are revisited and would have to be kept."""
     for shown, outer, inner in returned_to(kernel, pipeline):
         name = operand_name(kernel, shown.array)
         raise UnsupportedError(
@@ -94,12 +94,12 @@ def check_left_once(kernel: Kernel, pipeline: Pipeline) -> None:
 
 
 def returned_to(kernel: Kernel, pipeline: Pipeline) -> Iterator[tuple[Shown, int, int]]:
-    """Outputs whose blocks are left, entered again, and needed as they were.
+    """Outputs whose blocks are left, revisited, and needed as they were.
 
-    Mosaic writes a block back when the next step has another one, and the block that a
-    step enters starts out as rubbish. That is seen unless steps fill what they enter.
-    With each: an axis along which the block stays, and one inside it that it moves
-    along.
+    Mosaic writes a block back when the next step has another one, and a block that a
+    step enters starts uninitialised. That shows unless steps fill the blocks they
+    enter. Each comes with an axis along which the block stays, and one inside it along
+    which it moves.
     """
     aliased = {kernel.outputs[result] for _, result in kernel.aliases}
     moves = analyze(kernel).windows
@@ -117,7 +117,7 @@ def _entered_again(
     """An axis along which the window stays, and one inside it along which it moves.
 
     Or may do so, where the map is a sum of grid indices. Numbers read from operands are
-    taken as the author's promise that visits of a block follow one another.
+    taken as the author's promise that visits of a block are consecutive.
     """
     computed = all(form.affine is not None for form in moves.forms)
     leaving = moves.apart if computed else moves.axes
@@ -131,7 +131,7 @@ def _entered_again(
 
 
 def _fills(pipeline: Pipeline, block: Value, moves: WindowMoves) -> bool:
-    """Whether each visit of a block, or the last of them alone, overwrites it all."""
+    """Whether each visit of a block, or at least the last, overwrites it all."""
     ids, grid = pipeline.ids, pipeline.grid
     last = max(moves.axes)
     first = {i: 0 for a, i in enumerate(ids) if a > last or grid[a] == 1}
@@ -177,13 +177,13 @@ def fitting_block(ref: RefType, window: Window) -> tuple[int | None, ...]:
 
 
 def touching(dim: BlockDim, size: int) -> tuple[int, int]:
-    """The least and the greatest first element of blocks not wholly in the padding."""
+    """The range of first elements of blocks not entirely in the padding."""
     low = dim.padding[0]
     return max(low - dim.size + 1, 0), max(low + size - 1, 0)
 
 
 def hangs_over(dim: BlockDim, size: int, index: Fact) -> bool:
-    """Whether a valid block may reach outside the array along this dimension."""
+    """Whether a valid block may extend past the array's edge along this dimension."""
     if dim.kind == "blocked":
         return size % dim.size != 0
     if dim.kind == "squeezed":

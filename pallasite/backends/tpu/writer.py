@@ -1,6 +1,6 @@
 """MLIR text: types, literals, and a writer of one function's lines.
 
-`Writer` hands out value names, keeps constants at the top of the function (each once)
+`Writer` assigns value names, keeps constants at the top of the function (each once)
 and indents regions. The emitter (`emit.py`) decides what is written.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 from pallasite.ir.nodes import Loc
 from pallasite.ir.types import F32, I32, DType, TileType
 
-# Element types that Mosaic has, under the names of MLIR; integers carry no sign there.
+# Element types that Mosaic has, by their MLIR names; integers are signless there.
 ELEMENTS = {
     "bool": "i1",
     **{f"{sign}{bits}": f"i{bits}" for sign in "iu" for bits in (2, 4, 8, 16, 32)},
@@ -45,19 +45,19 @@ SEMAPHORES = {
 
 
 def vector(shape: Sequence[int], element: str) -> str:
-    """The type of a tile: a vector, or the bare element where there are no dims."""
+    """The type of a tile: a vector, or the bare element at rank 0."""
     return f"vector<{_shaped(shape, element)}>" if shape else element
 
 
 def word_dtype(dtype: DType) -> DType:
-    """The 32-bit type that holds every value of `dtype`."""
+    """The 32-bit type that represents every value of `dtype`."""
     if dtype.is_float:
         return F32
     return I32 if dtype.bits < 32 else dtype
 
 
 def held_dtype(dtype: DType) -> DType:
-    """What a scalar of `dtype` is held in: a bit, or a 32-bit register."""
+    """What holds a scalar of `dtype`: a bit, or a 32-bit register."""
     return dtype if dtype.is_bool else word_dtype(dtype)
 
 
@@ -83,7 +83,7 @@ def literal(value: float | int | bool, dtype: DType) -> str:
     if dtype.is_bool:
         return "true" if value else "false"
     if not dtype.is_float:
-        # Unsigned values past the signed range wrap: MLIR integers have no sign here.
+        # Unsigned values past the signed range wrap: MLIR integers are signless here.
         wrapped = int(value) % (1 << dtype.bits)
         half = 1 << (dtype.bits - 1)
         return str(wrapped - (1 << dtype.bits) if wrapped >= half else wrapped)
@@ -124,15 +124,15 @@ class Writer:
         self.lines.append("  " * self._depth + text + self._location())
 
     def value(self, text: str) -> str:
-        """Write an op with one result; its name."""
+        """Emit an op with one result; returns its name."""
         name = self.fresh()
         self.line(f"{name} = {text}")
         return name
 
     def values(self, count: int, text: str) -> tuple[str, ...]:
-        """Open an op with `count` results and regions; the results' names.
+        """Open an op with `count` results and regions; returns the results' names.
 
-        The location, if any, would come after the regions; these ops go without.
+        A location would have to come after the regions; these ops have none.
         """
         if not count:
             self._open(text)
@@ -156,7 +156,7 @@ class Writer:
         self.lines.append("  " * self._depth + text)
 
     def constant(self, value: str, type_text: str) -> str:
-        """A constant, written once at the top of the function."""
+        """A constant, emitted once at the top of the function."""
         key = (value, type_text)
         if key not in self._constants:
             name = f"%c{len(self._constants)}"
@@ -166,7 +166,7 @@ class Writer:
         return self._constants[key]
 
     def number(self, value: float | int | bool, tile: TileType) -> str:
-        """A tile of one repeated number."""
+        """A tile filled with one number."""
         text = literal(value, tile.dtype if tile.shape else held_dtype(tile.dtype))
         return self.constant(f"dense<{text}>" if tile.shape else text, tile_text(tile))
 
@@ -178,7 +178,7 @@ class Writer:
 
     @contextlib.contextmanager
     def at(self, loc: Loc | None) -> Iterator[None]:
-        """Ops written in this block come from `loc`."""
+        """Ops emitted in this block come from `loc`."""
         before, self.loc = self.loc, loc or self.loc
         yield
         self.loc = before

@@ -53,7 +53,7 @@ PASSES = (
     Pass("canonicalize", canonicalize),
     Pass("promote", promote),
     Pass("guard_bounds", guard_bounds),
-    # What a guard held in the loop can move out now.
+    # What a guard kept in the loop can now be hoisted.
     Pass("hoist", hoist, if_changed=True),
     Pass("canonicalize", canonicalize, if_changed=True),
     Pass("fold_exp2", fold_exp2),
@@ -116,14 +116,14 @@ class TritonBackend:
         )
 
     def resources(self, compiled: Compiled) -> Sequence[Resource]:
-        return ()  # the compiler after this one divides registers and memory
+        return ()  # Triton's compiler allocates registers and shared memory
 
     def version(self) -> str:
         return "triton-1"
 
 
 def _chip(options: Options) -> Gpu:
-    """The GPU compiled for; where it is not known, one with much shared memory."""
+    """The GPU compiled for; if unknown, one with much shared memory."""
     return options.chip if isinstance(options.chip, Gpu) else GPUS["h100"]
 
 

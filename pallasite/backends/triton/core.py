@@ -1,9 +1,9 @@
-"""The small vocabulary of Triton code that every op is emitted in.
+"""The small vocabulary of Triton code in which every op is emitted.
 
 `Core` turns Python calls into TTIR lines: constants, arithmetic, broadcasting, index
-tiles, masks of padding, conversions, gathers along an axis. It holds what is known of
-our IR's values (`env`, facts, producers). The op families are the mixins next to this
-file: `elementwise.py`, `tiles.py`, `dots.py`, `memory.py`; `emit.py` joins them.
+tiles, padding masks, conversions, gathers along an axis. It holds what is known about
+IR values (`env`, facts, producers). The op families are the mixins next to this file:
+`elementwise.py`, `tiles.py`, `dots.py`, `memory.py`; `emit.py` combines them.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ from pallasite.ir.text import print_op
 from pallasite.ir.types import DType, TileType
 from pallasite.passes.analysis.intervals import Facts
 
-MAX_ELEMENTS = 1 << 20  # Triton refuses larger tensors
+MAX_ELEMENTS = 1 << 20  # Triton rejects larger tensors
 
 FLOAT_BITS = {"f8E4M3FN": 8, "f8E5M2": 8, "f16": 16, "bf16": 16, "f32": 32, "f64": 64}
 
 
 class Core:
-    """Emits Triton's own operations; knows nothing of ours."""
+    """Emits Triton's own operations; independent of IR ops."""
 
     def __init__(self) -> None:
         self.out = Writer()
@@ -129,7 +129,7 @@ class Core:
         return self.let(line, x.shape, x.elem)
 
     def four_bits(self, x: Val, dtype: DType) -> Val:
-        """The lower half of each byte, extended to the whole."""
+        """The lower half of each byte, sign- or zero-extended."""
         if not dtype.is_signed_int:
             return self.apply("arith.andi", x, self.like(15, x))
         high = self.apply("arith.shli", x, self.like(4, x))
@@ -195,8 +195,8 @@ class Core:
         return self.let(text, shape, x.elem)
 
     def gather(self, x: Val, index: Val, axis: int) -> Val:
-        """`x` picked along `axis` by an i32 tile of the result's shape."""
-        if x.elem == "i1":  # goes through shared memory, which has no bits
+        """`x` gathered along `axis` by an i32 tile of the result's shape."""
+        if x.elem == "i1":  # goes through shared memory, which has no i1
             wide = self.gather(self.convert("arith.extui", x, "i8"), index, axis)
             return self.compare("ne", wide, self.like(0, wide))
         to = type_text(index.shape, x.elem)
@@ -226,7 +226,7 @@ class Core:
         return self.compare("slt", position, self.like(limit, position))
 
     def both(self, *masks: Val | None) -> Val | None:
-        """All of several masks, each of which may be missing or smaller."""
+        """The conjunction of masks, each of which may be missing or smaller."""
         result: Val | None = None
         for mask in masks:
             if mask is None:
@@ -243,7 +243,7 @@ class Core:
         return result
 
     def padding_mask(self, logical: Sequence[int], axes: Sequence[int]) -> Val | None:
-        """True where an element is not padding along `axes`; None: none is."""
+        """True where an element is not padding along `axes`; None if none is."""
         shape = physical(logical)
         padded = [d for d in axes if shape[d] != logical[d]]
         return self.both(*(self.below(logical[d], shape, d) for d in padded))

@@ -1,7 +1,7 @@
-"""Matrix products: any contraction as one `tt.dot`, or as multiply and sum.
+"""Matmuls: any contraction as one `tt.dot`, or as multiply and sum.
 
 The operands are brought to (batch, rows, depth) and (batch, depth, columns). Padding
-along the depth is zeroed on both sides. Tensor cores want at least 16 along each
+along the depth is zeroed on both sides. Tensor cores need at least 16 along each
 dimension (bytes: 32 in depth): fewer rows or columns are repeated, a smaller depth is
 filled with zeros.
 """
@@ -19,20 +19,20 @@ from pallasite.ir.roles import Dot, DotSide
 from pallasite.ir.types import DTYPES, F32, DType
 
 SMALLEST = 16
-BYTES = ("i8", "f8E4M3FN", "f8E5M2")  # tensor cores take these 32 deep
-# Below this many products, small operands are multiplied and summed element by element.
+BYTES = ("i8", "f8E4M3FN", "f8E5M2")  # tensor cores need a depth of 32 for these
+# Below this many multiplications, operands are multiplied and summed elementwise.
 FEW_PRODUCTS = 1 << 14
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How a product is computed.
+    """How a matmul is computed.
 
     Args:
-        mode: what Triton does with operands of f32.
-        operands: the type they are rounded to first; None: they stay what they are.
-        pieces: numbers of that type that an operand is split into.
-        products: how many of their products are added up, the largest ones.
+        mode: what Triton does with f32 operands.
+        operands: the type they are first rounded to; None: they stay as they are.
+        pieces: numbers of that type into which an operand is split.
+        products: how many of the pieces' products are added up, the largest ones.
     """
 
     mode: str = "ieee"
@@ -110,7 +110,7 @@ class Dots(Tiles):
     def in_pieces(
         self, op: Op, lhs: Val, rhs: Val, accumulator: DType, algorithm: Algorithm
     ) -> Val:
-        """The product, or the sum of those of the operands' pieces."""
+        """The matmul, or the sum of the matmuls of the operands' pieces."""
         if algorithm.pieces == 1:
             return self.matrix_product(op, lhs, rhs, accumulator, algorithm.mode)
         sides = [self.pieces(x, algorithm.pieces) for x in (lhs, rhs)]
@@ -133,11 +133,11 @@ class Dots(Tiles):
         return self.compare("olt", size, self.like(float("inf"), size))
 
     def pieces(self, x: Val, count: int) -> list[Val]:
-        """An f32 tile as tiles of bf16 whose sum it is, the largest first."""
+        """An f32 tile as bf16 tiles that sum to it, the largest first."""
         found = [self.to_float(x, "bf16")]
         for _ in range(count - 1):
             taken = self.to_float(found[-1], "f32")
-            # What is left of infinity is nothing, not NaN.
+            # The remainder of infinity is zero, not NaN.
             rest = self.apply("arith.subf", x, taken)
             x = self.select(self.is_finite(taken), rest, self.like(0.0, rest))
             found.append(self.to_float(x, "bf16"))
@@ -160,7 +160,7 @@ class Dots(Tiles):
         x, y = (v.tile.dtype for v in op.operands)
         small = all(d.is_integer and (d.bits == 4 or d.name == "i8") for d in (x, y))
         if small and op.attrs["dtype"].name == "i32":
-            return DTYPES["i8"]  # holds all numbers of 4 bits
+            return DTYPES["i8"]  # represents all 4-bit numbers
         if x == y:
             return DTYPES["i32"] if x.is_bool else x
         if x.is_float and y.is_float:
@@ -219,10 +219,10 @@ class Dots(Tiles):
         result = self.once(result, first, rows)
         return self.once(result, first + 1, columns)
 
-    # --- operands smaller than a tensor core's ---
+    # --- operands smaller than a tensor core's minimum ---
 
     def repeated(self, x: Val, axis: int) -> Val:
-        """Each row or column as often as it takes to get the smallest size."""
+        """Each row or column repeated up to the minimum size."""
         times = SMALLEST // x.shape[axis]
         if times <= 1:
             return x
@@ -231,7 +231,7 @@ class Dots(Tiles):
         return self.reshape(wide, _merged(shape, axis))
 
     def filled(self, x: Val, axis: int) -> Val:
-        """Zeros between the elements along the depth, the same for both operands."""
+        """Zeros between the elements along the depth, the same in both operands."""
         smallest = 2 * SMALLEST if x.elem in BYTES else SMALLEST
         times = smallest // x.shape[axis]
         if times <= 1:
@@ -249,7 +249,7 @@ class Dots(Tiles):
             return x
         shape = (*x.shape[:axis], n, times, *x.shape[axis + 1 :])
         split = self.reshape(x, shape)
-        # Equal elements: any of them will do, and the largest is one.
+        # Equal elements: any of them will do, and the maximum is one.
         name = "arith.maximumf" if x.elem in FLOAT_BITS else "arith.maxsi"
         (result,) = self.fold(
             "tt.reduce", [split], axis + 1, lambda a, b: [self.apply(name, a[0], b[0])]

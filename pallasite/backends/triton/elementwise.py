@@ -1,9 +1,9 @@
-"""Elementwise ops: one row each, from our op to Triton's.
+"""Elementwise ops: one row each, from IR op to Triton op.
 
-`NATIVE` is the list of what this backend has; a row is a function of the emitter and
-the op that gives the result. Most are made by `arith` (one Triton op per kind of
-number) or `function` (libdevice). Narrow floats compute in f32 where Triton or the
-promised accuracy needs it, and round once at the end.
+`NATIVE` lists what this backend has; a row is a function of the emitter and the op that
+returns the result. Most are made by `arith` (one Triton op per kind of number) or
+`function` (libdevice). Narrow floats compute in f32 where Triton or the promised
+accuracy requires it, and round once at the end.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Elementwise(Core):
         return [self.env[v] for v in op.operands]
 
     def known_number(self, value: Value) -> int | float | bool | None:
-        """The number a tile is filled with, if that is plain from its producer."""
+        """The number that fills a tile, if its producer shows it."""
         op = self.producers.get(value)
         while op is not None and op.name in ("broadcast_in_dim", "reshape"):
             op = self.producers.get(op.operands[0])
@@ -61,7 +61,7 @@ def arith(
 ) -> Row:
     """The Triton op for floats, ints, uints (by default as ints) and bools.
 
-    `wide`: 16-bit floats compute in f32, too.
+    `wide`: 16-bit floats compute in f32 too.
     """
     names = {"float": f, "int": i, "uint": u or i, "bool": b}
 
@@ -77,7 +77,7 @@ def arith(
 
 
 def function(single: str, double: str, narrow: str | None = None) -> Row:
-    """A libdevice function; `narrow`: what is good enough for 16-bit results."""
+    """A libdevice function; `narrow`: one accurate enough for 16-bit results."""
 
     def row(e: Elementwise, op: Op) -> Val:
         def compute(*operands: Val) -> Val:
@@ -119,7 +119,7 @@ def _float(compute: Callable[..., Val], always: bool = True) -> Row:
 def _div(e: Elementwise, op: Op) -> Val:
     dtype = _dtype(op)
     if dtype.is_float:
-        # Triton's own division of f32 is approximate; narrow results round it away.
+        # Triton's f32 division is approximate; rounding to a narrow type hides that.
         exact = dtype.name == "f32" and not e.is_rough(op)
         name = "tt.precise_divf" if exact else "arith.divf"
         return e.widened(op, lambda x, y: e.apply(name, x, y))
@@ -164,9 +164,9 @@ def _safe_divisor(e: Elementwise, dtype: DType, y: Val) -> tuple[Val, Val, Val |
     return zero, e.select(minus_one, e.like(1, y), safe), minus_one
 
 
-# ptxas up to CUDA 13.0 makes max(x, y) of max(max(x, -x), y) on Hopper: it forgets the
-# sign of the second operand where it fuses two of 32 bits into one VIMNMX3, and LLVM
-# writes abs like this. These two it does not take for negations.
+# On Hopper, ptxas up to CUDA 13.0 turns max(max(x, -x), y) into max(x, y): it loses the
+# negation of the second operand when it fuses two 32-bit ones into one VIMNMX3, and
+# LLVM writes abs like this. It does not recognise these two as negations.
 ABSOLUTE = "abs.s32 $0, $1;"
 NEGATED = "not.b32 $0, $1; add.s32 $0, $0, 1;"
 
@@ -197,7 +197,7 @@ def _sign(e: Elementwise, op: Op) -> Val:
         zero = e.like(0, x)
         if dtype.kind == "uint":
             return e.select(e.compare("ne", x, zero), e.like(1, x), zero)
-        # Zeros and NaN stay what they are.
+        # Zeros and NaN are unchanged.
         result = e.select(e.compare(less, x, zero), e.like(-1, x), x)
         return e.select(e.compare(more, x, zero), e.like(1, x), result)
 
@@ -333,7 +333,7 @@ def _not(e: Elementwise, op: Op) -> Val:
 
 
 def _shift(name: str, past: Callable[[Elementwise, Val], Val]) -> Row:
-    """A shift; `past` gives the result where the amount is no bit position."""
+    """A shift; `past` gives the result where the amount is not a bit position."""
 
     def row(e: Elementwise, op: Op) -> Val:
         x, amount = e.operands(op)
@@ -353,7 +353,7 @@ def _sign_bits(e: Elementwise, x: Val) -> Val:
 
 
 def _counted(single: str, double: str, leading: bool) -> Row:
-    """Bit counting: libdevice takes 32 or 64 bits and gives an i32."""
+    """Bit counting: libdevice takes 32 or 64 bits and returns an i32."""
 
     def row(e: Elementwise, op: Op) -> Val:
         (x,) = e.operands(op)
@@ -368,7 +368,7 @@ def _counted(single: str, double: str, leading: bool) -> Row:
     return row
 
 
-# --- choice and conversion ---
+# --- selection and conversion ---
 
 
 def _select_n(e: Elementwise, op: Op) -> Val:
@@ -412,13 +412,13 @@ def cast_value(e: Elementwise, op: Op, x: Val, old: DType, new: DType) -> Val:
 
 
 def _float_to_int(e: Elementwise, x: Val, new: DType) -> Val:
-    """Truncate; past the ends of the type take the end; NaN gives 0."""
+    """Truncate and saturate; NaN gives 0."""
     if FLOAT_BITS[x.elem] < 32:
         x = e.to_float(x, "f32")
     signed = new.is_signed_int
     low = -(1 << (new.bits - 1)) if signed else 0
     past = 1 << (new.bits - 1 if signed else new.bits)  # first number too large
-    # low - 1 may round to low itself, which then takes the way of the smaller ones.
+    # low - 1 may round to low itself, which is then handled like smaller ones.
     too_small = e.compare("ole", x, e.like(float(low) - 1.0, x))
     too_large = e.compare("oge", x, e.like(float(past), x))
     outside = e.apply("arith.ori", too_small, too_large)
@@ -466,7 +466,7 @@ NATIVE: dict[str, Row] = {
     "sqrt": _float(_sqrt),
     "rsqrt": _float(_rsqrt),
     "cbrt": function("__nv_cbrtf", "__nv_cbrt"),
-    # Triton's own exp is an approximation of 2**x: good enough for 16 bits only.
+    # Triton's own exp is an approximation of 2**x: accurate enough only for 16 bits.
     "exp": function("__nv_expf", "__nv_exp", narrow="math.exp"),
     "exp2": function("__nv_exp2f", "__nv_exp2", narrow="math.exp2"),
     "expm1": function("__nv_expm1f", "__nv_expm1"),

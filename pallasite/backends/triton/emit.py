@@ -1,8 +1,8 @@
 """Tile IR to TTIR: the kernel function, its grid, and control flow.
 
-In: a kernel after `passes/promote.py` (programs, loops, values; refs only where memory
-is meant). Out: an MLIR module as text, and what a launch needs to know. The op families
-are in the classes this one inherits; `RULES` says what emits which op.
+In: a kernel after `passes/promote.py` (programs, loops, values; refs only for actual
+memory). Out: an MLIR module as text, and what a launch needs to know. The op families
+are in the base classes; `RULES` maps each op to its emitter.
 """
 
 import re
@@ -43,13 +43,13 @@ def function_name(kernel: Kernel) -> str:
 
 
 def program_grid(kernel: Kernel) -> tuple[int, ...]:
-    """How many programs a promoted kernel has along each of its axes."""
+    """The number of programs of a promoted kernel along each of its axes."""
     sizes = Pipeline.of(find_pipeline(kernel)).sizes
     return tuple(n for n in sizes if isinstance(n, int))
 
 
 def scratch_of(kernel: Kernel) -> tuple[Scratch, ...]:
-    """Scratch refs that stay in memory: one part per program, end to end."""
+    """Scratch refs that stay in memory: one part per program, contiguous."""
     programs = prod(program_grid(kernel))
     return tuple(
         Scratch((programs * op.result.ref.size,), op.result.ref.dtype.numpy_name)
@@ -62,12 +62,12 @@ def _allocs(kernel: Kernel) -> list[Op]:
 
 
 def emit(kernel: Kernel, lines: bool = False) -> str:
-    """The TTIR module of a promoted kernel; with source lines as comments if wanted."""
+    """The TTIR module of a promoted kernel; source lines as comments on request."""
     return Emitter(kernel, lines).module()
 
 
 class Emitter(Prints):
-    """Walks a kernel and writes its module."""
+    """Walks a kernel and emits its module."""
 
     def __init__(self, kernel: Kernel, lines: bool = False):
         super().__init__()
@@ -84,7 +84,7 @@ class Emitter(Prints):
         params: list[str] = []
         for param in kernel.inputs:
             self.argument(param, same.get(param, param), params)
-        if self.print_numbers:  # what the log starts as; it is the log itself
+        if self.print_numbers:  # the log's initial contents, aliased with it
             _pointer("i32", params)
         for param in kernel.outputs:
             self.argument(param, param, params)
@@ -176,7 +176,7 @@ class Emitter(Prints):
     # --- the grid ---
 
     def emit_pipeline(self, op: Op) -> None:
-        """One program per step; the axes share the first dimension of the launch."""
+        """One program per step; all axes share the first launch dimension."""
         pipeline = Pipeline.of(op)
         grid = [n for n in pipeline.sizes if isinstance(n, int)]
         if pipeline.windows or len(grid) < len(pipeline.sizes):
@@ -210,7 +210,7 @@ class Emitter(Prints):
         self.block(pipeline.body)
 
     def in_grid_order(self, pipeline: Pipeline) -> Val:
-        """The number of this program, whatever order programs are launched in."""
+        """The number of this program in grid order, whatever the launch order."""
         number: Number = 0
         for value, size in zip(pipeline.ids, pipeline.grid, strict=True):
             assert size is not None
@@ -309,7 +309,7 @@ class Emitter(Prints):
             self.bind_results(op, name)
 
     def branches(self, op: Op, number: int) -> str | None:
-        """Branch `number` or a later one, as nested ifs; the name of the results."""
+        """Branch `number` or a later one, as nested ifs; returns the results' name."""
         cond = Cond.of(op)
         last, here = len(cond.branches) - 1, cond.branches[number]
         if number == last:
@@ -351,7 +351,7 @@ class Emitter(Prints):
                 self.yield_(branch.yields, op)
 
     def branch_test(self, op: Op, number: int) -> tuple[Val, bool]:
-        """What decides for branch `number`; True: it is the test of the later ones."""
+        """The test for branch `number`; True: it is the test for the later ones."""
         which = Cond.of(op).which
         source = self.producers.get(which)
         is_flag = source is not None and source.name == "cast"
@@ -368,7 +368,7 @@ class Emitter(Prints):
         self.env[op.result] = self.env[op.operands[0]]
 
     def emit_delay(self, op: Op) -> None:
-        """Waiting has no meaning of its own."""
+        """A delay has no effect of its own."""
 
     def emit_debug_check(self, op: Op) -> None:
         """Checked by the emulation; a device assertion would stop the whole process."""

@@ -1,8 +1,8 @@
 """Loads and stores of 4-bit integers, two of which share a byte of memory.
 
-The first of a pair is in the lower half, as XLA packs them. In registers each has a
-byte of its own. Rows that begin at an even place are moved as whole bytes; others are
-read a byte per element, and not written: the other half could be another thread's.
+The first of a pair is in the lower half, as XLA packs them. In registers each has its
+own byte. Rows that start at an even position are moved as whole bytes; others are read
+a byte per element and never written: the other half could be another thread's.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from pallasite.ir.types import DType
 
 
 class FourBits(Memory):
-    """Emits loads and stores, whatever the width."""
+    """Emits loads and stores of any width."""
 
     def emit_any_load(self, op: Op) -> None:
         dtype = op.result.tile.dtype
@@ -71,7 +71,7 @@ class FourBits(Memory):
         )
 
     def bytes_of(self, place: Place) -> tuple[Val, tuple[int, ...]]:
-        """Pointers to the bytes of an access, and their shape: half as long a row."""
+        """Pointers to the bytes of an access, and their shape: rows half as long."""
         shape = (*place.shape[:-1], place.shape[-1] // 2)
         offset = place.view.offset
         if isinstance(offset, int):

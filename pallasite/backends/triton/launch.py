@@ -1,14 +1,14 @@
 """Warps, stages and program order, from a small cost model of the chip.
 
 `schedule_launch` is a pass: it notes its choices on the grid (`triton.warps`,
-`triton.stages`, `triton.group`) and on loops that stream memory without a product
-(`triton.stages`); `emit.py` and the launch read them. What the author gives in
-`CompilerParams` is taken as it is. Loads have no notes: eviction policies, tried for
-norms on an H200, cost 2 to 7 percent.
+`triton.stages`, `triton.group`) and on loops that stream memory without a matmul
+(`triton.stages`); `emit.py` and the launch read them. The author's `CompilerParams` are
+taken as they are. Loads have no notes: eviction policies, tried for norms on an H200,
+cost 2 to 7 percent.
 
-The model counts, for one program: 32-bit words that are live at once (registers),
-bytes of shared memory by the number of stages (`shared_memory.py`), and bytes loaded
-at a time. From these follow registers per thread and programs per multiprocessor.
+The model counts, for one program: peak live 32-bit words (registers), bytes of shared
+memory by the number of stages (`shared_memory.py`), and bytes loaded at a time. These
+determine registers per thread and programs per SM.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,13 +29,13 @@ from pallasite.target import Gpu
 WARPS, STAGES, GROUP = "triton.warps", "triton.stages", "triton.group"
 
 OVERHEAD = 32  # registers of a thread besides its part of the tiles
-COMFORTABLE = 128  # registers per thread with which two products still overlap
-BUSY_WARPS = 16  # per multiprocessor, to hide the latency of arithmetic
+COMFORTABLE = 128  # registers per thread with which two matmuls still overlap
+BUSY_WARPS = 16  # per SM, to hide the latency of arithmetic
 LATENCY = 0.8e-6  # seconds from a load to its data, under load
-VECTOR_BYTES = 16  # of the widest load of a thread
+VECTOR_BYTES = 16  # of a thread's widest load
 MOST_STAGES = 4
-GOOD_STAGES = 3  # copies for two steps in flight during a third
-WARPGROUP_ROWS = 64  # of a product that four warps compute together
+GOOD_STAGES = 3  # copies for two iterations in flight during a third
+WARPGROUP_ROWS = 64  # of a matmul that four warps compute together
 RESERVED = 1024  # bytes of shared memory for barriers and reductions
 
 
@@ -43,7 +43,7 @@ def schedule_launch(kernel: Kernel, params: Mapping[str, Any], chip: Gpu) -> Ker
     """Note the launch on the grid and its loops.
 
     Raises:
-        ChipMemoryError: the operands of products, or a transposed tile, do not fit
+        ChipMemoryError: the operands of matmuls, or a transposed tile, do not fit
             into shared memory.
     """
     need = Need.of(kernel)
@@ -91,14 +91,14 @@ class _Notes:
 
 @dataclass
 class Need:
-    """What one program takes of a multiprocessor."""
+    """What one program takes of an SM."""
 
-    words: int  # 32-bit words of tiles that are live at once
+    words: int  # peak live 32-bit words of tiles
     elements: int  # of the largest tile
     narrowest: int  # bytes of the narrowest element that memory accesses move
-    loaded: int  # bytes of all loads that are in no loop, or of one step of a loop
-    rows: int  # of the largest product; 0: there is none
-    reads_own_writes: bool = False  # in a loop, where loading ahead would be too early
+    loaded: int  # bytes of all loads outside loops, or of one iteration
+    rows: int  # of the largest matmul; 0: there is none
+    reads_own_writes: bool = False  # in a loop, where prefetching would be too early
     streams: dict[Op, int] = field(default_factory=dict)  # loop -> bytes of its loads
 
     @staticmethod
@@ -106,11 +106,11 @@ class Need:
         return _Count(kernel).need()
 
     def registers(self, warps: int) -> int:
-        """Of one thread."""
+        """Registers per thread."""
         return OVERHEAD + -(-self.words // (32 * warps))
 
     def resident(self, warps: int, chip: Gpu, shared: int = 0) -> int:
-        """Programs that are on a multiprocessor at once; at least one."""
+        """Programs resident on an SM at the same time; at least one."""
         threads = 32 * warps
         registers = min(self.registers(warps), chip.registers_per_thread)
         rounded = -(-registers // 8) * 8
@@ -135,7 +135,7 @@ class _Count(LiveTiles):
         self.written = set(map(self.root, refs))
 
     def root(self, ref: Value) -> Value:
-        """The memory that a ref is a part of."""
+        """The memory that a ref is part of."""
         root = self.roots.of(ref)
         return self.same.get(root, root)
 
@@ -166,12 +166,12 @@ class _Count(LiveTiles):
                 yield max(1, op.operands[0].ref.dtype.bits // 8)
 
     def step_bytes(self, loop: Op) -> int:
-        """Of the loads of one step, not counting loops further in."""
+        """Bytes of the loads of one iteration, without nested loops."""
         inner = loop.regions[0].ops
         return sum(tile_bytes(op.result) for op in inner if op.name == "load")
 
     def is_stream(self, loop: Op) -> bool:
-        """Whether Triton may load a step of the loop ahead: no product (which it
+        """Whether Triton may prefetch an iteration of the loop: no matmul (which it
         pipelines anyway), no write to what is loaded, no addresses from memory."""
         inner = list(walk(loop.regions[0]))
         if any(op.name in ("dot", "while", "for") for op in inner):
@@ -210,7 +210,7 @@ def _warps(need: Need, chip: Gpu) -> int:
 
 
 def _product_warps(need: Need, chip: Gpu) -> int:
-    """A warpgroup per 64 rows, at most two unless registers ask for more."""
+    """A warpgroup per 64 rows, at most two unless registers require more."""
     useful = 8 if need.rows >= 2 * WARPGROUP_ROWS else 4
     warps = 4
     while warps < useful and need.registers(warps) > COMFORTABLE:
@@ -221,7 +221,7 @@ def _product_warps(need: Need, chip: Gpu) -> int:
 
 
 def _stream_warps(need: Need, chip: Gpu) -> int:
-    """The fewest that keep memory busy, with loads as wide as they can be."""
+    """The fewest that keep memory busy, with the widest possible loads."""
     per_warp = 32 * (VECTOR_BYTES // need.narrowest)
     fewest = max(1, min(4, need.elements // per_warp))
     most = max(fewest, min(16, need.elements // per_warp))
@@ -230,10 +230,10 @@ def _stream_warps(need: Need, chip: Gpu) -> int:
 
 
 def _busy(need: Need, warps: int, chip: Gpu) -> float:
-    """The share of the memory's rate that programs can ask for; negative: tiles that do
+    """The share of the memory bandwidth that programs can request; negative if tiles do
     not fit into registers."""
     if need.registers(warps) > chip.registers_per_thread:
-        return -float(need.registers(warps))  # tiles would go to memory and back
+        return -float(need.registers(warps))  # tiles would spill
     programs = need.resident(warps, chip)
     wanted = (chip.main.bytes_per_second or 0) / chip.cores * LATENCY
     in_flight = min(1.0, programs * need.loaded / wanted) if wanted else 1.0
@@ -241,7 +241,7 @@ def _busy(need: Need, warps: int, chip: Gpu) -> float:
 
 
 def _stages(need: Need, shared: SharedMemory, chip: Gpu) -> int:
-    """As many buffers as fit beside as many programs as registers allow."""
+    """As many buffers as fit, with as many programs as registers allow."""
     if need.reads_own_writes or not shared.has_loads_ahead():
         return 1
     for programs in range(need.resident(shared.warps, chip), 0, -1):
@@ -272,17 +272,17 @@ def _too_large(shared: SharedMemory, chip: Gpu) -> ChipMemoryError:
 
 
 def _stream_stages(size: int, need: Need, shared: SharedMemory, chip: Gpu) -> int:
-    """Steps of a loop without products in flight, in shared memory."""
+    """In-flight iterations, in shared memory, of a loop without matmuls."""
     programs = need.resident(shared.warps, chip)
     left = chip.shared.bytes // programs - shared.bytes(stages=1) - RESERVED
     return max(1, min(GOOD_STAGES, left // max(size, 1)))
 
 
 def _group(kernel: Kernel, need: Need, shared: SharedMemory, chip: Gpu) -> int:
-    """Rows of tiles that programs run through together, column by column.
+    """Rows of tiles that programs go through together, column by column.
 
-    Programs that run at the same time then need few rows and few columns of the
-    operands, which the cache holds. 1: programs are in the grid's own order.
+    Concurrent programs then need few rows and few columns of the operands, which the
+    cache holds. 1: programs are in the grid's own order.
     """
     found = _tiled_axes(kernel)
     if found is None:
@@ -290,7 +290,7 @@ def _group(kernel: Kernel, need: Need, shared: SharedMemory, chip: Gpu) -> int:
     (rows, columns), (row_bytes, column_bytes) = found
     resident = need.resident(shared.warps, chip, shared.bytes(stages=1))
     wave = chip.cores * resident
-    # rows * row_bytes + wave / rows * column_bytes is least at
+    # rows * row_bytes + wave / rows * column_bytes is minimal at
     best = power_of_two(isqrt(max(1, wave * column_bytes // row_bytes)))
     best = min(best, power_of_two(rows) // 2 or 1)
     return best if columns > max(1, wave // best) else 1
@@ -298,7 +298,7 @@ def _group(kernel: Kernel, need: Need, shared: SharedMemory, chip: Gpu) -> int:
 
 def _tiled_axes(kernel: Kernel) -> tuple[tuple[int, int], tuple[int, int]] | None:
     """Sizes of the last two axes of the grid, and bytes of the operands that move along
-    one of them alone, if each has some."""
+    only one of them, if each has some."""
     pipeline = Pipeline.of(find_pipeline(kernel))
     if any(not isinstance(n, int) for n in pipeline.sizes):
         return None

@@ -1,7 +1,8 @@
 """Loads and stores: views (`backends/strided_views.py`) as pointers and masks.
 
-Every access masks what is padding or outside the array, so nothing is touched out of
-bounds. Elements with an index out of range are clamped when read, masked when written.
+Every access masks padding and what is past the array's edge, so nothing out of bounds
+is touched. Elements with an index out of range are clamped when read, masked when
+written.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ Number = int | Val  # an i32 scalar, plain where it is known
 class View(strided_views.View[Val]):
     """A ref in the emitted code; its pointer is a `Val`."""
 
-    is_even: bool = True  # the first element is known to be at an even place
+    is_even: bool = True  # the first element is known to be at an even position
 
 
 class Memory(Dots, StridedViews[View, Val]):
@@ -117,23 +118,23 @@ class Memory(Dots, StridedViews[View, Val]):
     def start(
         self, entry: At | Span, operand: Value | None, size: int, clamp: bool
     ) -> Number:
-        """Where an entry starts: inside, or with a mask, not far outside."""
+        """Where an entry starts: in range or, with a mask, not far out of range."""
         if operand is None:
             assert entry.start is not None
             return entry.start
         extent = entry.extent if isinstance(entry, Span) else 1
-        # Far outside is as good as just outside, and cannot wrap around.
+        # Far out of range is as good as just out of range, and cannot wrap around.
         low, high = (0, size - extent) if clamp else (-extent, size)
         start = self.whole_number(operand)
         fact = self.facts.of(operand)
         if isinstance(start, int):
             return min(max(start, low), high)
-        if not clamp:  # steps go upwards from here
+        if not clamp:  # positions increase from here
             low, high = LOWEST, (high if fact.high + extent > HIGHEST else fact.high)
         return self.clamped(start, fact, low, high)
 
     def clamped(self, x: Val, fact: Fact, low: int, high: int) -> Val:
-        """`x`, of which `fact` is known, in the range from `low` to `high`."""
+        """`x`, about which `fact` is known, clamped to `low` and `high`."""
         if fact.low < low:
             x = self.apply("arith.maxsi", x, self.like(low, x))
         if fact.high > high:
@@ -141,7 +142,7 @@ class Memory(Dots, StridedViews[View, Val]):
         return x
 
     def place(self, op: Op, access: Access, result: Sequence[int]) -> "Place":
-        """Pointers of an access and the mask of what may be touched."""
+        """Pointers of an access and the mask of what may be accessed."""
         view = self.views[access.ref]
         masked, reads = access.mask is not None, op.name == "load"
         shape = physical(result)
@@ -190,14 +191,14 @@ class Memory(Dots, StridedViews[View, Val]):
         return Place(pointers, self.both(*masks), shape, view, tuple(spots))
 
     def index_tile(self, operand: Value, rank: int) -> Val:
-        """Element numbers from an index array, with the rank of the result."""
+        """Element indices from an index array, with the rank of the result."""
         index = self.index_value(self.env[operand], operand.tile.dtype)
         while len(index.shape) < rank:
             index = self.expand(index, len(index.shape))
         return index
 
     def moved(self, first: Number, spot: Val | None) -> Val:
-        """Positions counted from `first`; that number itself, without any."""
+        """Positions counted from `first`; just that number if there are none."""
         position = self.scalar(first)
         if spot is None:
             return position
@@ -206,7 +207,7 @@ class Memory(Dots, StridedViews[View, Val]):
     def in_range(
         self, first: Number, spot: Val | None, fact: Fact, size: int
     ) -> Val | None:
-        """Whether a position, of which `fact` is known, is in the ref; None: it is."""
+        """Whether a position, with its known `fact`, is in the ref; None: it is."""
         if fact.within(0, size - 1):
             return None
         position = self.moved(first, spot) if first != 0 or spot is None else spot
@@ -281,7 +282,7 @@ class Memory(Dots, StridedViews[View, Val]):
         user = None if access.mask is None else self.env[access.mask]
         other = None if access.other is None else self.env[access.other]
         fill = place.view.fill if place.view.edges else None
-        # Outside the array means `fill`, even where the author masks with `other`.
+        # Past the array's edge reads `fill`, even where the author masks with `other`.
         apart = other is not None and fill is not None
         mask = self.both(place.mask, user)
         text, operands = f"tt.load {place.pointers}", ""
@@ -316,7 +317,7 @@ class Memory(Dots, StridedViews[View, Val]):
 
     @contextlib.contextmanager
     def between_fences(self, view: View) -> Iterator[None]:
-        """Around a write: all threads have done what is above before what is below."""
+        """Around a write: barriers between all threads, before and after."""
         needed = view.memory in self.fenced
         if needed:
             self.out.line(FENCE)
@@ -364,11 +365,12 @@ class Memory(Dots, StridedViews[View, Val]):
         return self.let(f"{text} : {types}", value.shape, value.elem, shared=False)
 
     def float_extreme(self, kind: str, pointers: Val, value: Val, mask: Val) -> Val:
-        """The maximum or minimum of floats, of which there are atomics for integers.
+        """The maximum or minimum of floats, by integer atomics.
 
-        Bits of floats without a sign are in the order of the floats; with a sign, in
-        reverse. So which of two integer atomics is right follows from the sign of the
-        new value. NaN gets the sign with which it wins; in memory it wins only with it.
+        The bits of floats without sign are ordered like the floats; with sign, in
+        reverse. So the sign of the new value determines which of two integer atomics is
+        right. NaN gets the sign with which it wins; a NaN in memory wins only with that
+        sign.
         """
         whole = f"i{FLOAT_BITS[value.elem]}"
         sign = 1 << (FLOAT_BITS[value.elem] - 1)
@@ -429,7 +431,7 @@ RULES = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where an access goes."""
+    """The target of an access."""
 
     pointers: Val
     mask: Val | None
@@ -454,7 +456,7 @@ _ATOMICS = {
 def _split_and_merge(
     dims: Sequence[Dim], shape: Sequence[int]
 ) -> tuple[Dim, ...] | None:
-    """The dimensions of a view reshaped, if strides can express it."""
+    """The dimensions of a reshaped view, if strides can express it."""
     old = [d for d in dims if d.size != 1]
     new: list[Dim] = []
     pending = [n for n in shape if n != 1]

@@ -1,10 +1,10 @@
 """debug_print: programs write records into a log, which the host reads and formats.
 
-The log is an array of 32-bit words that starts as zeros: the number of words written,
-then the records. A record is the number of its print from 1 on, the number of its
-program in the order of the grid, and the values' elements, one or two words each. A
-record that does not fit is counted and lost. The host prints the records of one program
-after those of the program before, as everywhere else.
+The log is an array of 32-bit words, initially zero: the number of words written, then
+the records. A record is the number of its print, from 1, the number of its program in
+grid order, and the values' elements, one or two words each. A record that does not fit
+is counted and lost. The host prints the records program by program, in grid order, as
+everywhere else.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ class Prints(FourBits):
     print_numbers: dict[Op, int]
 
     def emit_debug_print(self, op: Op) -> None:
-        number = 1 + self.print_numbers[op]  # 0 is in what was not written
+        number = 1 + self.print_numbers[op]  # 0 marks what was not written
         site = Site(op.attrs["format"], tuple(v.tile for v in op.operands))
         size = self.const(site.words, "i32")
         first = self.atomic("add", self.log, size, self.const(True, "i1"))
@@ -85,7 +85,7 @@ class Prints(FourBits):
         self.out.line(f"tt.store {pointer}, {word}, {fits} : {kind}")
 
     def store_words(self, start: Val, place: int, value: Value, fits: Val) -> int:
-        """The elements of a value, row-major; the place after them."""
+        """Store the elements of a value, row-major; returns the place after them."""
         tile = value.tile
         for word in self.words_of(self.env[value], tile.dtype):
             first = self.apply("arith.addi", start, self.const(place, "i32"))
@@ -112,7 +112,7 @@ class Prints(FourBits):
         self.out.line(f"tt.store {pointers}, {word}, {mask} : {pointers.type}")
 
     def words_of(self, x: Val, dtype: DType) -> list[Val]:
-        """The bits of each element in 32, or its lower and upper half."""
+        """The bits of each element as one word, or as lower and upper half."""
         if x.elem in FLOAT_BITS:
             x = self.bits(x, f"i{FLOAT_BITS[x.elem]}")
         if dtype.bits < 64:

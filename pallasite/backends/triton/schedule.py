@@ -1,4 +1,4 @@
-"""What a kernel must be before it is emitted.
+"""What a kernel must look like before it is emitted.
 
 `is_native` says which ops stay as they are, `plain_copies` turns async copies into
 plain ones.
@@ -11,7 +11,7 @@ from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
 from pallasite.ir.types import I32, RefType
 
-# What four bits in a byte go through as they are; the rest computes in 32 bits.
+# Ops that handle 4-bit numbers in a byte as they are; the rest compute in 32 bits.
 _KEEPS_FOUR_BITS = {"load", "store", "cast", "constant", "dot", "select_n"}
 _KEEPS_FOUR_BITS |= {"broadcast_in_dim", "reshape", "transpose", "slice", "debug_print"}
 
@@ -36,9 +36,9 @@ def _has_four_bits(op: Op) -> bool:
 
 
 def plain_copies(kernel: Kernel) -> Kernel:
-    """Copies done at once where they start, semaphores as plain counters.
+    """Make copies complete where they start, and semaphores plain counters.
 
-    A program is one thread of control here: what it waits for has happened before.
+    A program is one thread of control here: what it waits for has already happened.
     """
     return with_level(dead_code(map_ops(kernel, _without_waiting)))
 

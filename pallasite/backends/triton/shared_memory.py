@@ -1,17 +1,17 @@
-"""How much shared memory Triton takes for a program, by its stages.
+"""How much shared memory Triton takes for a program, by number of stages.
 
-What XLA hands to Triton fails to compile if it takes more than a chip has, when nothing
-else can be chosen any more; so the model counts all that was seen to take some, with
-Triton 3.9's own compiler:
+A kernel that XLA hands to Triton fails to compile if it takes more than the chip has,
+when it is too late to choose anything else; so the model counts everything that was
+observed to take some, with Triton 3.9's own compiler:
 
-- The right side of a product, and a left side that no product computed, from where it
-  is loaded or computed to the last product that takes it.
-- In a loop, every load that operands of a product are computed from, at whatever
-  distance: Triton loads it ahead, into a buffer per stage, or one less where it goes
-  through registers before it is multiplied (a mask, a conversion, a bias).
-- While they run: transposes for no product and, of tiles that products compute,
-  reductions of columns, stores, and loads that meet them, since the registers of a
-  product are no rows of memory.
+- The right operand of a matmul, and a left operand that no matmul computed, from where
+  it is loaded or computed to the last matmul that takes it.
+- In a loop, every load from which operands of a matmul are computed, directly or not:
+  Triton prefetches it into a buffer per stage, or one fewer if it goes through
+  registers before it is multiplied (a mask, a conversion, a bias).
+- While they run: transposes that feed no matmul and, of tiles that matmuls compute,
+  reductions of columns, stores, and loads combined with them, since an accumulator
+  fragment does not consist of rows of memory.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,17 +22,17 @@ from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.roles import Dot, DotSide
 from pallasite.passes.analysis.live_tiles import LiveTiles
 
-WARP_ROWS = 16  # of a product that one warp computes
+WARP_ROWS = 16  # of a matmul that one warp computes
 
 
 class SharedMemory(LiveTiles):
-    """What one program of a number of warps takes."""
+    """What one program takes, given its number of warps."""
 
     def __init__(self, kernel: Kernel, warps: int):
         super().__init__(kernel)
         self.warps = warps
         self.from_products = values_from_products(self.ops)
-        self.operands = dict[Op, set[Value]]()  # of each product, in shared memory
+        self.operands = dict[Op, set[Value]]()  # of each matmul, in shared memory
         self.held = dict[Value, int]()  # and their bytes, as they are multiplied
         for dot in (Dot.of(op) for op in self.ops if op.name == "dot"):
             found = {
@@ -45,11 +45,11 @@ class SharedMemory(LiveTiles):
                 self.held[value] = max(size, self.held.get(value, 0))
 
     def bytes(self, stages: int) -> int:
-        """The most at any time."""
+        """The peak."""
         return self.peak(stages)[0]
 
     def peak(self, stages: int) -> tuple[int, Op | None]:
-        """The most at any time, and the op that runs then."""
+        """The peak, and the op at which it occurs."""
         start: tuple[int, Op | None] = 0, None
         needs = self.needs(self.kernel.body, set(), stages, in_loop=False)
         return max(needs, key=lambda need: need[0], default=start)
@@ -57,9 +57,9 @@ class SharedMemory(LiveTiles):
     def needs(
         self, block: Block, after: set[Value], stages: int, in_loop: bool
     ) -> Iterator[tuple[int, Op]]:
-        """At each op of a block, with the operands that are needed after it."""
+        """Bytes at each op of a block, given the operands that are live after it."""
         ahead = self.loaded_ahead(block) if in_loop and stages > 1 else frozenset()
-        # A loop's buffers are there in all of its steps.
+        # A loop's buffers exist in all of its iterations.
         buffers = sum(self.buffer_bytes(load, stages) for load in ahead)
         own = {op.result for op in ahead}
         live = after - own
@@ -88,7 +88,7 @@ class SharedMemory(LiveTiles):
         return set[Value]().union(*taken) - made
 
     def loaded_ahead(self, block: Block) -> frozenset[Op]:
-        """The loads of a loop's step that the operands of its products come from."""
+        """The loads of an iteration that feed the operands of its matmuls."""
         here = {v: op for op in block.ops for v in op.results}
         reached = set[Op]()
         waiting = [op for op in block.ops if op.name == "dot"]
@@ -102,7 +102,7 @@ class SharedMemory(LiveTiles):
         return frozenset(op for op in reached if op.name == "load")
 
     def buffer_bytes(self, load: Op, stages: int) -> int:
-        """Of what a load has in flight; of one that is multiplied, with that."""
+        """Bytes a load has in flight; if it is multiplied, including that."""
         size = tile_bytes(load.result)
         if load.result in self.held:
             return (stages - 1) * size + self.held[load.result]
@@ -113,7 +113,7 @@ class SharedMemory(LiveTiles):
         if op.name == "transpose" and not self.feeds_dot(op):
             return self.turned_bytes(op)
         if op.name == "reduce" and op.operands[0] in self.from_products:
-            # The warps of a product have different rows.
+            # The warps of a matmul have different rows.
             across = op.operands[0].tile.rank - 1 not in op.attrs["axes"]
             elements = sum(prod(physical(v.tile.shape)) for v in op.results)
             return self.warps * 4 * elements if across else 0
@@ -127,7 +127,7 @@ class SharedMemory(LiveTiles):
     def turned_bytes(self, op: Op) -> int:
         """What a transposed matrix takes: it goes through shared memory whole.
 
-        Of more dimensions Triton may exchange a part at a time.
+        With more dimensions Triton may exchange a part at a time.
         """
         shape = op.result.tile.shape
         return 0 if len(shape) != 2 or 1 in shape else tile_bytes(op.result)
@@ -141,7 +141,7 @@ class SharedMemory(LiveTiles):
         return value
 
     def stays_in_registers(self, side: DotSide) -> bool:
-        """Whether a left side is multiplied by the warps that have its rows."""
+        """Whether a left operand is multiplied by the warps that have its rows."""
         tile = side.value.tile
         is_transposed = side.contract != (tile.rank - 1,)
         rows = prod(side.sizes(side.free))
@@ -150,7 +150,7 @@ class SharedMemory(LiveTiles):
         return side.value in self.from_products
 
     def meets_product(self, load: Op) -> bool:
-        """Whether a loaded tile is joined with one that is computed from products."""
+        """Whether a loaded tile is combined with one computed from matmuls."""
         reached, waiting = {load.result}, [load.result]
         while waiting:
             for user in self.used.get(waiting.pop(), []):
@@ -163,7 +163,7 @@ class SharedMemory(LiveTiles):
 
 
 def values_from_products(ops: Iterable[Op]) -> set[Value]:
-    """Tiles that are computed from products, in the order of the program."""
+    """Tiles that are computed from matmuls, in program order."""
     found = set[Value]()
     for op in ops:
         made = list(op.results)
@@ -179,7 +179,7 @@ def values_from_products(ops: Iterable[Op]) -> set[Value]:
 
 
 def operand_bytes(dot: Dot, side: DotSide) -> int:
-    """Of one side of a product, in the wider type of both."""
+    """Bytes of one operand of a matmul, in the wider type of both."""
     bits = max(s.value.tile.dtype.bits for s in dot.sides)
     return prod(physical(side.value.tile.shape)) * bits // 8
 

@@ -1,7 +1,8 @@
-"""TTIR as text: types, constants and the writer that numbers values and shares them.
+"""TTIR as text: types, constants, and the writer, which numbers and shares values.
 
 A `Val` is a value of the emitted code: its name, its physical shape (every dimension a
-power of two, as Triton asks) and its MLIR element type. Nothing here knows our IR ops.
+power of two, as Triton requires) and its MLIR element type. Nothing here depends on IR
+ops.
 """
 
 import math
@@ -14,7 +15,7 @@ import numpy as np
 
 from pallasite.ir.types import DType
 
-# Names of element types that MLIR spells differently or that Triton has at all.
+# MLIR's names of the element types that Triton has.
 ELEMENTS = {
     "bool": "i1",
     "u8": "i8",
@@ -30,15 +31,15 @@ ELEMENTS = {
 
 
 def element(dtype: DType) -> str | None:
-    """How a value of `dtype` is spelled in registers; None if Triton has none.
+    """How a value of `dtype` is spelled in registers; None if Triton lacks it.
 
-    A number of 4 bits is kept in 8, extended.
+    A 4-bit number is held in 8 bits, extended.
     """
     return ELEMENTS.get(dtype.name)
 
 
 def memory_element(dtype: DType) -> str | None:
-    """The same in main memory: a bool takes a byte, two numbers of 4 bits share one."""
+    """The same in main memory: a bool takes a byte, two 4-bit numbers share one."""
     return "i8" if dtype.is_bool else ELEMENTS.get(dtype.name)
 
 
@@ -90,7 +91,7 @@ _INFINITY = {
 
 
 def number_text(value: float | int | bool, elem: str) -> str:
-    """A number as MLIR reads it exactly."""
+    """A number as an exact MLIR literal."""
     if elem == "i1":
         return "true" if value else "false"
     if elem.startswith("i"):
@@ -117,7 +118,7 @@ class Writer:
         self.depth = 1
         self.count = 0
         self.scopes: list[dict[str, str]] = [{}]
-        self.origin = ""  # a comment at the end of lines: which source line they are of
+        self.origin = ""  # trailing comment: the source line they come from
 
     def fresh(self) -> str:
         self.count += 1
@@ -140,7 +141,7 @@ class Writer:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Indent, and forget on leaving what was computed inside."""
+        """Indent, and on leaving forget what was computed inside."""
         self.depth += 1
         self.scopes.append({})
         yield

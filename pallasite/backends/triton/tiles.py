@@ -1,8 +1,8 @@
 """Ops on whole tiles: constants, shapes, reductions, scans, and moves along an axis.
 
 A tile has a logical shape (ours) and a physical one (powers of two). The contents of
-the padding are unspecified, so ops that look across elements mask it: reductions put in
-the neutral element, moves pick from valid positions only.
+the padding are undefined, so ops that combine elements mask it: reductions insert the
+neutral element, moves gather only from valid positions.
 """
 
 import json
@@ -60,7 +60,7 @@ class Tiles(Elementwise):
     def regroup(self, x: Val, old: Sequence[int], new: Sequence[int]) -> Val:
         """A logical reshape: plain where padding does not get in between."""
         target = physical(new)
-        if 0 in new:  # padding alone, of which nothing is read: any elements do
+        if 0 in new:  # only padding, which is never read: any elements will do
             old, new = x.shape, target
         elif _keeps_padding(old, new):
             return self.reshape(x, target)
@@ -95,7 +95,7 @@ class Tiles(Elementwise):
     # --- moves along one axis ---
 
     def take(self, x: Val, index: Val, axis: int) -> Val:
-        """Elements of `x` along `axis`, named by positions of shape (1, n, 1)."""
+        """Elements of `x` along `axis`, at positions of shape (1, n, 1)."""
         last = self.like(x.shape[axis] - 1, index)
         index = self.apply("arith.minui", index, last)
         n = index.shape[axis]
@@ -178,7 +178,7 @@ class Tiles(Elementwise):
         return self.apply("arith.minsi", low, self.like(last, low))
 
     def index_value(self, x: Val, dtype: DType) -> Val:
-        """An integer as i32, out of range ones at the ends."""
+        """An integer as i32, saturated."""
         if x.elem == "i64":
             low, high = self.like(-(1 << 31), x), self.like((1 << 31) - 1, x)
             if dtype.is_signed_int:
@@ -314,7 +314,7 @@ class Tiles(Elementwise):
             (x, i), (y, j) = a, b
             wins = self.compare(better, x, y)
             ties = self.compare("oeq" if is_float else "eq", x, y)
-            if is_float:  # NaN beats all; of two NaN the first
+            if is_float:  # NaN beats all; of two NaNs, the first
                 x_nan, y_nan = self.compare("uno", x, x), self.compare("uno", y, y)
                 y_number = self.compare("ord", y, y)
                 wins = self.apply("arith.ori", wins, x_nan)
@@ -403,7 +403,7 @@ def _with(shape: Sequence[int], axis: int, n: int) -> tuple[int, ...]:
 
 
 def _keeps_padding(old: Sequence[int], new: Sequence[int]) -> bool:
-    """Whether a reshape keeps every dimension that is padded as it is."""
+    """Whether a reshape leaves every padded dimension unchanged."""
     a = [n for n in old if n != 1]
     b = [n for n in new if n != 1]
     while a and b:

@@ -1,1 +1,1 @@
-"""Facts about a kernel that passes and backends ask for; nothing is changed here."""
+"""Analyses of a kernel that passes and backends query; nothing is changed here."""

@@ -1,7 +1,7 @@
 """How integer code depends on the grid indices: affine forms and ranges.
 
 `Forms` walks the ops of a block and gives each integer value a `Form`: which axes it
-may depend on and, where it is one, the sum `const + coefficient * index + ...`. Grid
+may depend on and, if it is affine, the sum `const + coefficient * index + ...`. Grid
 analysis (`grid.py`) uses them for block indices and store indices.
 """
 
@@ -15,13 +15,13 @@ from pallasite.ir.nodes import Op, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.types import TileType
 
-_INDEX_BITS = 32  # of grid indices and of what index maps yield
-Sizes = Sequence[int | None]  # per axis; None: known only when the kernel runs
+_INDEX_BITS = 32  # of grid indices and results of index maps
+Sizes = Sequence[int | None]  # per axis; None: known only at run time
 
 
 @dataclass(frozen=True)
 class Affine:
-    """`const + sum(coeffs[a] * index[a])`; const None: unknown, but never changing."""
+    """`const + sum(coeffs[a] * index[a])`; const None: unknown but invariant."""
 
     coeffs: tuple[int, ...]
     const: int | None = 0
@@ -45,7 +45,7 @@ class Affine:
         return Affine(tuple(c * factor for c in self.coeffs), const)
 
     def range(self, sizes: Sizes) -> tuple[float, float]:
-        """The least and the greatest value over the grid."""
+        """The minimum and maximum over the grid."""
         if self.const is None:
             return -inf, inf
         low = high = float(self.const)
@@ -69,10 +69,10 @@ def _term(coefficient: int, name: str) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """What is known of one integer value; of a tile, of all its elements.
+    """What is known about one integer value; for a tile, about all its elements.
 
-    `affine` is None where the value is no sum of multiples of grid indices. Elements of
-    a tile are at most `spread` above that sum and not below it.
+    `affine` is None where the value is not a sum of multiples of grid indices. Elements
+    of a tile are at least that sum and at most `spread` above it.
     """
 
     axes: frozenset[int]
@@ -96,7 +96,7 @@ class Forms:
             self.known[value] = Form(frozenset([axis]), Affine(coeffs))
 
     def of(self, value: Value) -> Form:
-        """Values from outside the block are unknown and the same at every step."""
+        """Values from outside the block are unknown but the same at every step."""
         return self.known.get(value) or self.fixed(None)
 
     def fixed(self, const: int | None) -> Form:
@@ -106,7 +106,7 @@ class Forms:
         return Form(frozenset(range(self.rank)))
 
     def add_ops(self, ops: Iterable[Op], loads_vary: bool = True) -> None:
-        """Take in ops, in order. `loads_vary`: memory may change from step to step."""
+        """Process ops, in order. `loads_vary`: memory may change from step to step."""
         for op in ops:
             form = self._form(op, loads_vary)
             for result in op.results:
@@ -164,7 +164,7 @@ def _narrows(op: Op) -> bool:
 
 
 def fold_scalar(op: Op, operands: Sequence[int | bool | None]) -> int | bool | None:
-    """The integer or bool an elementwise scalar op gives, if it is known."""
+    """The integer or bool result of an elementwise scalar op, if known."""
     row = table().get(op.name)
     if row is None or not row.elementwise or row.meaning is None or not op.operands:
         return None
@@ -235,10 +235,10 @@ _RULES = {
 def recoverable(
     forms: Iterable[tuple[Affine | None, int]], sizes: Sizes
 ) -> frozenset[int]:
-    """The axes whose index can be told from the values of `forms`.
+    """The axes whose index can be recovered from the values of `forms`.
 
-    Each form comes with a slack: its value is only known to within that much. An index
-    can be told from `c * index + rest` if the rest covers less than `c` numbers.
+    Each form has a slack: its value is known only to within that much. An index can be
+    recovered from `c * index + rest` if the rest spans fewer than `c` numbers.
     """
     forms = [(f, slack) for f, slack in forms if f is not None]
     found = {axis for axis, n in enumerate(sizes) if n == 1}
@@ -251,7 +251,7 @@ def recoverable(
 
 
 def _peel(affine: Affine, slack: int, sizes: Sizes, found: set[int]) -> set[int]:
-    """Axes told from one form, the largest coefficient first."""
+    """Axes recovered from one form, largest coefficient first."""
     rest = sorted((abs(c), a) for a, c in enumerate(affine.coeffs) if c)
     rest = [(c, a) for c, a in rest if a not in found]
     new: set[int] = set()

@@ -1,7 +1,7 @@
-"""Which block an index map shows at each step, by trying all of them.
+"""Which block an index map shows at each step, by enumerating all steps.
 
-`told_apart` is for maps that are no sums of grid indices, and for blocks that are
-clamped. Used by `grid.py` and, for the numbers themselves, by `partition.py` and
+`told_apart` is for index maps that are not affine, and for blocks that are clamped.
+Used by `grid.py` and, for the block indices themselves, by `partition.py` and
 `place_windows.py`.
 """
 
@@ -14,13 +14,13 @@ from pallasite.ir.nodes import Block, BlockDim, Window
 from pallasite.ir.opdef import table
 from pallasite.ir.types import TileType
 
-_MOST_STEPS = 1 << 16  # of grids that are tried step by step
+_MOST_STEPS = 1 << 16  # of grids that are enumerated
 
 
 def last_number(dim: BlockDim, n: int) -> int:
-    """The greatest number along a dimension that names a block; the least is 0.
+    """The largest block index along a dimension; the smallest is 0.
 
-    A dimension without elements has a block too, with nothing in it.
+    A dimension without elements also has one block, an empty one.
     """
     if dim.kind == "blocked":
         return max(-(-n // max(dim.size, 1)) - 1, 0)
@@ -33,7 +33,7 @@ def told_apart(
     shape: Sequence[int],
     grid: Sequence[int | None],
 ) -> frozenset[int] | None:
-    """Axes told from the block indices, by trying every step of a small grid."""
+    """Axes recoverable from the block indices, by enumerating a small grid."""
     steps, shown = all_steps(grid), blocks_shown(index_map, window, shape, grid)
     if steps is None or shown is None:
         return None
@@ -51,9 +51,9 @@ def blocks_shown(
     shape: Sequence[int],
     grid: Sequence[int | None],
 ) -> np.ndarray | None:
-    """The block's numbers at every step, a row per dimension, clamped to the array.
+    """The block indices at every step, a row per dimension, clamped to the array.
 
-    None where the grid is not small, or the map or the window is of another kind.
+    None if the grid is not small, or the map or the window is of another kind.
     """
     steps = all_steps(grid)
     whole_blocks = all(d.kind in ("blocked", "squeezed") for d in window.dims)

@@ -1,4 +1,4 @@
-"""Which elements of a ref accesses with known places pick, compared with each other."""
+"""The elements of a ref that accesses at known places select, and their overlap."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ Box = tuple[Span, ...]  # one per dimension of the ref
 
 
 def box_of(op: Op) -> Box | None:
-    """The elements that an unmasked load, store or addition names; None: unknown."""
+    """The elements that an unmasked load, store or addition selects; None: unknown."""
     access = Access.of(op)
     if access.mask is not None:
         return None
@@ -19,7 +19,7 @@ def box_of(op: Op) -> Box | None:
 
 
 def box_at(index: Index, shape: Sequence[int]) -> Box | None:
-    """The elements that an index picks, if they are the same whenever it runs."""
+    """The elements that an index selects, if always the same."""
     spans: list[Span] = []
     for entry, n in zip(index, shape, strict=True):
         if isinstance(entry, At):
@@ -31,13 +31,13 @@ def box_at(index: Index, shape: Sequence[int]) -> Box | None:
         if entry.start is None:
             return None
         if not 0 <= entry.start <= n - entry.extent:
-            return None  # clamped when the kernel runs
+            return None  # clamped at run time
         spans.append(entry)
     return tuple(spans)
 
 
 def disjoint(ops: Sequence[Op]) -> bool:
-    """Whether no two of some accesses to the same ref pick an element in common."""
+    """Whether accesses to one ref are pairwise disjoint."""
     boxes = [box_of(op) for op in ops]
     known = [box for box in boxes if box is not None]
     if len(known) < len(boxes):
@@ -46,7 +46,7 @@ def disjoint(ops: Sequence[Op]) -> bool:
 
 
 def elements(op: Op) -> int:
-    """How many elements an access picks."""
+    """How many elements an access selects."""
     box = box_of(op)
     return 0 if box is None else prod(span.size for span in box)
 
@@ -59,6 +59,6 @@ def _spans_apart(one: Span, other: Span) -> bool:
     assert one.start is not None and other.start is not None
     if one.start + one.extent <= other.start or other.start + other.extent <= one.start:
         return True
-    # Every second element from 0, and every second from 1.
+    # Even elements, and odd ones.
     same = one.stride == other.stride
     return same and (one.start - other.start) % one.stride != 0

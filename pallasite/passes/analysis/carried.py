@@ -1,4 +1,4 @@
-"""Along which grid axes a scratch ref keeps what an earlier step left in it.
+"""Along which grid axes a scratch ref carries contents between steps.
 
 `carried_from(body, ref, ids, sizes)` walks the body as it runs when the last axes are
 at their first step: if the ref is then overwritten before anything reads it, no value
@@ -19,8 +19,8 @@ Known = dict[Value, int | bool]
 def carried_from(body: Block, ref: Value, ids: Sequence[Value], sizes: Sizes) -> int:
     """The first axis along which `ref` carries a value; `len(ids)` if none does.
 
-    Carrying along one axis means carrying along all faster ones, because a step sees
-    what the previous step in grid order has left.
+    Carrying along one axis implies carrying along all faster ones, because a step sees
+    what the previous step in grid order left.
     """
     always: Known = {i: 0 for i, n in zip(ids, sizes, strict=True) if n == 1}
     for start in range(len(ids), 0, -1):
@@ -31,9 +31,9 @@ def carried_from(body: Block, ref: Value, ids: Sequence[Value], sizes: Sizes) ->
 
 
 def is_overwritten(ops: Sequence[Op], ref: Value, known: Known) -> bool:
-    """Whether ops overwrite all of `ref`, and before anything reads it.
+    """Whether ops overwrite all of `ref` before anything reads it.
 
-    `known`: numbers of values from outside the ops.
+    `known`: constants among the values from outside the ops.
     """
     state = _State()
     reader = _Reader({ref}, dict(known))
@@ -41,10 +41,10 @@ def is_overwritten(ops: Sequence[Op], ref: Value, known: Known) -> bool:
 
 
 def reads_unwritten(body: Block, ref: Value, ids: Sequence[Value], axis: int) -> bool:
-    """Whether the first step at position 1 along an axis reads a ref as it finds it.
+    """Whether the first step at position 1 along an axis reads what it finds in a ref.
 
-    It does where only the step at 0 fills the ref. False also where it may not: a
-    branch that is not known to be taken, a write that may come first.
+    It does where only the step at 0 fills the ref. False also if uncertain: a branch
+    not known to be taken, or a write that may come first.
     """
     known: Known = {i: int(a == axis) for a, i in enumerate(ids)}
     return _Reader({ref}, known).first_use(body) == "r"
@@ -52,7 +52,7 @@ def reads_unwritten(body: Block, ref: Value, ids: Sequence[Value], axis: int) ->
 
 @dataclass
 class _State:
-    """What of the ref is known to be overwritten in this step."""
+    """Which part of the ref is known to be overwritten in this step."""
 
     whole: bool = False
     parts: set[object] = field(default_factory=set)
@@ -65,7 +65,7 @@ class _State:
 
 
 def covers_whole(shape: Sequence[int], index: Sequence[object]) -> bool:
-    """Whether an index picks every element of a ref (starts are clamped to fit)."""
+    """Whether an index selects every element of a ref (starts are clamped to fit)."""
     return all(
         (isinstance(e, Span) and e.size == n) or (isinstance(e, At) and n == 1)
         for n, e in zip(shape, index, strict=True)
@@ -73,7 +73,7 @@ def covers_whole(shape: Sequence[int], index: Sequence[object]) -> bool:
 
 
 class _Reader:
-    """Walks code looking for a read of something not overwritten before."""
+    """Walks code looking for a read of something not yet overwritten."""
 
     def __init__(self, refs: set[Value], known: Known):
         self.refs = refs  # the ref, then the views of it
@@ -84,7 +84,7 @@ class _Reader:
         return any(self.step(op, state) for op in block.ops)
 
     def step(self, op: Op, state: _State) -> bool:
-        """Take in one op; True if it may read what an earlier step left."""
+        """Process one op; True if it may read what an earlier step left."""
         handler = _HANDLERS.get(op.name)
         if handler is not None:
             return handler(self, op, state)
@@ -133,7 +133,7 @@ class _Reader:
         return False
 
     def taken(self, op: Op) -> Block:
-        """The branch of a cond whose number is known."""
+        """The branch of a cond whose index is known."""
         cond = Cond.of(op)
         return cond.branch(int(self.known[cond.which]))
 
@@ -166,7 +166,7 @@ class _Reader:
         for array, window, _, block in pipeline.shown:
             if array not in self.refs or state.whole:
                 continue
-            # What one step leaves in a block is not what the next finds in another.
+            # The next step may see another block, without what this step leaves.
             fresh = carried_from(pipeline.body, block, ids, grid) == len(grid)
             if window.mode == "in" or not fresh:
                 return True
@@ -184,17 +184,17 @@ class _Reader:
         return any(s in self.refs for s in op.operands[2:]) and not state.whole
 
     def at_sem_read(self, op: Op, state: _State) -> bool:
-        return op.operands[0] in self.refs  # a signal adds to what was there
+        return op.operands[0] in self.refs  # a signal adds to the old value
 
     def at_sem_signal(self, op: Op, state: _State) -> bool:
         if op.operands[0] is self.ref:
             state.whole = True
         return False
 
-    # --- the first op that surely uses the ref ---
+    # --- the first op that certainly uses the ref ---
 
     def first_use(self, block: Block) -> str | None:
-        """ "r" if the block surely reads the ref first, "w" if it may write it."""
+        """ "r" if the block certainly reads the ref first, "w" if it may write it."""
         for op in block.ops:
             use = self.use(op)
             if use is not None:

@@ -1,8 +1,8 @@
 """cost: how much a kernel computes and moves, from its IR.
 
 `cost(kernel)` counts arithmetic, transcendentals and main-memory bytes over the whole
-grid and all loops. Where a length is known only when the kernel runs it is counted
-once, and the result says that it is not exact. Backends and `perf/` read it.
+grid and all loops. A trip count or size known only at run time counts as one, and the
+result says that it is not exact. Backends and `perf/` read it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from pallasite.passes.analysis.memory import MAIN_MEMORY, VIEWS
 
 @dataclass(frozen=True)
 class Cost:
-    """Totals of a kernel. `exact` is False where a length is not known."""
+    """Totals of a kernel. `exact` is False if some length is unknown."""
 
     flops: int = 0
     transcendentals: int = 0
@@ -34,7 +34,7 @@ class Cost:
         )
 
     def times(self, count: int | None) -> "Cost":
-        """`count` runs; None: an unknown number, taken as one."""
+        """`count` runs; None: an unknown number, counted as one."""
         n = 1 if count is None else count
         return Cost(
             self.flops * n,
@@ -45,7 +45,7 @@ class Cost:
 
     @staticmethod
     def worst(costs: Iterable["Cost"]) -> "Cost":
-        """Of branches: the most that any of them takes, count by count."""
+        """For branches: the maximum over them, count by count."""
         costs = list(costs) or [Cost()]
         return Cost(
             max(c.flops for c in costs),
@@ -57,7 +57,7 @@ class Cost:
 
 def cost(kernel: Kernel) -> Cost:
     """What one call of the kernel computes and moves."""
-    # Operands that start on chip (scalars prefetched, for example) are copied once.
+    # Operands that start on chip (such as prefetched scalars) are copied once.
     on_chip = [p for p in kernel.params if not is_main(p)]
     prefetched = sum(bytes_of(p.type) for p in on_chip if not p.ref.is_semaphore)
     return _Counter().block(kernel.body) + Cost(bytes_accessed=prefetched)

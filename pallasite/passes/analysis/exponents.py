@@ -21,7 +21,8 @@ LN2 = log(2)
 class Power:
     """A value as `u + power * scale`, or `u * exp(power * scale)` if `is_factor`.
 
-    `axes`: per dimension of the value the scale's own that it varies along, if any.
+    `axes`: for each dimension of the value, the scale's dimension that it varies along,
+    if any.
     """
 
     powers: tuple[tuple[Value, float], ...]
@@ -43,7 +44,7 @@ class _Unknown:
 
 
 class _Any:
-    """What a carry is taken for until its exponent is known."""
+    """The initial assumption for a carried value, until its exponent is known."""
 
 
 UNKNOWN, ANY = _Unknown(), _Any()
@@ -58,7 +59,7 @@ def _power(powers: Mapping[Value, float], like: Power, **changes: bool) -> Power
 
 
 def _combined(x: Known, y: Known, sign: int = 1) -> Known:
-    """Of a sum (of sums) or a product (of factors): exponents add up."""
+    """For a sum (of sums) or a product (of factors): exponents add up."""
     if x is None and y is None:
         return None
     if isinstance(x, Power) and isinstance(y, Power):
@@ -77,7 +78,7 @@ def _combined(x: Known, y: Known, sign: int = 1) -> Known:
 
 
 def _alike(values: Iterable[Known]) -> Known:
-    """Of a sum of factors, or of a choice: all must have the same exponents."""
+    """For a sum of factors, or a select: all must have the same exponents."""
     found: list[Known] = [v for v in values if v is not ANY]
     if not found:
         return ANY
@@ -106,7 +107,7 @@ class Powers:
     made: Mapping[Value, Op]
     known: dict[Value, Known]
     scales: set[Value] = field(default_factory=set[Value])
-    escapes: bool = False  # something that is not a value may depend on a scale
+    escapes: bool = False  # an effect may depend on a scale
 
     def of(self, value: Value) -> Known:
         return self.known.get(value)
@@ -155,7 +156,7 @@ class Powers:
             self.known[result] = _alike(found)
 
     def is_scale(self, values: Sequence[Value]) -> bool:
-        """Whether each value is a scale, and not all of them the same."""
+        """Whether each value is a scale, and they are not all the same."""
         return all(v in self.scales for v in values) and len(set(values)) > 1
 
     def number(self, value: Value) -> float | None:
@@ -182,7 +183,7 @@ class Powers:
         return self.moved(op, axes)
 
     def at_reshape(self, op: Op) -> Known:
-        """Dimensions of one element may come and go."""
+        """Dimensions of size one may be added or removed."""
         x = self.of(op.operands[0])
         old, new = op.operands[0].tile.shape, op.result.tile.shape
         if [n for n in old if n > 1] != [n for n in new if n > 1]:
@@ -300,7 +301,7 @@ class Powers:
         return UNKNOWN
 
     def side(self, side: DotSide) -> Known:
-        """An operand of a dot without what is summed over."""
+        """An operand of a dot without its contracted dimensions."""
         x = self.of(side.value)
         if not isinstance(x, Power):
             return x
@@ -333,7 +334,7 @@ _RULES = {
 
 
 def _used(op: Op) -> Iterable[Value]:
-    """What an op and the code in it use."""
+    """The values that an op and its regions use."""
     for inner in (op, *(i for region in op.regions for i in walk(region))):
         yield from inner.operands
         for region in inner.regions:
@@ -345,7 +346,7 @@ def _varies(x: Power, dims: Iterable[int]) -> bool:
 
 
 def relative(x: Known, old: Value, new: Value) -> Known:
-    """A value that depends on one scale, told by another name of that scale."""
+    """A value that depends on one scale, in terms of another name of that scale."""
     if not isinstance(x, Power):
         return x
     if any(scale is not old for scale, _ in x.powers):

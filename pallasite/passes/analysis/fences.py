@@ -1,9 +1,9 @@
-"""Memory of a GPU program that needs fences: its threads take turns on it.
+"""Memory of a GPU program that needs fences, because its threads share it.
 
 `fenced(kernel, accesses)` is for kernels whose grid has become programs and loops. An
-element is written by one thread and may be read, or written again, by another: by
-another access, or by the same access at a later step of a loop. A fence around the
-writes keeps them in order.
+element is written by one thread and may be read or overwritten by another: by another
+access, or by the same access in a later iteration. A fence around the writes keeps them
+in order.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ from pallasite.passes.analysis.affine import Affine, Form, Forms, recoverable
 from pallasite.passes.analysis.memory import VIEWS
 
 WRITES = ("store", "atomic_rmw", "atomic_cas")
-Path = tuple[tuple[Op, Block], ...]  # the regions around an op, the outermost first
+Path = tuple[tuple[Op, Block], ...]  # the regions around an op, outermost first
 
 
 def fenced(kernel: Kernel, accesses: Mapping[Value, list[Op]]) -> set[Value]:
-    """Memory some threads of a program may access after others have written it."""
+    """Memory that threads of a program may access after other threads wrote it."""
     written = {m for m, ops in accesses.items() if any(o.name != "load" for o in ops)}
     once = {m: accesses[m][0] for m in written if len(accesses[m]) == 1}
     paths = dict(_paths(kernel.body, ())) if once else {}
@@ -35,13 +35,14 @@ def _paths(block: Block, path: Path) -> Iterator[tuple[Op, Path]]:
 
 
 def _overlaps(write: Op, paths: Mapping[Op, Path]) -> bool:
-    """Whether a write may go to the same element at several steps of its loops.
+    """Whether a write may hit the same element in several iterations of its loops.
 
-    Where all steps write to the same place, each thread writes its own elements again.
+    Where all iterations write to the same place, each thread overwrites its own
+    elements.
     """
     path = paths[write]
     if any(op.name == "roles" for op, _ in path):
-        return False  # who writes roles orders what they do
+        return False  # whoever writes roles synchronises them
     loops = [op for op, _ in path if op.name in ("for", "while")]
     if not loops:
         return False
@@ -62,17 +63,17 @@ def _overlaps(write: Op, paths: Mapping[Op, Path]) -> bool:
 
 @dataclass(frozen=True)
 class _Counter:
-    """What a loop counts with."""
+    """The induction variable of a loop."""
 
     value: Value
-    size: int | None = None  # how many steps there are
-    step: int = 1  # at least
+    size: int | None = None  # the trip count
+    step: int = 1  # a lower bound
     first: int | None = None
 
     @staticmethod
     def of(op: Op, numbers: Mapping[Value, int]) -> "_Counter":
         if op.name == "while":
-            return _Counter(Value(INDEX))  # nothing that it changes is a sum
+            return _Counter(Value(INDEX))  # nothing derived from it is affine
         loop = Loop.of(op)
         first, limit, step = (numbers.get(v) for v in loop.bounds)
         if first is None or limit is None or not step:
@@ -83,7 +84,7 @@ class _Counter:
 def _forms(
     write: Op, path: Path, counters: Sequence[_Counter], numbers: Mapping[Value, int]
 ) -> Forms:
-    """What the values around a write are, as sums of the loops' step numbers."""
+    """The values around a write, as affine forms of the loops' iteration numbers."""
     forms = Forms([counter.value for counter in counters])
     own: set[Value] = set()
     for axis, counter in enumerate(counters):
@@ -112,7 +113,7 @@ def _forms(
 def _places(
     write: Op, views: Mapping[Value, Op], forms: Forms, sizes: Sequence[int | None]
 ) -> Iterator[tuple[Form, int]]:
-    """Numbers that say where, each with how far an element may be past it."""
+    """Numbers that give the place, each with how far an element may be past it."""
     op: Op | None = write
     while op is not None:
         if op.name == "block_view":
@@ -141,8 +142,8 @@ def _index_places(
             continue
         form = forms.of(operand)
         reach = entry.extent - 1 if isinstance(entry, Span) else 0
-        # What is past the end is dropped; without a mask the start is clamped, and
-        # several steps may end up in one place.
+        # Elements past the end are dropped; without a mask the start is clamped, and
+        # several iterations may end up in one place.
         if form.affine and access.mask is None and not isinstance(entry, Gather):
             low, high = form.affine.range(sizes)
             if form.axes and (low < 0 or high + reach >= size):

@@ -1,10 +1,11 @@
 """Grid analysis: which axes of a pipeline may run in parallel, and which may not.
 
-`analyze(kernel)` reads the kernel's pipeline and says, for each grid axis, parallel or
-sequential and why; for each window, along which axes it moves; for each scratch ref,
-along which axes it carries. Programs run as if one after another in grid order, so an
-axis is parallel only if that makes no difference: every program along it writes its own
-part of every output, and nothing is carried in scratch; or if the author says so.
+`analyze(kernel)` reads the kernel's pipeline and determines, for each grid axis,
+whether it is parallel or sequential and why; for each window, along which axes it
+moves; for each scratch ref, along which axes it carries. Programs run as if
+sequentially in grid order, so an axis is parallel only if that makes no difference:
+every program along it writes its own part of every output, and scratch carries nothing;
+or if the author says so.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,14 +35,14 @@ from pallasite.passes.place_windows import unclamped
 
 PARALLEL = ("parallel", "core_parallel", "subcore_parallel", "cluster")
 INDEXED = ("load", "store", "atomic_rmw", "atomic_cas", "subview")
-Part = tuple[Affine | None, int]  # a position that steps touch, and the reach past it
+Part = tuple[Affine | None, int]  # a position that steps access, and the reach past it
 
 
 @dataclass(frozen=True)
 class Axis:
     """One grid axis."""
 
-    size: int | None  # None: known only when the kernel runs
+    size: int | None  # None: known only at run time
     parallel: bool
     reason: str
     most: int | None = None  # it is parallel only up to this size
@@ -55,7 +56,7 @@ class WindowMoves:
     mode: str
     forms: tuple[Form, ...]  # what the index map yields
     axes: frozenset[int]  # it may show another block at another step along these
-    own: frozenset[int]  # steps that differ along these never touch the same elements
+    own: frozenset[int]  # steps that differ along these never access the same elements
     written: bool  # an output, or an operand whose block the body writes
     apart: frozenset[int] = frozenset()  # ... and never even see the same block
     certain: bool = False  # along all other axes, some steps do see the same block
@@ -110,7 +111,7 @@ def _axes_text(axes: Iterable[int]) -> str:
 
 
 def find_pipeline(kernel: Kernel) -> Op:
-    """The one pipeline that is the body of a `pallas_call` kernel."""
+    """The only pipeline in the body of a `pallas_call` kernel."""
     found = [op for op in kernel.body.ops if op.name == "pipeline"]
     if len(found) != 1:
         raise InternalError(
@@ -121,7 +122,7 @@ def find_pipeline(kernel: Kernel) -> Op:
 
 
 def with_pipeline(kernel: Kernel, new: Op) -> Kernel:
-    """The kernel with another pipeline in the place of its own."""
+    """The kernel with another pipeline in place of its own."""
     old = find_pipeline(kernel)
     ops = tuple(new if op is old else op for op in kernel.body.ops)
     return kernel.with_(body=replace(kernel.body, ops=ops))
@@ -131,7 +132,7 @@ def analyze(kernel: Kernel) -> GridInfo:
     """Grid analysis of a kernel's own pipeline."""
     op = find_pipeline(kernel)
     before = kernel.body.ops[: kernel.body.ops.index(op)]
-    # An operand that shares its memory with a result counts as that result.
+    # An operand that aliases a result counts as that result.
     return analyze_pipeline(op, before, kernel.aliased_results)
 
 
@@ -145,7 +146,7 @@ def analyze_pipeline(
     Args:
       op: the pipeline.
       before: the ops whose values it may use (constants among them are understood).
-      same_memory: refs that share their memory with another ref.
+      same_memory: refs that alias another ref.
     """
     return _Analysis(op, before, same_memory or {}).result()
 
@@ -212,11 +213,11 @@ class _Analysis:
         return Axis(size, True, "each step writes blocks of its own", most)
 
     def handed_on(self, axis: int, windows: Sequence[WindowMoves]) -> str | None:
-        """What surely makes steps along an axis depend on each other, if anything.
+        """What certainly makes steps along an axis depend on each other, if anything.
 
-        The author's declaration stands where a dependence is only possible, not where
-        it is certain: kernels that only ever ran on one core of a TPU say parallel
-        lightly.
+        The author's declaration stands where a dependence is merely possible, but not
+        where it is certain: kernels that only ever ran on one core of a TPU declare
+        axes parallel lightly.
         """
         return (
             self.written_scalars()
@@ -227,8 +228,8 @@ class _Analysis:
     def written_scalars(self) -> str | None:
         """An operand in scalar memory that the body writes.
 
-        A core of a TPU has its own copy of it, so kernels keep state there even along
-        axes they call parallel; here all steps see the same one.
+        Each core of a TPU has its own copy of it, so kernels keep state there even
+        along axes they declare parallel; here all steps see the same one.
         """
         for ref in self.shared():
             given = ref.ref.space == "smem" and ref not in self.allocated
@@ -239,7 +240,7 @@ class _Analysis:
     def shared_block(self, axis: int, windows: Sequence[WindowMoves]) -> str | None:
         """A block that several steps along an axis read and write, or write whole.
 
-        A core of a TPU has its own copy of this too: kernels use such outputs as
+        Each core of a TPU has its own copy of this too: kernels use such outputs as
         scratch, or leave them to the last step.
         """
         for window, block in zip(windows, self.blocks, strict=True):
@@ -252,7 +253,7 @@ class _Analysis:
         return None
 
     def is_rewritten(self, block: Value, axis: int) -> bool:
-        """Whether the first two steps along an axis surely write all of a block."""
+        """Whether the first two steps along an axis certainly write all of a block."""
         positions = (
             {i: n * (a == axis) for a, i in enumerate(self.ids)} for n in (0, 1)
         )
@@ -315,7 +316,7 @@ class _Analysis:
             own = apart | self.own_axes(number, parts)
             whatever = list(self.block_parts(number, found, any_size=True))
             if whatever != parts:
-                # Only an axis of unknown size can be told that it is too large.
+                # Only an axis of unknown size can turn out to be too large.
                 fixed = {a for a, n in enumerate(self.grid) if n is not None}
                 always, _ = self.apart_axes(number, whatever, moves)
                 apart -= fixed - always
@@ -326,9 +327,9 @@ class _Analysis:
     def apart_axes(
         self, number: int, parts: Sequence[Part], moves: frozenset[int]
     ) -> tuple[frozenset[int], bool]:
-        """Axes along which blocks differ; and whether along others they surely do not.
+        """Axes along which blocks differ; and whether others certainly share one.
 
-        The table of all steps is for maps that are no sums, and for clamped blocks.
+        The table of all steps is for maps that are not affine, and for clamped blocks.
         """
         apart = recoverable(parts, self.grid)
         if moves <= apart:
@@ -350,9 +351,9 @@ class _Analysis:
     def block_parts(
         self, number: int, forms: Sequence[Form], any_size: bool = False
     ) -> Iterable[Part]:
-        """What an index map yields, with how far neighbouring blocks overlap.
+        """The results of an index map, with how far neighbouring blocks overlap.
 
-        A number out of range is clamped to the nearest block: then two numbers may name
+        An index out of range is clamped to the nearest block: then two indices may name
         the same block. `any_size`: axes of unknown size may be so large.
         """
         window, shape = self.window_attrs[number], self.refs[number].ref.shape
@@ -366,7 +367,7 @@ class _Analysis:
                 next(pending)
 
     def never_clamped(self, affine: Affine | None, last: int, any_size: bool) -> bool:
-        """Whether all numbers are in [0, last], given the sizes noted in `most`.
+        """Whether all indices are in [0, last], given the sizes noted in `most`.
 
         An offset known only at run time is assumed to be in range.
         """
@@ -387,7 +388,7 @@ class _Analysis:
         return True
 
     def access_parts(self, ref: Value) -> list[Part]:
-        """Positions inside `ref` that every access has in common, per dimension."""
+        """Positions inside `ref` that all accesses have in common, per dimension."""
         uses = [op for op in walk(self.body) if ref in op.operands]
         if any(op.name not in INDEXED or op.operands[0] is not ref for op in uses):
             return []
@@ -413,8 +414,8 @@ class _Analysis:
             if isinstance(entry, At):
                 reach = 0
             affine = form.affine
-            # A start past the end is clamped: then it is not a distinct place of its
-            # own. Writes element by element drop what is outside instead.
+            # A start past the end is clamped: then it is not a distinct place. Writes
+            # element by element drop what is out of range instead.
             dropped = op.name == "store" and (access.mask or isinstance(entry, Gather))
             if affine is not None and not dropped:
                 low, high = affine.range(self.grid)
@@ -425,7 +426,7 @@ class _Analysis:
     # --- refs that all steps share ---
 
     def shared(self) -> list[Value]:
-        """Refs of the code around the pipeline that the body uses without a window."""
+        """Refs captured by the pipeline's body, without a window."""
         inside = {v for op in walk(self.body) for v in op.results}
         inside |= {v for op in walk(self.body) for r in op.regions for v in r.params}
         inside |= set(self.body.params)

@@ -1,10 +1,10 @@
 """Which steps a guard lets through: comparisons solved for the index that counts them.
 
-`guard_of(op)` takes a `cond` that does nothing on one side apart into the conditions
-that must all hold. `Solver` turns such a condition, where it compares sums of multiples
-of the index with what does not change from step to step, into a first step or an end,
-computed once before all steps. The numbers are exact: a condition in which the index
-may wrap around, or a bound that may, is not solved.
+`guard_of(op)` decomposes a `cond` with one empty branch into the conditions that must
+all hold. `Solver` turns such a condition, if it compares affine forms of the index with
+something invariant, into a first step or an end, computed once before all steps. The
+result is exact: a condition in which the index, or a bound, may wrap around is not
+solved.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +59,7 @@ def guard_of(op: Op, producers: Producers) -> Guard | None:
 
 
 def parts_of(test: Value, truth: bool, producers: Producers) -> list[Part]:
-    """What must hold for a bool, or all elements of a tile of them, to be `truth`."""
+    """What must hold for a bool, or every element of a tile of bools, to be `truth`."""
     op = producers.get(test)
     if op is not None and op.name == "not":
         return parts_of(op.operands[0], not truth, producers)
@@ -70,7 +70,7 @@ def parts_of(test: Value, truth: bool, producers: Producers) -> list[Part]:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The steps that a condition lets through, as values from before all steps.
+    """The steps that a condition lets through, as values computed before all steps.
 
     A step must be at least each of `lows` and below each of `highs`; no step is let
     through unless all of `needed` hold.
@@ -96,11 +96,11 @@ class Solver:
 
     Args:
         index: counts the steps.
-        first: its least value, known before the steps.
-        inside: the op of each value that is computed anew in each step.
-        outside: whether a value from elsewhere can be used before the steps.
+        first: its minimum, known before the steps.
+        inside: the ops of the values that are recomputed in each step.
+        outside: whether a value from elsewhere is available before the steps.
         is_stable: whether a load gives the same at every step, and before.
-        facts: what is known of the integers; learns of the ops that are made.
+        facts: about the integers; extended by the ops that are emitted.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class Solver:
         self.is_stable, self.facts = is_stable, facts
         self.first = first
         self.made: dict[Value, Value] = {index: first}
-        self.ops: list[Op] = []  # what computes the bounds
+        self.ops: list[Op] = []  # computes the bounds
 
     def solve(self, part: Part, loc: Loc | None = None) -> Bounds | None:
-        """The bounds that a condition amounts to; None if it is no such condition."""
+        """The bounds that a condition amounts to; None if it cannot be solved."""
         made, b = dict(self.made), Builder(loc, watch=self.facts.note_op)
         bounds = self._solve(part, b)
         if bounds is None:
@@ -143,9 +143,9 @@ class Solver:
         return Bounds(low, high)
 
     def _solve_for_quotient(self, part: Part, loc: Loc | None) -> Bounds | None:
-        """Where a condition is one on `index / n`: `index / n >= k` is `index >= n k`.
+        """Solve a condition on `index / n`: `index / n >= k` is `index >= n k`.
 
-        Steps of parts of a block (`cut_sums.py`) have the block's number as a quotient.
+        Steps of parts of a block (`cut_sums.py`) have the block index as a quotient.
         """
         low = self.facts.of(self.first).low
         for value, op in self.inside.items():
@@ -178,7 +178,7 @@ class Solver:
             return Bounds(lows, highs, bounds.needed)
         return None
 
-    # --- what is the same at every step ---
+    # --- invariants ---
 
     def is_fixed(self, value: Value) -> bool:
         return value is not self.index and self._can_replay(value, at_index=False)
@@ -225,7 +225,7 @@ class Solver:
         return self._compare(kind, x, y, rate, b) if rate else None
 
     def rate(self, value: Value) -> int | None:
-        """How much an integer grows from step to step; None: not known, or it wraps."""
+        """The increment of an integer per step; None: not known, or it wraps."""
         if value is self.index:
             return 1
         if self.is_fixed(value):
@@ -261,10 +261,10 @@ class Solver:
         return None
 
     def _side(self, value: Value, other: Value, limited: bool, b: Builder) -> Value:
-        """One side in the first step.
+        """One side at the first step.
 
-        `limited`: one that does not change is kept near the other. Beyond all that the
-        other can be it makes no difference, and the distance between the two fits.
+        `limited`: an invariant side is clamped to the other's range. Beyond that range
+        its value makes no difference, and the clamped difference cannot overflow.
         """
         made = self._at_first(value, b)
         if not limited or not self.is_fixed(value):
@@ -286,7 +286,7 @@ class Solver:
         return b.add(self.first, gap)
 
     def _is_sound(self, op: Op) -> bool:
-        """What is replayed may do anything; what is made here must not wrap around."""
+        """Copied ops may do anything; ops created here must not wrap around."""
         is_replayed = any(value in self.replayed for value in op.results)
         return is_replayed or op.name not in _RATES or not self.facts.may_wrap(op)
 
@@ -308,7 +308,7 @@ def _furthest(
     further: Callable[[Value, Value], Value],
     never_behind: Callable[[Value, Value], bool],
 ) -> Value:
-    """The furthest value: the one that is known to be, else what an op finds out.
+    """The furthest value: the one known to be, else the result of an op.
 
     Args:
         values: at least one.
@@ -335,7 +335,7 @@ def _shifted(rates: Sequence[int], numbers: Sequence[int | None]) -> int | None:
     return None if rates[1] or numbers[1] is None else rates[0] << numbers[1]
 
 
-# From the rates of the operands, and those operands that are known numbers.
+# From the increments of the operands, and the operands that are known constants.
 _RATES: dict[str, Callable[[Sequence[int], Sequence[int | None]], int | None]] = {
     "add": lambda rates, numbers: rates[0] + rates[1],
     "sub": lambda rates, numbers: rates[0] - rates[1],

@@ -1,9 +1,9 @@
-"""What is known of integers: their range, and what divides them.
+"""What is known about integers: their range, and what divides them.
 
-`Facts` takes values in program order and gives a `Fact` for each; of a tile, one that
-holds for each of its elements. Indices known to be inside a ref need no clamp, loops of
-bounded length can be reversed, and Mosaic wants proof that starts are aligned to its
-tiles.
+`Facts` takes values in program order and gives a `Fact` for each; for a tile, one that
+holds for each of its elements. Indices known to be within a ref need no clamp, loops of
+bounded trip count can be reversed, and Mosaic requires proof that starts are aligned to
+its tiles.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,8 +35,8 @@ class Fact:
     def wrapped(self, dtype: DType) -> "Fact":
         """What is known after conversion to an integer type, which wraps around.
 
-        A range that leaves the type says nothing, nor does its divisor, unless that is
-        a power of two (which wrapping preserves).
+        If the range leaves the type, range and divisor are lost, except a divisor that
+        is a power of two (which wrapping preserves).
         """
         low, high = dtype.limits
         if self.within(low, high):
@@ -48,7 +48,7 @@ def exactly(number: int) -> Fact:
     return Fact(number, number, abs(number))
 
 
-# --- rules: as if numbers did not wrap around; None where nothing is known ---
+# --- rules, which ignore wrapping; None where nothing is known ---
 
 
 def _add(x: Fact, y: Fact) -> Fact:
@@ -117,7 +117,7 @@ def _shift_left(x: Fact, y: Fact) -> Fact | None:
 
 
 def _and(x: Fact, y: Fact) -> Fact | None:
-    """No bit is set that is not set in the one that is not negative.
+    """Only bits set in the non-negative operand can be set.
 
     With a negative power of two, a number is rounded down to a multiple of it.
     """
@@ -132,14 +132,14 @@ def _same(x: Fact) -> Fact:
     return x
 
 
-# Ops whose results are positions: how many there are.
+# Ops whose results are positions, and the number of positions.
 _POSITIONS: dict[str, Callable[[Op], int]] = {
     "iota": lambda op: op.attrs["type"].shape[op.attrs["dim"]],
     "arg_reduce": lambda op: op.operands[0].tile.shape[op.attrs["axis"]],
     "device_number": lambda op: op.attrs["count"],
 }
 
-# Ops that give elements of their first operand and nothing else.
+# Ops whose results contain only elements of their first operand.
 _MOVES = (
     "broadcast_in_dim",
     "reshape",
@@ -178,20 +178,20 @@ class Facts:
         self._known: dict[Value, Fact] = {}
 
     def of(self, value: Value) -> Fact:
-        """The fact of an integer; that of its type if nothing more is known."""
+        """The fact about an integer; that of its type if nothing more is known."""
         return self._known.get(value) or _of_type(value)
 
     def note(self, value: Value, fact: Fact) -> None:
         self._known[value] = fact
 
     def note_block(self, block: Block) -> None:
-        """Take in a block and the regions inside it."""
+        """Process a block and its nested regions."""
         for op in walk(block):
             self.note_regions(op)
             self.note_op(op)
 
     def note_op(self, op: Op) -> None:
-        """Take in the result of one op."""
+        """Process the result of one op."""
         if len(op.results) != 1 or not _is_number(op.result):
             return
         fact = self._fact(op)
@@ -199,14 +199,14 @@ class Facts:
             self._known[op.result] = fact.wrapped(op.result.tile.dtype)
 
     def may_wrap(self, op: Op) -> bool:
-        """Whether the number an op gives may not fit its type, and wrap around."""
+        """Whether the result of an op may overflow its type and wrap around."""
         if len(op.results) != 1 or not _is_number(op.result):
             return True
         fact = self._fact(op)
         return fact is None or not fact.within(*op.result.tile.dtype.limits)
 
     def note_regions(self, op: Op) -> None:
-        """Take in grid indices, or the index of a loop, before the regions of an op."""
+        """Process grid indices, or the index of a loop, before the regions of an op."""
         if op.name == "pipeline":
             pipeline = Pipeline.of(op)
             for ids in (pipeline.ids, *(each.params for each in pipeline.maps)):
@@ -215,12 +215,12 @@ class Facts:
             self.note_counter(Loop.of(op))
 
     def note_grid(self, ids: Sequence[Value], grid: Sequence[int | None]) -> None:
-        """Take in the indices of a grid, of which None is a size not known yet."""
+        """Process the indices of a grid; None is a size not yet known."""
         for value, n in zip(ids, grid, strict=True):
             self._known[value] = Fact(0, HIGHEST if n is None else max(n - 1, 0))
 
     def note_counter(self, loop: Loop) -> None:
-        """Take in the index of a loop, if it counts upwards."""
+        """Process the index of a loop, if it counts upwards."""
         first, limit, step = map(self.of, loop.bounds)
         if step.low >= 1:
             divisor = gcd(first.multiple, step.multiple)
@@ -228,12 +228,12 @@ class Facts:
             self._known[loop.index] = Fact(first.low, last, divisor)
 
     def may_overshoot(self, loop: Loop) -> bool:
-        """Whether a step beyond the limit may wrap around, so that it never ends."""
+        """Whether stepping past the limit may wrap around, and the loop never end."""
         _, limit, step = map(self.of, loop.bounds)
         return limit.high - 1 + step.high > loop.index.tile.dtype.limits[1]
 
     def most_steps(self, loop: Loop) -> int | None:
-        """The greatest number of steps of a loop that counts upwards."""
+        """The maximum trip count of a loop that counts upwards."""
         first, limit, step = map(self.of, loop.bounds)
         if step.low < 1:
             return None

@@ -1,8 +1,8 @@
-"""live_tiles: how many registers the tiles of a program take at once.
+"""live_tiles: register pressure of a program's tiles.
 
-Elementwise code and stores run element by element, so only what is live across other
-ops takes registers as a whole. A converted tile is counted in its narrower type, since
-it can be converted again where it is used.
+Elementwise code and stores run element by element, so only tiles that are live across
+other ops occupy registers as a whole. A converted tile is counted in its narrower type,
+since the conversion can be rematerialised at its uses.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from pallasite.ir.rewrite import users_of
 
 
 class LiveTiles:
-    """Which tiles of a promoted kernel are live when."""
+    """The live ranges of tiles of a promoted kernel."""
 
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
@@ -24,11 +24,11 @@ class LiveTiles:
         self.varying = _varying(self.ops)
 
     def peak_words(self) -> int:
-        """The most 32-bit words that tiles of one program take at once."""
+        """The peak number of 32-bit words that tiles of one program occupy."""
         return self.peak(self.kernel.body, set())
 
     def feeds_dot(self, op: Op) -> bool:
-        """Whether a loaded tile is an operand of products and nothing else."""
+        """Whether a loaded tile is used only as an operand of matmuls."""
         users = self.used.get(op.result, [])
         moved = ("transpose", "reshape")
         return bool(users) and all(
@@ -40,7 +40,7 @@ class LiveTiles:
         return [user.name for user in self.used.get(product, [])] == ["add"]
 
     def peak(self, block: Block, after: set[Value]) -> int:
-        """Most words live at once in a block, with what is needed after it."""
+        """Peak live words in a block, including what is live after it."""
         live = after | set(block.yields)
         most = total = sum(map(self.words, live))
         for op in reversed(block.ops):
@@ -84,17 +84,17 @@ class LiveTiles:
         if op is not None and op.name == "load" and self.feeds_dot(op):
             return 0  # in shared memory
         if op is not None and op.name == "dot" and self.is_added(value):
-            return 0  # in the registers of the sum
+            return 0  # in the accumulator's registers
         bits = 8 if value.tile.dtype.is_bool else value.tile.dtype.bits
-        if op is not None and op.name == "cast":  # converted again where it is used
+        if op is not None and op.name == "cast":  # rematerialised at its uses
             bits = min(bits, op.operands[0].tile.dtype.bits)
         shape = self.varying.get(value, value.tile.shape)
         return prod(1 << max(n - 1, 0).bit_length() for n in shape) * bits // 32
 
 
 def _varying(ops: Sequence[Op]) -> dict[Value, tuple[int, ...]]:
-    """The shape of the different elements of each tile: 1 along an axis where all are
-    equal, since equal elements share a register."""
+    """The shape of each tile's distinct elements: 1 along an axis where all are equal,
+    since equal elements share a register."""
     rows, found = table(), dict[Value, tuple[int, ...]]()
 
     def shape(value: Value) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ def _varying(ops: Sequence[Op]) -> dict[Value, tuple[int, ...]]:
                 found[result] = tuple(old.get(d, 1) for d in range(len(full)))
             elif rows[op.name].elementwise:
                 shapes = [shape(v) for v in op.operands if v.tile.rank == len(full)]
-                # No operand is of the rank of a bitcast between widths.
+                # The operand of a bitcast between widths differs in rank.
                 found[result] = tuple(map(max, zip(*shapes or [full], strict=True)))
             else:
                 found[result] = full

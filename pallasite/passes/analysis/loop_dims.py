@@ -1,10 +1,10 @@
 """Which dimensions inside a program's blocks are one dimension of its work.
 
 `loop_dims(kernel)` follows every dimension of every block, scratch ref and tile through
-the body of the kernel's pipeline. Dimensions that can only be divided together are one
-`LoopDim`: rows of a product's left operand, of its result and of the output, for
-example. It is *free* if each position along it is computed from the same position of
-everything else that has it: then a program can be divided along it, or several joined.
+the body of the kernel's pipeline. Dimensions that can only be split together are one
+`LoopDim`, for example the rows of a matmul's left operand, of its result and of the
+output. It is *free* if each position along it is computed from the same position of
+everything else that has it: then programs can be split along it, or merged.
 `partition.py` answers the same question for whole blocks, between devices; this one is
 for parts of a block, and `passes/reblock.py` uses it.
 """
@@ -24,20 +24,20 @@ from pallasite.passes.analysis.memory import Roots, written_refs
 Place = tuple[int, int]  # the number of a window, a dimension of its array
 _Node = tuple[Value, int]  # a ref or tile, one of its dimensions
 
-# Ops with effects that may be done once for each part of a block.
+# Ops with effects that may run once per part of a block.
 _REPEATABLE = {"store", "alloc", "for", "while", "cond", "custom", "pipeline", "delay"}
 
 
 @dataclass(frozen=True, eq=False)
 class LoopDim:
-    """Dimensions of refs and tiles that can only be divided together."""
+    """Dimensions of refs and tiles that can only be split together."""
 
     size: int
-    members: Mapping[Value, int]  # each ref and tile that has it, and as which one
+    members: Mapping[Value, int]  # each ref and tile with it, and its dimension there
     windows: tuple[Place, ...]
     whole: str | None  # why no part of it can be computed alone, if so
-    products: tuple[Op, ...]  # the dots that sum over it
-    spans: frozenset[Op]  # loads of a span along it from a ref that is not divided
+    products: tuple[Op, ...]  # the dots that contract it
+    spans: frozenset[Op]  # loads of a span along it from a ref that is not split
     is_twice: bool = False  # whether it is two dimensions of one ref or tile
 
 
@@ -51,7 +51,7 @@ class LoopDims:
         self._roots = Roots(self.pipeline.body)
         every = () if self.refused else tuple(_Joined(self).dims())
         self.dims = tuple(dim for dim in every if dim.windows)
-        # No window shows these; loads pick spans along them from larger refs.
+        # No window shows these; loads take spans along them from larger refs.
         self.inner = tuple(dim for dim in every if not dim.windows)
 
     @cached_property
@@ -60,7 +60,7 @@ class LoopDims:
 
     @cached_property
     def written(self) -> frozenset[Value]:
-        """Blocks and arrays without a window that programs may change."""
+        """Blocks and windowless arrays that programs may write."""
         body, pipeline = self.pipeline.body, self.pipeline
         refs = {self._roots.of(r) for op in walk(body) for r in written_refs(op)}
         outputs = {s.block for s in pipeline.shown if s.window.mode == "out"}
@@ -72,7 +72,7 @@ class LoopDims:
         return next((d for d in self.dims if place in d.windows), None)
 
     def why_not_free(self, dim: LoopDim) -> str | None:
-        """Why programs cannot each have a part of a dimension; None: they can."""
+        """Why a dimension cannot be split between programs; None if it can."""
         if dim.whole is not None:
             return dim.whole
         if dim.products:
@@ -83,7 +83,7 @@ class LoopDims:
         return self._why_not_aliased(dim)
 
     def _why_not_aliased(self, dim: LoopDim) -> str | None:
-        """An operand and a result of one memory must be divided alike."""
+        """An operand and an output that alias must be split alike."""
         shown = {each.array: each for each in self.pipeline.shown}
         for i, o in self.kernel.aliases:
             pair = self.kernel.inputs[i], self.kernel.outputs[o]
@@ -105,7 +105,7 @@ class LoopDims:
         return {v for op in walk(self.pipeline.body) for v in op.operands}
 
     def is_outside(self, ref: Value) -> bool:
-        """Whether a ref is all of an array, seen without a window."""
+        """Whether a ref is a whole array, without a window."""
         return self._roots.of(ref) in self.kernel.params
 
 
@@ -118,7 +118,7 @@ def loop_dims(kernel: Kernel) -> LoopDims | None:
 
 
 def _refusal(kernel: Kernel, pipeline: Pipeline) -> str | None:
-    """Why nothing of this kernel can be divided, if so."""
+    """Why nothing in this kernel can be split, if so."""
     if kernel.level != TILE:
         return "copies, semaphores or roles are spelled out in it"
     before = [op for op in kernel.body.ops if op is not pipeline.op]
@@ -135,7 +135,7 @@ def _refusal(kernel: Kernel, pipeline: Pipeline) -> str | None:
 
 
 class _Joined:
-    """Joins dimensions op by op (union-find), and notes what keeps one whole."""
+    """Unites dimensions op by op (union-find), and notes what keeps one whole."""
 
     def __init__(self, found: LoopDims):
         self.found = found
@@ -204,7 +204,7 @@ class _Joined:
                     self.hold((each.block, dim), f"a window shows it by {kind}")
         return found
 
-    # --- joining ---
+    # --- uniting ---
 
     def root(self, node: _Node) -> _Node:
         path = []
@@ -228,7 +228,7 @@ class _Joined:
             self.hold((value, d), reason)
 
     def alike(self, a: Value, b: Value) -> None:
-        """All dimensions of two values of one shape; a scalar has none."""
+        """Unite all dimensions of two values of one shape; a scalar has none."""
         if a.type.shape == b.type.shape:
             for d in range(len(a.type.shape)):
                 self.join((a, d), (b, d))
@@ -259,7 +259,7 @@ class _Joined:
             self.hold_all(value, f"'{op.name}' needs all of it")
 
     def nothing(self, op: Op) -> None:
-        """Its dimensions are what other ops make of them."""
+        """Adds no constraint: its users determine its dimensions."""
 
     def broadcast(self, op: Op) -> None:
         (x,) = op.operands
@@ -326,7 +326,7 @@ class _Joined:
             self.join_if(n == size, (x, d), (update, d), op)
 
     def reduce(self, op: Op) -> None:
-        """Reductions, and ops that go along one dimension and keep the others."""
+        """Reductions, and ops that work along one dimension and keep the others."""
         (x, *_), attrs = op.operands, op.attrs
         axes = attrs["axes"] if "axes" in attrs else (attrs["axis"],)
         kept = [d for d in range(x.tile.rank) if d not in axes]
@@ -385,7 +385,7 @@ class _Joined:
     ) -> Iterator[tuple[int, Span, int]]:
         """The spans of an access: ref dimension, entry, dimension of the tile.
 
-        `gathered`: why a tile of indices cannot be divided, if so.
+        `gathered`: why a tile of indices cannot be split, if so.
         """
         parts = access.split_index()
         tiles = [v for e, v in parts if isinstance(e, Gather) and v is not None]
@@ -484,9 +484,9 @@ _RULES: dict[str, Callable[[_Joined, Op], None]] = {
 
 
 def _is_whole(entry: Span | Gather, n: int, mask: Value | None = None) -> bool:
-    """Whether an entry picks a whole dimension.
+    """Whether an entry selects a whole dimension.
 
-    A start is clamped to fit, but not that of a masked access.
+    A start is clamped to fit, except in a masked access.
     """
     if not isinstance(entry, Span) or entry.size != n or entry.stride != 1:
         return False
@@ -496,9 +496,9 @@ def _is_whole(entry: Span | Gather, n: int, mask: Value | None = None) -> bool:
 def _groups(
     before: Sequence[int], after: Sequence[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Dimensions of a reshape that become each other, as few together as can be.
+    """Groups of dimensions of a reshape that map to each other, as small as possible.
 
-    Dimensions of one element are left out.
+    Dimensions of size one are left out.
     """
     left = [d for d, n in enumerate(before) if n != 1]
     right = [d for d, n in enumerate(after) if n != 1]

@@ -1,11 +1,11 @@
-"""What a mask says of the positions it leaves on.
+"""What a mask implies about the positions it enables.
 
 An access is masked by comparing its positions with a limit: `first + iota < n`. Where
 such a mask is on, the position is below `n`, and a backend need not clamp it.
 
 Positions, and both sides of comparisons, are *sums*: a number plus multiples of terms.
-A term is a value of the kernel, or the place along an axis of the access. Only what
-cannot wrap around is taken apart.
+A term is a value of the kernel, or the position along an axis of the access. Only
+arithmetic that cannot wrap around is decomposed.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pallasite.ir.nodes import Op, Value
 from pallasite.passes.analysis.intervals import Fact, Facts
 
-# For each axis of a value, which one of the access it is.
+# For each axis of a value, the corresponding axis of the access.
 Axes = tuple[int, ...]
-# A value, or with None the place along an axis.
+# A value; None stands for the position along an axis.
 Term = tuple[Value | None, Axes]
 
-_ONE_ELEMENT = -1  # an axis without places to tell apart
+_ONE_ELEMENT = -1  # an axis of size one
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Positions:
             self._below = list(self._negative(mask, _own_axes(mask)))
 
     def along(self, axis: int, length: int) -> Sum:
-        """The place along one axis of the access."""
+        """The position along one axis of the access."""
         if length < 2:
             return Sum()
         term: Term = (None, (axis,))
@@ -79,7 +79,7 @@ class Positions:
         fact = self._everywhere(position)
         low, high = fact.low, fact.high
         for below in self._below:
-            # position = (position - below) + below, and below is at most -1,
+            # position = (position - below) + below, where below is at most -1,
             high = min(high, self._everywhere(position.plus(below, -1)).high - 1)
             # position = (position + below) - below.
             low = max(low, self._everywhere(position.plus(below)).low + 1)
@@ -120,7 +120,7 @@ def _own_axes(value: Value) -> Axes:
     return tuple(range(value.tile.rank))
 
 
-# --- axes through ops that move elements; None where they are torn apart ---
+# --- axes through ops that move elements; None where they are not preserved ---
 
 
 def _broadcast(op: Op, axes: Axes) -> Axes:
@@ -128,7 +128,7 @@ def _broadcast(op: Op, axes: Axes) -> Axes:
 
 
 def _reshape(op: Op, axes: Axes) -> Axes | None:
-    """A reshape that adds or removes axes of one element."""
+    """A reshape that adds or removes axes of size one."""
     before, after = op.operands[0].tile.shape, op.result.tile.shape
     kept = [axis for axis, n in zip(axes, after, strict=True) if n != 1]
     if [n for n in before if n != 1] != [n for n in after if n != 1]:
@@ -142,11 +142,11 @@ _MOVES: dict[str, Callable[[Op, Axes], Axes | None]] = {
     "reshape": _reshape,
 }
 
-# Which operand of a comparison is the smaller one where it holds.
+# Which operand of a comparison is the smaller one if it holds.
 _SMALLER = {"lt": 0, "le": 0, "gt": 1, "ge": 1}
 
 
-# --- sums of what cannot wrap around; None where the value is a term itself ---
+# --- sums that cannot wrap around; None where the value itself is a term ---
 
 
 def _iota(p: Positions, op: Op, axes: Axes) -> Sum:

@@ -1,4 +1,4 @@
-"""Which memory each ref reaches, and which refs ops read and write (static facts)."""
+"""Which memory each ref aliases, and which refs ops read and write (static facts)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -11,10 +11,10 @@ from pallasite.ops.gpu import NOT_OUTSIDE
 MAIN_MEMORY = frozenset({"any", "hbm", "host", "gmem"})
 VIEWS = ("subview", "reshape_view", "bitcast_view", "transpose_view", "block_view")
 _SIGNALS = ("sem_signal", "sem_signal_core", "sem_signal_device")
-# Of a remote copy, what this device's memory is to it: every device runs the kernel.
+# For a remote copy, its effects on this device's memory: every device runs the kernel.
 _COPIES = ("copy_start", "copy_wait", "remote_copy_start", "cluster_copy")
-# Ops that may be run although their branch is not taken: cheap, and with derivatives
-# that stay finite wherever their operands are.
+# Ops that may run although their branch is not taken: cheap, and with derivatives that
+# are finite wherever their operands are.
 _FOLDABLE = {"constant", "iota", "broadcast_in_dim", "reshape", "cast", "load", "store"}
 _FOLDABLE |= {"add", "sub", "mul", "neg", "max", "min", "select_n", "subview"}
 _FOLDABLE |= {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not"}
@@ -23,10 +23,10 @@ _FOLD_ELEMENTS = 1 << 20
 
 
 def written_refs(op: Op) -> tuple[Value, ...]:
-    """The refs an op itself writes through.
+    """The refs that an op itself writes through.
 
-    A copy may be done at any time from its start to its wait. A pipeline writes back
-    every block of an output.
+    A copy may complete at any time between its start and its wait. A pipeline writes
+    back every block of an output.
     """
     if op.name in ("store", "atomic_rmw", "atomic_cas", "fetch_and_add"):
         return op.operands[:1]
@@ -50,7 +50,7 @@ def written_refs(op: Op) -> tuple[Value, ...]:
 
 
 def read_refs(op: Op) -> tuple[Value, ...]:
-    """The refs an op itself reads through."""
+    """The refs that an op itself reads through."""
     if op.name in ("load", "atomic_rmw", "atomic_cas", "sem_read", "fetch_and_add"):
         return op.operands[:1]
     if op.name == "dot_store":
@@ -58,7 +58,7 @@ def read_refs(op: Op) -> tuple[Value, ...]:
     if op.name in (*_COPIES, "tensor_copy"):
         return op.operands[:1]
     if op.name in ("indexed_copy_start", "indexed_copy_wait"):
-        # Rows that are not numbered stay as they were.
+        # Rows that are not indexed stay as they were.
         return tuple(v for v in op.operands if v.is_ref and not v.ref.is_semaphore)
     if op.name in ("wgmma", "tensor_mma"):
         return tuple(v for v in op.operands if v.is_ref)
@@ -71,9 +71,9 @@ def _windowed(op: Op, mode: str) -> tuple[Value, ...]:
 
 
 def root_among(producers: Mapping[Value, Op], ref: Value) -> Value:
-    """What a ref is a view of in the end, by the ops that made the refs.
+    """The root of a ref, given the ops that made the refs.
 
-    For code that is being rewritten; of finished code, `Roots` knows more.
+    For code that is being rewritten; for finished code, `Roots` knows more.
     """
     while (op := producers.get(ref)) is not None and op.name in VIEWS:
         ref = op.operands[0]
@@ -83,9 +83,9 @@ def root_among(producers: Mapping[Value, Op], ref: Value) -> Value:
 class Roots:
     """Root of every ref of a kernel: an operand, a result or an allocation.
 
-    Of a block alone: also the refs from outside that it uses, and its parameters.
-    `parent` has the ref that a view, or a pipeline's block, is a part of. Without
-    `windows`, a block is a root too.
+    For a single block: also the refs that it captures, and its parameters. `parent`
+    maps a view, or a pipeline's block, to the ref it is part of. Without `windows`, a
+    block is a root too.
     """
 
     def __init__(self, code: Kernel | Block, windows: bool = True):
@@ -109,7 +109,7 @@ class Roots:
         return ref
 
     def reached(self, refs: Iterable[Value]) -> set[Value]:
-        """Refs with all that they are parts of, up to their roots."""
+        """Refs with everything they are part of, up to their roots."""
         found: set[Value] = set()
         for ref in refs:
             step: Value | None = ref
@@ -119,7 +119,7 @@ class Roots:
         return found
 
     def all_written(self, region: Block) -> set[Value]:
-        """Every ref that code of a region may change: parts, wholes and roots."""
+        """Every ref that code of a region may write: parts, wholes and roots."""
         return self.reached(r for op in walk(region) for r in written_refs(op))
 
     def written(self, *regions: Block) -> tuple[Value, ...]:
@@ -141,7 +141,7 @@ class Roots:
         return known
 
     def outermost_refs(self, regions: Iterable[Block]) -> dict[Value, set[Value]]:
-        """Per root: the refs from outside the regions that code in them uses."""
+        """Per root: the refs that the regions capture."""
         regions = tuple(regions)
         inside: set[Value] = set()
         for region in regions:
@@ -160,7 +160,7 @@ class Roots:
         return used
 
     def folds_into_selects(self, op: Op) -> bool:
-        """Whether a cond is short, pure stores, and cheaper run than branched on."""
+        """Whether a cond is short, pure stores, and cheaper to run than a branch."""
         known = self._folds.get(id(op))
         if known is None:
             known = self._folds[id(op)] = not op.results and all(
@@ -183,13 +183,13 @@ def _is_short(region: Block) -> bool:
 
 
 def constant_inputs(kernel: Kernel) -> frozenset[Value]:
-    """Operands that are the same all the time: no op and no result writes to them."""
+    """Read-only operands: no op and no result writes to them."""
     written = Roots(kernel).written(kernel.body)
     return frozenset(kernel.inputs).difference(kernel.aliased_results, written)
 
 
 def accesses_of(kernel: Kernel) -> dict[Value, list[Op]]:
-    """The ops that use each memory; an operand that is a result is that result."""
+    """The ops that use each memory; an operand that aliases a result is that result."""
     same = kernel.aliased_results
     roots = Roots(kernel)
     accesses: dict[Value, list[Op]] = {}
@@ -216,11 +216,11 @@ def check_inputs_are_kept(
                 )
 
 
-# --- what the copy engine of a GPU reaches ---
+# --- what a GPU's copy engine accesses ---
 
 
 def over_edges(block: Block) -> frozenset[Value]:
-    """Views of main memory that only the copy engine uses: they may leave the array."""
+    """Views of main memory that only the copy engine uses: they may pass the edge."""
     views = {op.result: op for op in walk(block) if op.name == "subview"}
     found: set[Value] = set()
     for op in walk(block):

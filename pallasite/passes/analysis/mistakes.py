@@ -1,10 +1,9 @@
-"""Mistakes that are certain from a kernel's IR, warned about where it is traced.
+"""Mistakes that are certain from a kernel's IR, reported as warnings at trace time.
 
-A grid without programs, an output that nothing stores, memory that is added to
-(`o_ref[...] += x`) while nothing ever sets it, a copy that nothing ever waits for, and
-one on a semaphore that counts something else.
-Only what is wrong in every run is reported: any store that may set the memory, and any
-wait, in any branch, loop or program, counts.
+A grid without programs, an output that nothing stores, memory that is accumulated into
+(`o_ref[...] += x`) but never initialised, a copy that nothing ever waits for, and one
+on a semaphore that counts something else. Only what is wrong in every run is reported:
+any store that may set the memory, and any wait, in any branch, loop or program, counts.
 """
 
 import warnings
@@ -16,10 +15,10 @@ from pallasite.ir.nodes import Access, Kernel, Loc, Op, Value, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.memory import VIEWS, Roots, written_refs
 
-# Ops whose result holds something of an operand, whatever the other one is. Not so a
-# select, a product of integers or a mask of bits: with the right operand they set it.
+# Ops whose result depends on an operand, whatever the other one is. Not so a select,
+# an integer product or a bit mask: with the right operand these overwrite it.
 _KEEPING = frozenset(["add", "sub", "max", "min", "neg", "or", "xor", "cast"])
-_KEEPING_FLOATS = frozenset(["mul", "div"])  # what is not defined may be a NaN
+_KEEPING_FLOATS = frozenset(["mul", "div"])  # undefined contents may be NaN
 _SETTING_ATOMICS = ("xchg", "and")
 _STARTS = ("copy_start", "indexed_copy_start", "remote_copy_start")
 _INITIALISE = "set it first, for example under @pl.when(pl.program_id(axis) == 0)"
@@ -27,7 +26,7 @@ _INITIALISE = "set it first, for example under @pl.when(pl.program_id(axis) == 0
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake, in the form of an error."""
+    """One mistake, formatted like an error."""
 
     what: str
     facts: Facts
@@ -39,7 +38,7 @@ class Mistake:
 
 
 def warn_of_mistakes(kernel: Kernel, hidden: Collection[Value] = ()) -> None:
-    """Warn, at the author's lines, of what `mistakes` finds."""
+    """Warn about what `mistakes` finds, at the author's lines."""
     for mistake in mistakes(kernel, hidden):
         at = mistake.at or Loc("<unknown>", 0)
         warnings.warn_explicit(
@@ -51,7 +50,7 @@ _said: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
 def mistakes(kernel: Kernel, hidden: Collection[Value] = ()) -> Iterator[Mistake]:
-    """What is certainly wrong with a kernel. `hidden`: scratch not of the author's."""
+    """What is certainly wrong with a kernel. `hidden`: scratch not the author's own."""
     roots = Roots(kernel)
     results = [r for r in kernel.outputs if roots.of(r) is r and _holds_values(r)]
     pipelines = [op for op in kernel.body.ops if op.name == "pipeline"]
@@ -73,7 +72,7 @@ def mistakes(kernel: Kernel, hidden: Collection[Value] = ()) -> Iterator[Mistake
             kind = "output" if ref in kernel.outputs else "scratch"
             yield _never_set(kernel, ref, kind, updates[0])
     for semaphore, start in _signalled(ops, roots).items():
-        if semaphore not in allocated:  # an operand: another call may wait
+        if semaphore not in allocated:  # an operand: another call may wait on it
             continue
         if semaphore.ref.space in ("sem", "barrier_sem"):
             yield _other_semaphore(kernel, semaphore, start)
@@ -82,7 +81,7 @@ def mistakes(kernel: Kernel, hidden: Collection[Value] = ()) -> Iterator[Mistake
 
 
 def _signalled(ops: Sequence[Op], roots: Roots) -> dict[Value, Op]:
-    """Semaphores that copies signal, each with the first of them."""
+    """Semaphores that copies signal, each with the first such copy."""
     found: dict[Value, Op] = {}
     for op in ops:
         if op.name in _STARTS:
@@ -93,7 +92,7 @@ def _signalled(ops: Sequence[Op], roots: Roots) -> dict[Value, Op]:
 
 
 def _is_read(semaphore: Value, ops: Sequence[Op], roots: Roots) -> bool:
-    """Whether anything waits on a semaphore, reads it, or may."""
+    """Whether anything waits on a semaphore or reads it, or may do so."""
     return any(
         value.is_ref and roots.of(value) is semaphore
         for op in ops
@@ -107,15 +106,15 @@ def _holds_values(ref: Value) -> bool:
 
 
 class _Uses:
-    """Who writes each piece of memory, and which values hold something of it."""
+    """The writers of each piece of memory, and which values depend on its contents."""
 
     def __init__(self, ops: Sequence[Op], roots: Roots, memory: Collection[Value]):
         self.producers: dict[Value, Op] = {}
         self.writes: dict[Value, list[Op]] = {}
-        self.kept: dict[Value, frozenset[Op]] = {}  # the loads a value holds a part of
+        self.kept: dict[Value, frozenset[Op]] = {}  # the loads that a value depends on
         for op in ops:
             self.producers.update(dict.fromkeys(op.results, op))
-            # A window lets its body write; whether that does, its own ops say.
+            # A window lets its body write; the body's own ops say whether it does.
             for ref in written_refs(op) if op.name != "pipeline" else ():
                 self.writes.setdefault(roots.of(ref), []).append(op)
             if op.name == "load" and roots.of(op.operands[0]) in memory:
@@ -126,12 +125,12 @@ class _Uses:
     def _keep(self, op: Op) -> None:
         kept: frozenset[Op] = frozenset()
         for value in op.operands:
-            kept ^= self.kept.get(value, frozenset())  # a difference may be nothing
+            kept ^= self.kept.get(value, frozenset())  # a difference may cancel
         if kept:
             self.kept[op.result] = kept
 
     def only_updates(self, ref: Value) -> list[Op]:
-        """The writes to memory, if each keeps something of what was there before."""
+        """The writes to memory, if each depends on the old contents."""
         writes = self.writes.get(ref, [])
         return writes if all(map(self._is_update, writes)) else []
 
@@ -153,7 +152,7 @@ class _Uses:
         )
 
     def _same_ref(self, a: Value, b: Value) -> bool:
-        """Whether two refs are one, or views of it that are made alike."""
+        """Whether two refs are one, or equal views of one."""
         while a is not b:
             x, y = self.producers.get(a), self.producers.get(b)
             if x is None or y is None or not x.operands:

@@ -1,9 +1,10 @@
 """How a kernel may be partitioned over devices, from its grid and its windows.
 
-`derive(kernel)` says for each grid axis whether devices may share its steps: each step
-writes blocks of its own ("own"), or the outputs are sums over it ("sum"); for each
-array which dimension follows which axis; and for the rest why not. `shard.py` makes the
-kernel that one device runs. `docs/sharding.md` shows the printed form.
+`derive(kernel)` determines for each grid axis whether its steps may be distributed:
+either each step writes its own blocks ("own"), or the outputs are sums over it ("sum");
+for each array, which dimension follows which axis; and for the rest, why not.
+`shard.py` makes the kernel that one device runs. `docs/sharding.md` shows the printed
+form.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,13 +27,13 @@ OWN, SUM, WHOLE = "own", "sum", "whole"
 
 @dataclass(frozen=True)
 class AxisRule:
-    """What devices may do with one grid axis."""
+    """How devices may share one grid axis."""
 
     size: int | None
     kind: str  # OWN, SUM or WHOLE
     reason: str
     granule: int = 1  # steps that must stay together
-    # Comparisons with its first or last step that mean a device's own: their results.
+    # Comparisons with its first or last step that become a device's own: their results.
     gates: Mapping[Value, str] = field(default_factory=dict[Value, str])
 
     @property
@@ -45,7 +46,7 @@ class AxisRule:
 
 @dataclass(frozen=True)
 class ArrayRule:
-    """Which grid axis each dimension of an array follows (None: none of them)."""
+    """Which grid axis each dimension of an array follows (None: none)."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,7 +66,7 @@ class PartitionRule:
     axes: tuple[AxisRule, ...]
     inputs: tuple[ArrayRule, ...]
     outputs: tuple[ArrayRule, ...]
-    pulls_back: bool = False  # parts add to any output that does not follow their axis
+    pulls_back: bool = False  # parts add to outputs that do not follow their axis
 
     @property
     def arrays(self) -> tuple[ArrayRule, ...]:
@@ -76,7 +77,7 @@ class PartitionRule:
         return tuple(a for a, axis in enumerate(self.axes) if axis.parts > 1)
 
     def is_summed(self, output: ArrayRule, axis: int) -> bool:
-        """Whether an output is the sum of what the parts of an axis give."""
+        """Whether an output is the sum over the parts of an axis."""
         adds = self.pulls_back or self.axes[axis].kind == SUM
         return adds and axis not in output.axes
 
@@ -109,7 +110,7 @@ def derive(kernel: Kernel) -> PartitionRule:
 def pull_back_rule(
     rule: PartitionRule, wanted: Sequence[bool], known: Sequence[bool]
 ) -> PartitionRule:
-    """The rule of a kernel's cotangents, from operands and cotangents of results.
+    """The rule of the kernel from operands and cotangents of results to cotangents.
 
     A cotangent is sharded like its primal. Every part of an axis adds to the cotangent
     of an operand that all of them use.
@@ -128,8 +129,8 @@ def pull_back_rule(
 
 @dataclass(frozen=True)
 class _Follows:
-    """A dimension moves one block every `granule` steps of `axis`, or as many blocks
-    in each step of it as the axis `within` has steps."""
+    """A dimension advances by one block every `granule` steps of `axis`, or by as many
+    blocks per step as the axis `within` has steps."""
 
     axis: int
     granule: int = 1
@@ -150,7 +151,7 @@ class _Derivation:
         follows = {p: self.follows(p) for p in self.kernel.params}
         for i, o in self.kernel.aliases:
             operand, result = self.kernel.inputs[i], self.kernel.outputs[o]
-            if follows[operand] != follows[result]:  # one buffer, so one sharding
+            if follows[operand] != follows[result]:  # one buffer has one sharding
                 nothing = (None,) * len(follows[result])
                 follows[operand] = follows[result] = nothing
         axes = tuple(self.axis(a, follows) for a in range(len(self.grid)))
@@ -174,7 +175,7 @@ class _Derivation:
             return (None,) * len(param.ref.shape)
         window = self.pipeline.windows[number]
         found: list[_Follows | None] = []
-        position = 0  # in what the index map yields
+        position = 0  # among the index map's yields
         for block, size in zip(window.dims, param.ref.shape, strict=True):
             match = None
             if block.kind in ("blocked", "squeezed"):
@@ -194,7 +195,7 @@ class _Derivation:
     def match(
         self, number: int, position: int, size: int, block: int
     ) -> _Follows | None:
-        """Whether a dimension's blocks are those of an axis, in order and no more."""
+        """Whether a dimension's blocks are exactly those of an axis, in order."""
         form = self.info.windows[number].forms[position]
         if len(form.axes) == 2 and form.affine is not None and size % block == 0:
             return self.match_two(form.axes, form.affine, size // block)
@@ -222,7 +223,7 @@ class _Derivation:
     def match_two(
         self, axes: Iterable[int], affine: Affine, blocks: int
     ) -> _Follows | None:
-        """Whether two axes number the blocks like two digits."""
+        """Whether two axes index the blocks like two digits."""
         inner, outer = sorted(axes, key=lambda a: affine.coeffs[a])
         high, low = self.grid[outer], self.grid[inner]
         if high is None or low is None or affine.const != 0 or high * low != blocks:

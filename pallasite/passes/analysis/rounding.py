@@ -1,10 +1,10 @@
-"""Which f32 values may be off by a few units in their last place.
+"""Which f32 values may be off by a few ulps.
 
-Where all that becomes of a value is rounded to 16 bits or fewer, the GPU's own
+If every use of a value is eventually rounded to 16 bits or fewer, the GPU's own
 approximations of exp and division (errors near 2**-20) do not show, and cost a fraction
 of the exact ones. Values are followed through ops that keep a relative error small:
-products, quotients, roots, sums, maxima and what moves elements; not through
-differences, comparisons or arguments of functions.
+products, quotients, roots, sums, maxima and data movement; not through differences,
+comparisons or arguments of functions.
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ REDUCTIONS = ("sum", "max", "min")
 
 
 def rounded_away(kernel: Kernel) -> frozenset[Value]:
-    """The f32 values whose last bits no result can show."""
-    seen: set[Value] = set()  # values that are not
-    sources: dict[Value, list[Value]] = {}  # what a value's errors come from
+    """The f32 values whose last bits cannot affect any result."""
+    seen: set[Value] = set()  # values whose last bits show
+    sources: dict[Value, list[Value]] = {}  # where a value's errors come from
     values: list[Value] = []
     for op in walk(kernel.body):
         values += [v for v in op.results if _is_f32(v)]
@@ -51,7 +51,7 @@ def _is_narrow(value: Value) -> bool:
 
 
 def _flows(op: Op) -> Iterator[tuple[Value, Value | None]]:
-    """Each value an op uses, with the value its error goes to; None: it is seen."""
+    """Each value an op uses, with the value its error flows to; None: it shows."""
     if op.name == "for":
         loop = Loop.of(op)
         carried = zip(loop.inits, loop.carried, loop.yields, loop.results, strict=True)

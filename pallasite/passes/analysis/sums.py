@@ -1,13 +1,13 @@
-"""Whether outputs are sums over a grid axis: zero at its first step, then added to.
+"""Whether outputs are sums over a grid axis: zeroed at its first step, then added to.
 
-`find_sums(op, info, axis, blocks)` looks at a pipeline's body. Some refs keep their
+`find_sums(op, info, axis, blocks)` analyses a pipeline's body. Some refs carry their
 contents along the axis: the given output blocks and scratch. Each must be one of
 
-- an accumulator: set to zero where the axis is at its first step, otherwise only added
-  to, with what does not depend on any of them;
-- a copy: stored once the adding is over, as a linear function of accumulators.
+- an accumulator: zeroed at the first step of the axis, otherwise only added to, with
+  values that depend on none of these refs;
+- a copy: stored after the accumulation, as a linear function of accumulators.
 
-Then parts of the axis can run independently and their results be added.
+Then parts of the axis can run independently and their results can be added.
 """
 
 from collections.abc import Iterable, Sequence, Set
@@ -21,7 +21,7 @@ from pallasite.passes.analysis.carried import carried_from, covers_whole
 from pallasite.passes.analysis.grid import GridInfo
 
 FIRST, LAST = "first", "last"
-# Linear in the first operand, the others fixed.
+# Linear in the first operand, with the others fixed.
 _LINEAR = ("cast", "reshape", "transpose", "broadcast_in_dim", "neg", "slice")
 
 
@@ -29,7 +29,7 @@ _LINEAR = ("cast", "reshape", "transpose", "broadcast_in_dim", "neg", "slice")
 class Sums:
     """What `find_sums` found.
 
-    `reason` says what is no sum, None if all is well. `gates` are the comparisons of
+    `reason` says what is not a sum, None if all are. `gates` are the comparisons of
     the axis' index with its first or last step that guard the zeroing and the copying.
     """
 
@@ -42,13 +42,13 @@ class _NoSum(Exception):
 
 
 def find_sums(op: Op, info: GridInfo, axis: int, blocks: Set[Value]) -> Sums:
-    """Look at a pipeline.
+    """Analyse a pipeline.
 
     Args:
         op: the pipeline.
         info: its grid analysis.
         axis: the grid axis; its size is known.
-        blocks: block refs of the outputs that have no blocks along the axis.
+        blocks: block refs of the outputs that do not vary along the axis.
     """
     search = _Search(op, info, axis, blocks)
     try:
@@ -60,7 +60,7 @@ def find_sums(op: Op, info: GridInfo, axis: int, blocks: Set[Value]) -> Sums:
 
 @dataclass
 class _Kept:
-    """What happens to one ref that keeps its contents along the axis."""
+    """The accesses to one ref that carries its contents along the axis."""
 
     name: str
     zeroed: list[int] = field(default_factory=list[int])
@@ -71,16 +71,16 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Taint:
-    """A value computed from kept refs: linearly, or as a load plus something else."""
+    """A value computed from carried refs: linearly, or as a load plus something."""
 
     sources: frozenset[Value]
-    load: Op | None = None  # the load itself, or what an addition adds to
+    load: Op | None = None  # the load itself, or the one that an addition adds to
     is_sum: bool = False
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in the body an op stands."""
+    """The position of an op in the body."""
 
     gates: frozenset[str] = frozenset()
     in_loop: bool = False
@@ -106,7 +106,7 @@ class _Search:
         self.clock = 0
 
     def scratch(self) -> Iterable[Value]:
-        """Refs from around the pipeline, other than arrays, that the body uses."""
+        """Refs captured by the body, other than arrays."""
         inside = {v for o in walk(self.body) for v in o.results} | set(self.body.params)
         inside |= {v for o in walk(self.body) for r in o.regions for v in r.params}
         used = (v for o in walk(self.body) for v in o.operands if v.is_ref)
@@ -143,7 +143,7 @@ class _Search:
                 raise _NoSum(f"{name} is not copied from a finished sum")
 
     def check_gate(self, gate: Value) -> None:
-        """A gate must guard zeroing and copying, and nothing else."""
+        """A gate may guard only zeroing and copying."""
         for op in self.uses.get(gate, ()):
             if op.name in ("cast", "and"):
                 self.check_gate(op.result)
@@ -215,7 +215,7 @@ class _Search:
         return op.attrs["value"] if op is not None and op.name == "constant" else None
 
     def compute(self, op: Op) -> None:
-        """An op on values computed from kept refs."""
+        """An op on values computed from carried refs."""
         taints = [self.taints.get(v) for v in op.operands]
         known = [t for t in taints if t is not None]
         sources = frozenset[Value]().union(*(t.sources for t in known))
@@ -230,7 +230,7 @@ class _Search:
             self.refuse(known[0])
 
     def used_once(self, op: Op, taints: Sequence[_Taint | None]) -> bool:
-        """Whether what an addition adds to has no other use."""
+        """Whether the load that an addition adds to has no other use."""
         pairs = zip(op.operands, taints, strict=True)
         return all(len(self.uses[v]) == 1 for v, taint in pairs if taint is not None)
 
@@ -238,7 +238,7 @@ class _Search:
         """Whether an op is linear in its one tainted operand, the same at every step.
 
         Rounding to a narrower float counts as linear: parts are then rounded before
-        they are added, as XLA does where it partitions a matrix product.
+        they are added, as XLA does when it partitions a matmul.
         """
         pairs = list(zip(op.operands, taints, strict=True))
         others = [v for v, taint in pairs if taint is None]
@@ -297,7 +297,7 @@ class _Search:
         self.note_gates(access)
 
     def note_gates(self, access: Access) -> None:
-        """Remember the comparisons around a zeroing or copying store."""
+        """Record the comparisons around a zeroing or copying store."""
         for op in walk(self.body):
             if op.name == "cond" and _holds(op, access):
                 self.used_gates |= self.gates(op.operands[0])
@@ -309,7 +309,7 @@ class _Search:
         return op is not None and op.name == "constant" and op.attrs["value"] == 0
 
     def adds_to(self, access: Access, taint: _Taint) -> bool:
-        """Whether the sum that is stored began with a load from the same place."""
+        """Whether the stored sum started with a load from the same place."""
         if access.value is None or taint.load is None or taint.sources != {access.ref}:
             return False
         read = Access.of(taint.load)
@@ -329,7 +329,7 @@ class _Search:
 
 
 def _holds(cond: Op, access: Access) -> bool:
-    """Whether a cond's second branch holds the store of this access."""
+    """Whether a cond's second branch contains the store of this access."""
     *_, branch = Cond.of(cond).branches
     stores = (o for o in walk(branch) if o.name == "store")
     return any(Access.of(o) == access for o in stores)

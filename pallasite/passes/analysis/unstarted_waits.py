@@ -1,8 +1,8 @@
-"""Waits that nothing can end are refused when a kernel is traced.
+"""Rejects, at trace time, waits that nothing can end.
 
 On a TPU, and among warpgroups of a GPU, such a wait never returns; elsewhere a program
 is a single thread, and the wait would only change a count. Waits that come too early,
-or too often, depend on what runs: checked mode reports those.
+or too often, depend on the run: checked mode reports those.
 """
 
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from pallasite.errors import KernelTypeError
 from pallasite.ir.nodes import Kernel, Op, Value, walk
 from pallasite.passes.analysis.memory import Roots
 
-# Ops that count semaphores up and down: the positions of the semaphores. Those that
-# count another device's, or another core's, count this one's when run there.
+# Ops that increment and decrement semaphores: the positions of the semaphores. Those
+# that act on another device's, or another core's, act on this one's when run there.
 _SIGNALS = {
     "copy_start": slice(2, 3),
     "remote_copy_start": slice(2, 4),
@@ -34,7 +34,7 @@ _WAITS = {
 
 
 def refuse_endless_waits(kernel: Kernel) -> None:
-    """Refuse a wait for a semaphore of the kernel that nothing in it counts up."""
+    """Reject a wait for a semaphore of the kernel that nothing in it increments."""
     roots, ops = Roots(kernel), list(walk(kernel.body))
     own = {op.result for op in ops if op.name == "alloc"}
     zeros = {op.result for op in ops if op.name == "constant" and not op.attrs["value"]}
@@ -48,7 +48,7 @@ def refuse_endless_waits(kernel: Kernel) -> None:
 
 
 def _semaphores(op: Op, positions: Mapping[str, slice]) -> tuple[Value, ...]:
-    """The semaphores of an op, if it has any: a copy may go without."""
+    """The semaphores of an op, if it has any: a copy may have none."""
     places = positions.get(op.name)
     return () if places is None else op.operands[places]
 

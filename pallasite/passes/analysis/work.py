@@ -1,12 +1,12 @@
-"""work: what a kernel computes and moves, counted step by step.
+"""work: counts what a kernel computes and moves, step by step.
 
-`count(kernel)` follows every step of the grid and of loops whose length the grid
-decides: a branch counts where it is taken, a block where its window moves, and of a
-block that hangs over the edge what is inside. `cost.py` has the estimate that passes
-compare blocks by; this is what is reported.
+`count(kernel)` follows every step of the grid and of loops whose trip count the grid
+determines: a branch counts where it is taken, a block where its window moves, and of a
+block that extends past the edge only the part inside. `cost.py` has the estimate by
+which passes compare blocks; this one is for reports.
 
 Code is walked once, with all of its executions as the rows of a table: grid indices and
-what is computed from them are columns.
+values computed from them are columns.
 """
 
 from collections import Counter
@@ -32,28 +32,28 @@ from pallasite.passes.analysis.cost import (
 from pallasite.passes.analysis.grid import analyze_pipeline
 from pallasite.passes.analysis.memory import Roots
 
-MOST_ROWS = 1 << 20  # executions of one piece of code that are followed one by one
+MOST_ROWS = 1 << 20  # executions of one piece of code that are followed individually
 FLOATING, OTHER, SPECIAL = "floating", "other", "special"
 PRODUCT, ACCESSED, MOVED = "product", "accessed", "moved"
-# Of operations on floats, those that move or choose and compute nothing.
+# Ops on floats that only move or select and compute nothing.
 _NO_FLOP = {"select_n", "cast", "bitcast", "stop_gradient"}
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one array in main memory gives to, or takes from, the steps.
+    """The traffic between one array in main memory and the steps.
 
     Attributes:
         array: its name.
         mode: "in", "out", or "direct" for accesses without a window.
-        block: the shape of a block; of direct accesses, of the array.
-        dtype: the type of an element.
+        block: the shape of a block; for direct accesses, of the array.
+        dtype: the element type.
         axes: the grid axes along which the window moves.
         moves: how often a block is copied.
-        bytes: what is copied in all.
+        bytes: total bytes copied.
         distinct: bytes of the array that are touched at all.
-        exact: False where a block's place is known only when the kernel runs; then
-            every step is taken to have a block of its own.
+        exact: False if a block's place is known only at run time; every step is then
+            assumed to have a block of its own.
     """
 
     array: str
@@ -68,7 +68,7 @@ class Traffic:
 
     @property
     def inside(self) -> float:
-        """Of the elements of all blocks, the part that is inside the array."""
+        """The share of all blocks' elements that is inside the array."""
         shown = self.moves * prod(self.block) * DTYPES[self.dtype].bits / 8
         return min(self.bytes / shown, 1.0) if shown else 1.0
 
@@ -78,15 +78,15 @@ class Work:
     """Totals of one call.
 
     Attributes:
-        products: operations of matrix products, by the type of their operands; a
-            multiplication and an addition are two.
+        products: operations of matmuls, by the type of their operands; a multiplication
+            and an addition count as two.
         arithmetic: other operations on floats, one per element.
-        other: operations on integers and booleans, comparisons and choices, one per
-            element of a tile; the arithmetic of scalars is left out.
-        transcendentals: exponentials and their like, one per element.
+        other: operations on integers and booleans, comparisons and selects, one per
+            element of a tile; scalar arithmetic is left out.
+        transcendentals: exponentials and the like, one per element.
         traffic: one row per window, and per array that is accessed directly.
-        exact: False where a branch or a loop's length depends on data: the longer
-            branch, and one round of the loop, are counted.
+        exact: False if a branch or a trip count depends on data: the longer branch, and
+            one iteration of the loop, are counted.
     """
 
     products: Mapping[str, int]
@@ -102,12 +102,12 @@ class Work:
 
     @property
     def bytes(self) -> int:
-        """What is copied between main memory and the chip, as the blocks are."""
+        """Bytes copied between main memory and the chip with these blocks."""
         return sum(each.bytes for each in self.traffic)
 
     @property
     def distinct_bytes(self) -> int:
-        """What any way to run the kernel has to copy at least."""
+        """The minimum that any implementation of the kernel has to copy."""
         return sum(each.distinct for each in self.traffic)
 
 
@@ -116,7 +116,7 @@ def count(kernel: Kernel, least: bool = False) -> Work:
 
     Args:
         kernel: at either level.
-        least: where only data decide, count the shorter branch and no round of a loop.
+        least: where data decide, count the shorter branch and no iteration of a loop.
     """
     counter = _Counter(kernel, least)
     total = counter.block(kernel.body, _Rows(1))
@@ -135,12 +135,12 @@ class LineWork:
     """What the ops of one source line do in one call.
 
     Attributes:
-        flops: operations on floats, matrix products among them.
-        other: operations on integers and booleans, comparisons and choices.
-        transcendentals: exponentials and their like.
+        flops: operations on floats, including matmuls.
+        other: operations on integers and booleans, comparisons and selects.
+        transcendentals: exponentials and the like.
         accessed: bytes read from and written to refs, in any memory.
-        moved: bytes of blocks copied between main memory and the chip, where a grid
-            starts.
+        moved: bytes of blocks copied between main memory and the chip, at the line
+            where a grid starts.
     """
 
     flops: int
@@ -151,10 +151,10 @@ class LineWork:
 
 
 def count_by_line(kernel: Kernel) -> dict[tuple[str, int], LineWork]:
-    """Of every file and line that ops come from, the work of one call.
+    """The work of one call, for every file and line that ops come from.
 
-    Of branches that data choose from all are counted, and one round of loops whose
-    length only data know.
+    Counts all branches where data decide, and one iteration of loops whose trip count
+    depends on data.
     """
     counter = _LineCounter(kernel, False)
     counter.block(kernel.body, _Rows(1))
@@ -174,7 +174,7 @@ Total = Counter[tuple[object, ...]]
 
 
 class _Rows:
-    """All executions of a piece of code, a row each, and the scalars known in them."""
+    """All executions of a piece of code, one row each, with their known scalars."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class _Rows:
 
     @property
     def followed(self) -> bool:
-        """Whether each execution is a row; else only their number is known."""
+        """Whether each execution is a row; otherwise only their number is known."""
         return self._outer is None or self._index is not None
 
     def get(self, value: Value) -> np.ndarray | None:
@@ -202,7 +202,7 @@ class _Rows:
         return found
 
     def note(self, op: Op) -> None:
-        """Remember the result of a scalar op, if its operands are known."""
+        """Record the result of a scalar op, if its operands are known."""
         if not self.followed or len(op.results) != 1 or op.result.is_ref:
             return
         if op.result.tile.rank:
@@ -273,7 +273,7 @@ class _Counter:
         return moved_through(op, self.in_main_memory(op))
 
     def in_main_memory(self, op: Op) -> list[Value]:
-        """The refs of an op that are parts of arrays there.
+        """The refs of an op that are parts of arrays in main memory.
 
         The block of a window is not: it was copied to the chip.
         """
@@ -332,7 +332,7 @@ class _Counter:
         return total
 
     def any_branch(self, totals: Sequence[Total]) -> Total:
-        """Of branches that data choose from: count by count, the most or the least."""
+        """Merge data-dependent branches: count by count, the maximum or minimum."""
         pick = min if self.least else max
         keys = {key for total in totals for key in total}
         return Total({key: pick(total[key] for total in totals) for key in keys})
@@ -405,12 +405,12 @@ _STRUCTURED = {
 
 
 class _LineCounter(_Counter):
-    """Counts as the others do, and notes at which line."""
+    """Counts like its base class, and records the line."""
 
     def __init__(self, kernel: Kernel, least: bool):
         super().__init__(kernel, least)
         self.lines: dict[tuple[str, int], Total] = {}
-        self._inside = False  # an op whose regions are a part of it
+        self._inside = False  # an op whose regions are part of it
 
     def op(self, op: Op, rows: _Rows) -> Total:
         if op.name in _STRUCTURED and op.regions:
@@ -455,8 +455,8 @@ def _operations(op: Op) -> int:
 def _places(
     shown: Shown, rows: _Rows, ids: np.ndarray, steps: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Of every step: the first element of its block, and how many it has inside the
-    array, a row per dimension. None: only the run knows."""
+    """For every step, the first element of its block and how many are inside the array,
+    a row per dimension. None: known only at run time."""
     window, index_map = shown.window, shown.index_map
     if any(dim.kind == "bounded" for dim in window.dims):
         return None
@@ -477,8 +477,8 @@ def _places(
 
 
 def extent(dim: BlockDim, n: int, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Along a dimension of `n` elements, the first of some blocks, and how many of each
-    are inside."""
+    """Along a dimension of `n` elements, the first element of some blocks, and how many
+    of each block's are inside."""
     number = np.clip(number, 0, last_number(dim, n))
     if dim.kind == "element":
         start = number - dim.padding[0]

@@ -1,9 +1,9 @@
 """LLVM IR text to object code to an address, through llvmlite.
 
-An object is known by its *identity*: the kernel's text and everything else that decides
-what is made of it (`identity`). `stored_object` finds it in this process or on disk
-(`runtime/cache.py`), and otherwise has the LLVM text written, optimised and compiled
-for this machine's CPU; `load` links an object into the process and keeps it for ever,
+An object is identified by its *identity*: the kernel's text and everything else that
+determines its code (`identity`). `stored_object` finds it in this process or on disk
+(`runtime/cache.py`), and otherwise emits the LLVM text, optimises it and compiles it
+for this machine's CPU; `load` links an object into the process and keeps it forever,
 because XLA never forgets a handler.
 """
 
@@ -27,7 +27,7 @@ _lock = threading.Lock()
 _objects: dict[str, bytes] = {}
 _loaded: dict[str, tuple[int, Any]] = {}
 
-# Below the package's folder: what the code of a kernel depends on.
+# Relative to the package: what the code of a kernel depends on.
 _SOURCES = ("target", "ir", "ops", "passes", "backends/cpu")
 
 
@@ -45,7 +45,7 @@ def short_name(identity: str) -> str:
 
 
 def stored_object(identity: str, make: Callable[[], bytes]) -> bytes:
-    """Object code found in this process or on disk; made where it is in neither."""
+    """Object code from this process or from disk; made if it is in neither."""
     key = short_name(identity)
     with _lock:
         found = _objects.get(key)
@@ -80,7 +80,7 @@ def load(key: str, object_code: bytes) -> tuple[int, Any]:
 
 @cache
 def version() -> str:
-    """Tools and CPU that the object code depends on."""
+    """The tools and the CPU that the object code depends on."""
     import llvmlite
     from llvmlite import binding as llvm
 
@@ -111,7 +111,7 @@ def _optimized(llvm_text: str, machine: Any = None) -> Any:
         ) from None
     options = llvm.create_pipeline_tuning_options(speed_level=2)
     options.loop_vectorization = True
-    # Unrolled copies of every short loop made code 10 times larger and no faster.
+    # Unrolling every short loop made code 10 times larger and no faster.
     options.loop_unrolling = options.loop_interleaving = False
     options.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, options)

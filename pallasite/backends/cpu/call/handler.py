@@ -2,8 +2,8 @@
 
 It answers the version query, ignores every stage but execution, takes the buffers'
 addresses from the call frame, allocates the arena, runs `@kernel` (on several threads
-where that pays: `threads.py`) and turns a message from it into an XLA error. Offsets
-are those of XLA's C header `xla/ffi/api/c_api.h`.
+where that pays off: `threads.py`) and turns a message from it into an XLA error.
+Offsets are those of XLA's C header `xla/ffi/api/c_api.h`.
 """
 
 from collections.abc import Sequence
@@ -35,9 +35,9 @@ VERSION = (0, 1)  # every XLA with typed FFI accepts it
 INVALID_ARGUMENT, RESOURCE_EXHAUSTED, FAILED_PRECONDITION = 3, 8, 9
 
 
-# Chunks per thread: with many, a thread that is late or slow does not delay the rest.
+# Chunks per thread: with many, a late or slow thread does not delay the rest.
 CHUNKS_PER_THREAD = 32
-ARENAS_BYTES = 1 << 30  # no more threads than fit their arenas into this
+ARENAS_BYTES = 1 << 30  # limits the number of threads, which have an arena each
 
 
 def emit_handler(
@@ -52,9 +52,9 @@ def emit_handler(
 ) -> None:
     """Add `@handler` for a `@kernel` with that many operand and result pointers.
 
-    With `shared_bytes`, it then takes the address of that much memory, which begins
-    with `zero_bytes` zeros and is shared by all threads. With a `sharing`, it also
-    takes the first unit and the one after the last.
+    With `shared_bytes`, the kernel then takes the address of that much memory, which
+    starts with `zero_bytes` zeros and is shared by all threads. With a `sharing`, it
+    also takes the first unit and the one after the last.
     """
     _emit_make_error(module)
     f = Function(module, "handler", [("ptr", "frame")], "ptr")
@@ -100,7 +100,7 @@ class _CallMemory(NamedTuple):
     def allocate(
         self, f: Function, frame: Val, pointers: list[Val], workers: Val
     ) -> tuple[Val, list[Val], Val]:
-        """The block to free, the pointers with the shared memory's, the arenas."""
+        """The block to free, the pointers including the shared memory's, the arenas."""
         arenas = f.mul(workers, integer(self.arena_bytes))
         size = f.add(arenas, integer(self.shared_bytes))
         block, start = _allocate(f, frame, size, is_kept=self.shared_bytes > 0)
@@ -121,7 +121,7 @@ class _CallMemory(NamedTuple):
 def _share(
     f: Function, frame: Val, sharing: Sharing, pointers: list[Val], memory: _CallMemory
 ) -> tuple[Val, Val]:
-    """Run all units, on as many threads as pay; the memory's block and the message."""
+    """Run all units on as many threads as pay off; gives memory block and message."""
     counted = _count_units(f, sharing, pointers)
     chunk, workers = _split(f, frame, sharing, counted, memory.arena_bytes)
     units = f.greatest(counted, f.sub(integer(0), counted))
@@ -162,7 +162,7 @@ def _share(
 
 
 def _count_units(f: Function, sharing: Sharing, pointers: list[Val]) -> Val:
-    """How many units there are; negative if one thread must take them in order."""
+    """The number of units; negative if one thread must run them in order."""
     if sharing.units is not None:
         return integer(sharing.units)
     listed = ", ".join(map(str, [*pointers, NULL]))
@@ -201,7 +201,7 @@ def _return_unless(f: Function, condition: Val, result: Val) -> None:
 
 
 def _answer_version_query(f: Function, frame: Val) -> None:
-    """XLA asks at registration; nothing else of the frame is valid then."""
+    """XLA asks at registration; nothing else in the frame is valid then."""
     ask, query, run = f.labels("ask", "query", "run")
     extension = _field(f, frame, FRAME_EXTENSION, "ptr")
     f.branch_if(f.compare("icmp eq", extension, NULL), run, ask)
@@ -219,7 +219,7 @@ def _answer_version_query(f: Function, frame: Val) -> None:
 
 
 def _buffers(f: Function, frame: Val, offset: int, count: int) -> list[Val]:
-    """The addresses of the operands' or results' elements."""
+    """The data pointers of the operands or results."""
     if not count:
         return []
     table = _field(f, frame, offset, "ptr")

@@ -1,10 +1,10 @@
 """Memory that outlives a call: one block per process, for the next call that needs it.
 
-Packed operands may take tens of megabytes. Beyond some size malloc returns such memory
-to the system at once, and the next call would fault in every page again. A call
-takes the spare block out of its slot, or a new one where the slot is empty or the block
-too small, and puts it back when it is done; concurrent calls have separate
-blocks, of which one is kept.
+Packed operands may take tens of megabytes. Above some size malloc returns such memory
+to the system at once, and the next call would fault in every page again. A call takes
+the spare block out of its slot, or allocates one if the slot is empty or the block too
+small, and puts it back when it is done; concurrent calls have separate blocks, of which
+one is kept.
 """
 
 import ctypes
@@ -16,12 +16,12 @@ MOST_BYTES = 128 << 20  # of a block that is kept
 HEADER = 8  # bytes at a block's start that hold its size
 
 slot = ctypes.c_void_p()
-# Calls may still run while the interpreter takes its modules apart.
+# Calls may still run while the interpreter tears down its modules.
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(slot))
 
 
 def take(f: Function, size: Val) -> Val:
-    """A block of a header and `size` bytes, or null."""
+    """A block with a header and `size` bytes, or null."""
     _define(f.module)
     return f.value("ptr", f"call ptr @take_block({size})")
 

@@ -1,6 +1,6 @@
-"""own_inputs: an operand that the kernel writes gets a private copy.
+"""own_inputs: gives an operand that the kernel writes a private copy.
 
-XLA's arrays do not change; memory shared with a result is the kernel's own.
+XLA's arrays are immutable; memory aliased with a result is the kernel's own.
 """
 
 from pallasite.ir.nodes import Kernel, Value

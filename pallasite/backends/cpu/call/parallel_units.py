@@ -1,10 +1,10 @@
-"""Which programs of a kernel may run at once, in what units, and whether it pays.
+"""Which programs of a kernel may run concurrently, in what units, and whether it pays.
 
-The pass `share_programs` looks at the kernel's own pipeline: its parallel axes,
-flattened, number the *units*; the sequential axes loop inside a unit. It notes its
-decision on the pipeline (`cpu.units=(0, 1)`), `Sharing.of` reads it. `ops/programs.py`
-writes the loops, `threads.py` hands units to threads; without a Sharing the grid is
-plain loops.
+The pass `share_programs` analyses the kernel's own pipeline: its parallel axes,
+flattened, index the *units*; the sequential axes are loops inside a unit. It notes its
+decision on the pipeline (`cpu.units=(0, 1)`), which `Sharing.of` reads.
+`ops/programs.py` emits the loops, `threads.py` assigns units to threads; without a
+Sharing the grid is plain loops.
 """
 
 from collections.abc import Sequence, Set
@@ -21,12 +21,12 @@ from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 
 NS_PER_PROGRAM = 10.0  # to start one
-UNKNOWN_ROUNDS = 8  # a guess for loops whose length only the run knows
-# Waking a thread takes 10 us or more; below this much work in all it does not pay.
+UNKNOWN_ROUNDS = 8  # a guess for trip counts known only at run time
+# Waking a thread takes 10 us or more; below this much total work it does not pay off.
 PROFITABLE_NS = 40_000
-CHUNK_NS = 8_000  # the least work that is worth one visit to the shared counter
+CHUNK_NS = 8_000  # the least work worth one access to the shared counter
 
-# The notes of `share_programs`: the fields of a Sharing.
+# The notes of `share_programs`, which are the fields of a Sharing.
 UNITS, UNIT_NS, ATOMICS, MOST = "cpu.units", "cpu.unit_ns", "cpu.atomics", "cpu.most"
 
 
@@ -37,9 +37,9 @@ class Sharing:
     op: Op  # the pipeline
     parallel: tuple[int, ...]
     sequential: tuple[int, ...]
-    unit_ns: int  # what one unit takes, by estimate; at least 1
-    has_atomics: bool  # programs that run at once may change the same elements
-    most: tuple[int | None, ...]  # sizes of parallel axes up to which it holds
+    unit_ns: int  # estimated time of one unit; at least 1
+    has_atomics: bool  # concurrent programs may update the same elements
+    most: tuple[int | None, ...]  # sizes of parallel axes up to which it is valid
 
     @staticmethod
     def of(kernel: Kernel) -> "Sharing | None":
@@ -55,14 +55,14 @@ class Sharing:
 
     @property
     def units(self) -> int | None:
-        """How many units there are; None if only the run knows."""
+        """The number of units; None if known only at run time."""
         grid = Pipeline.of(self.op).grid
         sizes = [n for a in self.parallel if (n := grid[a]) is not None]
         return prod(sizes) if len(sizes) == len(self.parallel) else None
 
     @property
     def is_even(self) -> bool:
-        """Does every unit surely take the same steps?"""
+        """Whether every unit certainly takes the same steps."""
         inside = [*walk(Pipeline.of(self.op).body)]
         numbers = {v for op in inside if op.name == "constant" for v in op.results}
         return all(
@@ -77,7 +77,7 @@ class Sharing:
 
     @property
     def least_units(self) -> int:
-        """From this many units on, threads pay off."""
+        """The number of units from which threads pay off."""
         return max(2, -(-PROFITABLE_NS // self.unit_ns))
 
 
@@ -97,7 +97,7 @@ def share_programs(kernel: Kernel) -> Kernel:
 
 
 def sharing_of(kernel: Kernel) -> Sharing | None:
-    """How to share the work among threads; None: one thread does it all."""
+    """How to divide the work among threads; None: one thread does it all."""
     try:
         op = find_pipeline(kernel)
     except InternalError:
@@ -108,7 +108,7 @@ def sharing_of(kernel: Kernel) -> Sharing | None:
         return None
     names = {inner.name for inner in walk(pipeline.body)}
     if _has_hidden_atomics(names) or "debug_print" in names:
-        return None  # lines are printed in the order of the grid
+        return None  # lines are printed in grid order
     info = analyze(kernel)
     ruled_out = _axes_of_shared_copies(pipeline, info)
     parallel = tuple(a for a in info.parallel if a not in ruled_out and grid[a] != 1)
@@ -127,10 +127,10 @@ def sharing_of(kernel: Kernel) -> Sharing | None:
 
 
 def _safe_if_too_large(parallel: tuple[int, ...], info: GridInfo) -> tuple[int, ...]:
-    """The axes, less those that the run may find too large to be parallel.
+    """The axes, without those that may be too large to be parallel at run time.
 
-    One thread then takes unit after unit. That is the order of the grid, and those axes
-    may stay, where all sequential axes come after the parallel ones.
+    One thread then takes unit after unit. If all sequential axes come after the
+    parallel ones, that is grid order, and those axes may stay.
     """
     before = range(max(parallel, default=0))
     if all(a in parallel or info.axes[a].size == 1 for a in before):
@@ -139,13 +139,13 @@ def _safe_if_too_large(parallel: tuple[int, ...], info: GridInfo) -> tuple[int, 
 
 
 def _has_hidden_atomics(names: Set[str]) -> bool:
-    """Atomics, and views that have no address for the element they change."""
+    """Atomics, and views that have no address for the element they update."""
     views = names & {"bitcast_view", "reshape_view"}
     return bool(views) and bool(names & {"atomic_rmw", "atomic_cas"})
 
 
 def nanoseconds(kernel: Kernel) -> float:
-    """What one thread would take for all of a kernel, by estimate."""
+    """Estimated time of a whole kernel on one thread."""
     grid = Pipeline.of(find_pipeline(kernel)).grid
     steps = prod(n for n in grid if n is not None)
     total = cost(kernel)
@@ -161,7 +161,7 @@ def nanoseconds(kernel: Kernel) -> float:
 def _axes_of_shared_copies(pipeline: Pipeline, info: GridInfo) -> frozenset[int]:
     """Axes along which programs may copy one block of an output out and back.
 
-    Programs that write parts of one block may run at once only where the block is a
+    Programs that write parts of one block may run concurrently only if the block is a
     view of the array: of two copies, the one stored last would undo the other.
     """
     everything = frozenset(range(len(pipeline.grid)))
@@ -176,7 +176,7 @@ def _axes_of_shared_copies(pipeline: Pipeline, info: GridInfo) -> frozenset[int]
 
 
 def _fits(window: Window, shape: Sequence[int]) -> bool:
-    """Is every block surely inside the array?"""
+    """Whether every block is certainly inside the array."""
     return all(
         dim.kind == "squeezed"
         or (dim.kind == "blocked" and dim.size > 0 and n % dim.size == 0)

@@ -1,4 +1,4 @@
-"""What runs when, on which thread: written down by machine code while it is asked for.
+"""A trace of what runs when, on which thread, which machine code records on demand.
 
 Every call, and every range of programs that a thread takes, reads one pointer (`slot`).
 It is null unless `recorded()` has set it to a table of spans; then both append one.
@@ -17,15 +17,15 @@ from pallasite.backends.cpu.llvm.writer import Function, Module, Val
 
 SLOT = "pallasite_recorder"  # the name under which `slot` is linked
 MOST_SPANS = 1 << 18
-# A table is words of 64 bits: how many spans were written, the most that fit, then
-# those: handler, thread, begin, end, first unit, the one after the last.
+# A table consists of 64-bit words: the number of spans written, the capacity, then the
+# spans: handler, thread, begin, end, first unit, the one after the last.
 COUNT, MOST, SPANS, SPAN_WORDS = 0, 1, 8, 6
 WHOLE_CALL = -1  # as the last unit
 
 slot = ctypes.c_void_p()
-# Calls may still run while the interpreter takes its modules apart.
+# Calls may still run while the interpreter tears down its modules.
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(slot))
-# One table for ever: a thread that read the pointer may write a little later.
+# One table forever: a thread that read the pointer may write a little later.
 _table = np.zeros(0, np.int64)
 _only_one = threading.Lock()
 
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
     Attributes:
         handler: the address of the kernel's handler (`Launch.handler`).
-        thread: as the system numbers threads.
+        thread: the system's thread number.
         begin: nanoseconds, by the clock of `time.monotonic_ns`.
         end: the same.
         first: the first unit (a position along the parallel axes, flattened).
@@ -79,7 +79,7 @@ def recorded() -> Iterator[Spans]:
 
 
 def begin(f: Function) -> Val:
-    """The time now; 0 where nothing is recorded."""
+    """The current time; 0 if nothing is recorded."""
     define(f.module)
     return f.value("i64", "call i64 @now()")
 

@@ -3,21 +3,21 @@
 The caller schedules helpers and works itself. The units are divided into as many
 consecutive runs as there may be threads; each thread claims chunks of its own run,
 whose data its caches hold, and then of the others'. The caller waits only for chunks
-that a thread has already begun, never for a helper that has not started, so it cannot
-deadlock even where it occupies the pool's only thread. A helper that starts too late
-finds nothing to claim; the job's memory is freed by the last thread that drops it.
-Nothing here is global or outlives the job. Where programs differ (causal attention), it
-is mostly the later ones that take longer: chunks are then claimed from the last one
-down, and the short ones fill the gaps. Others are claimed in order, so that what is
-prefetched past the end of a chunk is of use.
+that a thread has already started, never for a helper that has not started, so it cannot
+deadlock even if it occupies the pool's only thread. A helper that starts too late finds
+nothing to claim; the last thread that drops the job frees its memory. Nothing here is
+global or outlives the job. Where programs differ (causal attention), it is mostly the
+later ones that take longer: chunks are then claimed from the last one down, and the
+short ones fill the gaps. Otherwise they are claimed in order, so that prefetching past
+the end of a chunk is useful.
 """
 
 from pallasite import target
 from pallasite.backends.cpu.call import recording
 from pallasite.backends.cpu.llvm.writer import Function, Module, Val
 
-# Byte offsets in a job. The counters that all threads write have their own lines. After
-# the operands each run has a line with a counter of what is claimed of it.
+# Byte offsets in a job. Counters that all threads write are on their own cache lines.
+# After the operands, each run has a line with a counter of what has been claimed of it.
 DONE, REFS, WORKERS = 0, 64, 136
 COUNTERS = (DONE, WORKERS)
 UNITS, CHUNK, MESSAGE, ARENA, ARENA_STRIDE, RUNS = 144, 152, 160, 168, 176, 184
@@ -28,11 +28,11 @@ LINE = 64
 FRAME_API, FRAME_CONTEXT = 16, 24
 API_ERROR_DESTROY, API_SCHEDULE, API_NUM_THREADS = 64, 136, 144
 
-SPINS = 2000  # looks at the counter before the waiting caller offers its core
+SPINS = 2000  # polls of the counter before the waiting caller yields its core
 
 
 def runs_offset(operands: int) -> int:
-    """Where in a job the runs' counters begin."""
+    """The offset of the runs' counters in a job."""
     return -(-(OPERANDS + 8 * operands) // LINE) * LINE
 
 
@@ -124,10 +124,10 @@ def _emit_work(module: Module, operands: int, in_order: bool) -> None:
 
 
 def _claims(in_order: bool) -> str:
-    """Code that hands out all units, run by run, each from its first or last unit on.
+    """Code that distributes all units, run by run, each from its first or last unit on.
 
-    It goes to `claimed` with `first` and `last`, from there the code around it comes
-    back to `claim`; when nothing is left, to `none`.
+    It branches to `claimed` with `first` and `last`, from where the surrounding code
+    branches back to `claim`; when nothing is left, to `none`.
     """
     return f"""
         %up = add i64 %units, %runs
@@ -177,7 +177,7 @@ _DOWNWARDS = """
 
 
 def _emit_wait(module: Module) -> None:
-    """`@wait_for(counter, count)`, once: spin for a while, then let others run."""
+    """`@wait_for(counter, count)`, once: spin for a while, then yield."""
     if module.defines("wait_for"):
         return
     module.declare("sched_yield", "i32", [])
@@ -214,7 +214,7 @@ def _emit_task(module: Module) -> None:
 
 
 def _emit_drop(module: Module) -> None:
-    """`@drop(job)`: one holder less; the last one frees the job."""
+    """`@drop(job)`: releases a reference; the last one frees the job."""
     f = Function(module, "drop", [("ptr", "job")], "void", "internal")
     f.write(
         f"""
@@ -232,9 +232,9 @@ def _emit_drop(module: Module) -> None:
 
 
 def _emit_run(module: Module) -> None:
-    """`@run_job(frame, job, helpers)`: do it all; the first message, or null.
+    """`@run_job(frame, job, helpers)`: run it all; the first message, or null.
 
-    Takes over the caller's hold of the job.
+    Takes over the caller's reference to the job.
     """
     params = [("ptr", "frame"), ("ptr", "job"), ("i64", "helpers")]
     f = Function(module, "run_job", params, "ptr", "internal")
@@ -299,7 +299,7 @@ def _destroy_error() -> str:
 
 
 def _pause(module: Module) -> str:
-    """The instruction that tells the core it is waiting."""
+    """The spin-wait hint instruction."""
     architecture = target.host().architecture
     if architecture == "x86_64":
         module.declare("llvm.x86.sse2.pause", "void", [])

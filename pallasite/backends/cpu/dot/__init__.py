@@ -1,1 +1,1 @@
-"""Matrix products: schemes, packing, microkernels."""
+"""Matmuls: schemes, packing, microkernels."""

@@ -1,8 +1,8 @@
 """dot on AMX tiles: bf16 to f32, and 8-bit integers to i32.
 
 A tile has 16 rows of 64 bytes. Rows are packed as [m][k], columns as [k / group][n]
-[group], where a group is the 4 bytes of neighbouring k that one instruction multiplies;
-2x2 tiles of sums stay in tile registers (Intel SDM vol. 2, TDPBF16PS, TDPBSSD). Linux
+[group], where a group is the 4 bytes along k that one instruction multiplies; 2x2
+accumulator tiles stay in tile registers (Intel SDM vol. 2, TDPBF16PS, TDPBSSD). Linux
 must have granted tile state, see `target.py`.
 """
 
@@ -41,7 +41,7 @@ _INSTRUCTIONS = {
 def scheme_for(
     host: Host, lhs: DType, rhs: DType, sums: DType, sizes: Sizes
 ) -> "TileScheme | None":
-    """Tiles, where this CPU has them for these types and the product fills some."""
+    """Tiles, if this CPU has them for these types and the matmul fills some."""
     feature = "amx-bf16" if lhs == BF16 else "amx-int8"
     wanted = F32 if lhs == BF16 else I32
     if (lhs, rhs) not in _INSTRUCTIONS or sums != wanted:
@@ -90,7 +90,7 @@ class TileScheme(Scheme):
         call.emit(f, name)
 
 
-# --- the product of two panels ---
+# --- the matmul of two panels ---
 
 
 def _emit_product(
@@ -174,7 +174,7 @@ def _steps(
 
 
 def _prefetch_next_sums(f: Function, step: Val) -> None:
-    """Prefetch two rows of the sums on the right, which come next.
+    """Prefetch two rows of the accumulators on the right, which come next.
 
     They are too far apart for hardware prefetching.
     """
@@ -235,7 +235,7 @@ def pack_tiles(
 
 @dataclass(frozen=True)
 class TilePacking:
-    """Panels of two tiles per step of k, of which `valid` rows or columns exist."""
+    """Panels of two tiles per step of k, with `valid` existing rows or columns."""
 
     dtype: DType
     is_rows: bool
@@ -277,7 +277,7 @@ def _emit_packing(module: Module, packing: TilePacking) -> None:
         here = vec.offset(f, source, packing.element, f.mul(first, across))
         return here, f.element(target, "i8", f.mul(panel, apart))
 
-    # Neighbours in memory are read one after the other.
+    # Read in memory order.
     if packing.along == "width":
         with f.nest([whole, panels]) as (k, panel):
             _pack_tiles(f, packing, *places(panel), k)
@@ -292,7 +292,7 @@ def _emit_packing(module: Module, packing: TilePacking) -> None:
 def _pack_tiles(
     f: Function, packing: TilePacking, source: Val, target: Val, step: Val
 ) -> None:
-    """Both tiles of one step of k, of which every k exists."""
+    """Both tiles of one full step of k."""
     _, across, down, *_ = f.params
     k = f.mul(step, integer(packing.step))
     for tile in range(-(-packing.valid // SIDE)):
@@ -318,7 +318,7 @@ def _pack_tiles(
 def _words_along_depth(
     f: Function, packing: TilePacking, source: Val, across: Val, count: int
 ) -> list[Val]:
-    """Vector n: row n, all k. Rows that do not exist repeat the last one."""
+    """Vector n: row n, all k. Missing rows repeat the last one."""
     words = []
     for n in range(SIDE):
         row = f.mul(integer(min(n, count - 1)), across)
@@ -359,7 +359,7 @@ def _interleave(f: Function, parts: list[Val]) -> Val:
 def _pack_elements(
     f: Function, packing: TilePacking, source: Val, target: Val, step: Val
 ) -> None:
-    """Both tiles of one step, element by element, with zeros where k has ended."""
+    """Both tiles of one step, element by element, zero past the end of k."""
     _, across, down, _, _, depth, _ = f.params
     group, element = packing.group, packing.element
     base = f.element(target, "i8", f.mul(step, integer(2 * TILE_BYTES)))

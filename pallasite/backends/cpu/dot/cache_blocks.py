@@ -1,8 +1,8 @@
 """Loops around the microkernels: cache blocks, packing, register blocks, edges.
 
-`emit_product` writes sums[batch, row, column] (or adds to them) for strided operands of
-any layout; `emit_packing` packs a whole operand, part by part, for several products.
-`dot.py` comes before, `scheme.py` after.
+`emit_product` stores sums[batch, row, column] (or adds to them) for strided operands of
+any layout; `emit_packing` packs a whole operand, part by part, for several matmuls. See
+`dot.py` before, `scheme.py` after.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -28,12 +28,12 @@ from pallasite.target import host
 # 1 / share of L2 for a block of packed rows and of columns, which stay there.
 ROWS_SHARE, COLUMNS_SHARE = 4, 2
 PART_BYTES = 64 << 10  # packed by one thread at a time where several share a box
-WRITTEN_OUT = 4  # products of one kind in a kernel; those after them call a function
+WRITTEN_OUT = 4  # matmuls of one kind emitted inline; further ones call a function
 
 
 @dataclass(frozen=True)
 class Blocking:
-    """Cache blocks of one product."""
+    """Cache blocks of one matmul."""
 
     scheme: Scheme
     sizes: Sizes
@@ -76,7 +76,7 @@ class Blocking:
 class PackedLayout:
     """Layout of a packed operand: regions [batch][block of k], each of panels.
 
-    Products whose layouts are equal can share what was packed.
+    Matmuls whose layouts are equal can share what was packed.
     """
 
     form: str
@@ -107,7 +107,7 @@ class PackedLayout:
         return self.regions * self.region_bytes
 
     def place(self, f: Function, base: Val, number: Val, depth: Val) -> Val:
-        """Where a panel begins, counted from the first of its block of k."""
+        """The offset of a panel from the start of its block of k."""
         if self.apart:
             step = integer(self.apart)
         elif self.step > 1:
@@ -125,7 +125,7 @@ def _rounded_up(f: Function, number: Val, step: int) -> Val:
     return f.sub(up, f.binary("urem", up, integer(step)))
 
 
-# Finds the address of an operand that is already packed in a layout; None: it is not.
+# Finds the address of an operand already packed in a layout; None if it is not.
 FindPacked = Callable[[PackedLayout], Val | None]
 
 
@@ -135,7 +135,7 @@ Begin = Callable[[Val, Val, Val, Val, tuple[int, int]], None]
 
 @dataclass(frozen=True)
 class Parts:
-    """Pieces that an operand is packed in, each of about `PART_BYTES`.
+    """The parts in which an operand is packed, each of about `PART_BYTES`.
 
     `widths` splits its width, `depths` each of its blocks of k.
     """
@@ -184,7 +184,7 @@ def emit_packing(
     region_at = f.element(target, "i8", f.mul(region, integer(layout.region_bytes)))
     k = f.mul(k_block, integer(layout.depth.block))
     panel_depth = layout.depth.extent(f, k)
-    # The last block of k may be shorter than the others and have fewer pieces.
+    # The last block of k may be shorter than the others and have fewer parts.
     before = f.least(f.mul(k_piece, integer(depths.block)), panel_depth)
     depth = f.least(integer(depths.block), f.sub(panel_depth, before))
     panel = f.mul(number, integer(widths.block // widths.panel))
@@ -214,18 +214,18 @@ def emit_product(
     begin: Begin | None = None,
     factors: Val | None = None,
 ) -> None:
-    """Write the loops.
+    """Emit the loops.
 
     Args:
-      f: the function to write to.
-      blocking: cache blocks of the product.
+      f: the function to emit into.
+      blocking: cache blocks of the matmul.
       lhs: rows.
       rhs: columns.
-      sums: where the product goes.
-      overwrite: whether to store the product instead of adding it to the sums.
+      sums: where the result goes.
+      overwrite: whether to store the result instead of adding it to the sums.
       allocate: gives memory for a number of elements.
       packed_once: finds operands that are already packed.
-      begin: writes the initial value of a block of sums, before it is first added to.
+      begin: emits the initial value of a block of sums, before it is first added to.
       factors: address of one number per row, by which sums are multiplied first; only
         for schemes that `can_scale`, one batch and one block of k.
     """
@@ -326,7 +326,7 @@ class _Side(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """A product on its way into a function: `f` and what is known there."""
+    """A matmul being emitted into a function: `f` and what is known there."""
 
     f: Function
     blocking: Blocking
@@ -347,9 +347,9 @@ class _Product(NamedTuple):
         scheme.end(f)
 
     def call(self, name: str) -> None:
-        """Call the function `name`, which has the code of all products of this kind.
+        """Call the function `name`, which has the code of all matmuls of this kind.
 
-        Hundreds of small ones would take a millisecond each to write, and more in LLVM.
+        Emitting hundreds of small ones would take a millisecond each, and more in LLVM.
         """
         f = self.f
         variables = [v for v in self.values if not v.is_literal]
@@ -364,14 +364,14 @@ class _Product(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """What two products must share to be the same code: all but variables."""
+        """What two matmuls must share to have the same code: all but variables."""
         values = tuple(v if v.is_literal else v.type for v in self.values)
         sides, scaled = (self.rows.kind, self.columns.kind), self.factors is not None
         return self.blocking, sides, self.sums.dtype, scaled, values
 
     @property
     def values(self) -> list[Val]:
-        """What the code around it has computed."""
+        """The values it uses from the surrounding code."""
         factors = [] if self.factors is None else [self.factors]
         sides = [*self.rows.values, *self.columns.values]
         return [*sides, *self.sums[1:], self.overwrite, *factors]
@@ -412,7 +412,7 @@ class _Product(NamedTuple):
         depth: Val,
         overwrite: Val,
     ) -> None:
-        """The product of two cache blocks, each its number and where it is packed."""
+        """The matmul of two cache blocks, each given by index and packed address."""
         f, blocking = self.f, self.blocking
         (row_number, packed_rows), (column_number, packed_columns) = rows, columns
         row = f.mul(row_number, integer(blocking.rows.block))
@@ -465,7 +465,7 @@ def _each_panel(
     start: Val,
     body: Callable[[Val, int], None],
 ) -> None:
-    """Run `body` with the number of each panel of a cache block, and its width."""
+    """Run `body` with the index of each panel of a cache block, and its width."""
     full = blocks.full_panels(f, start)
     if full.constant != 0:
         with f.nest([full]) as (panel,):

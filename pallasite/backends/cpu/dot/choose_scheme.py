@@ -1,6 +1,6 @@
-"""What is known of a dot from its types alone: sizes, roles of dimensions, the scheme.
+"""What follows from a dot's types alone: sizes, roles of dimensions, the scheme.
 
-`dot.py` uses it to decide how to multiply, `pack_once.py` what to pack only once.
+`dot.py` uses it to decide how to multiply, `pack_once.py` to decide what to pack once.
 """
 
 from math import prod
@@ -18,7 +18,7 @@ from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Dot
 from pallasite.ir.types import DType
 
-SMALL = 4096  # multiplications, below which packing does not pay
+SMALL = 4096  # multiplications below which packing does not pay off
 
 
 Groups = tuple[tuple[int, ...], ...]  # dimensions by role
@@ -50,7 +50,7 @@ def scheme_for(
 ) -> Scheme:
     """The best scheme on this CPU for operands of these types and memory layouts.
 
-    `again`: other products read the same columns.
+    `again`: other matmuls read the same columns.
     """
     host = target.host()
     inner = inner_products.scheme_for(host, lhs, rhs, sums, sizes, rows, columns)
@@ -69,7 +69,7 @@ def scheme_for(
 
 
 def is_small(sizes: Sizes, in_rows: bool) -> bool:
-    """Is the plain loop faster? `in_rows`: columns of rhs are contiguous."""
+    """Whether the plain loop is faster. `in_rows`: columns of rhs are contiguous."""
     if prod(sizes) == 0 or prod(sizes[1:]) < SMALL:
         return True
     return in_rows and sizes.depth < 3 and sizes.columns > 1

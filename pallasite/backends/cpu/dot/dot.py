@@ -1,8 +1,8 @@
 """dot: operands brought to [batch, rows, k] and [batch, k, columns], then multiplied.
 
-Large products go to packed, register-blocked microkernels (`cache_blocks.py`); a plain
-loop nest takes those too small to repay packing. `fusion.py` has found the sums
-that a product may be added to in place.
+Large matmuls go to packed, register-blocked microkernels (`cache_blocks.py`); a plain
+loop nest handles those too small for packing to pay off. `fusion.py` has found the sums
+that a matmul may accumulate into in place.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ PackedSides = tuple[FindPacked | None, FindPacked | None]  # of rows and columns
 
 
 def emit_dot(e: Emitter, op: Op) -> None:
-    """A dot, or a dot_add: into a buffer of its own, which may start with an addend."""
+    """A dot or dot_add, into its own buffer, which may start with an addend."""
     lhs, rhs, *addend = (e.as_tile(v) for v in op.operands[:3])
     result = op.result.tile
     running = running_dtype(lhs.dtype, rhs.dtype, op.attrs["dtype"])
@@ -56,7 +56,7 @@ def emit_dot(e: Emitter, op: Op) -> None:
 
 
 def emit_dot_store(e: Emitter, op: Op) -> None:
-    """A dot added to a tile in the ref where the sum is to be stored."""
+    """A dot accumulated in the ref where the sum is to be stored."""
     stored, sizes = DotStore.of(op), sizes_of(op)
     lhs, rhs = (e.as_tile(side.value) for side in Dot.of(op).sides)
     access = stored.access
@@ -78,7 +78,7 @@ def emit_dot_store(e: Emitter, op: Op) -> None:
             start = _start(e, addend, stored.scaled, box)
         _accumulate(e, op, lhs, rhs, sums, overwrite, start)
         return
-    # No strides say where in the ref the product's rows and columns are.
+    # The product's rows and columns are not strided in the ref.
     buffer = e.force(sums) if addend is None else e.buffer_for(sums)
     dense = Tile(sums.shape, sums.dtype, buffer)
     _accumulate(e, op, lhs, rhs, dense, overwrite, addend and Start(addend))
@@ -96,16 +96,16 @@ def _result_shape(op: Op) -> tuple[int, ...]:
 
 
 def _apart(e: Emitter, tile: Tile, root: Root) -> Tile:
-    """The tile in memory that a write to `root` leaves alone."""
+    """The tile, forced into its own memory if it reads `root`."""
     if root not in tile.reads():
         return tile
     return Tile(tile.shape, tile.dtype, e.force(tile))
 
 
 class Start(NamedTuple):
-    """What sums are before a product is added to them.
+    """What sums are before a matmul is added to them.
 
-    `factors`: it is what their memory holds, each row times its factor.
+    `factors`: the old contents of their memory, each row times its factor.
     """
 
     tile: Tile
@@ -113,7 +113,7 @@ class Start(NamedTuple):
 
 
 def _start(e: Emitter, addend: Tile, scaled: Sequence[Value], sums: Buffer) -> Start:
-    """`scaled`: a tile and factors whose product is the addend, if that is known."""
+    """`scaled`: a tile and factors whose product is the addend, if known."""
     if not scaled:
         return Start(addend)
     tile, factors = (e.as_tile(v) for v in scaled)
@@ -132,9 +132,9 @@ def _accumulate(
     overwrite: Val,
     start: Start | None = None,
 ) -> None:
-    """Add the product to `sums`, which are first set to `start`, if there is one.
+    """Add the matmul to `sums`, which are first set to `start`, if there is one.
 
-    `overwrite`: whatever they hold does not count.
+    `overwrite`: their old contents do not count.
     """
     sizes, (left, right) = sizes_of(op), groups_of(op)
     flat = tiles.reshape(e.f, sums, sizes[:3])
@@ -187,7 +187,7 @@ def _blocked(
         e.fill(buffer, tiles.reshape(e.f, start.tile, sizes[:3]))
         start = None
     if transposed:
-        # Columns become rows, so that neighbours in memory are columns.
+        # Swap columns and rows, so that columns are contiguous in memory.
         sizes = Sizes(sizes.batch, sizes.columns, sizes.rows, sizes.depth)
         lhs, rhs, row, column = rhs, lhs, column, row
         packed_once, again = (None, None), False
@@ -232,7 +232,7 @@ def _blocked(
 
 
 def _factors(e: Emitter, blocking: Blocking, start: Start) -> Val | None:
-    """The address of the rows' factors, if the product is to apply them itself."""
+    """The address of the rows' factors, if the microkernel is to apply them."""
     once = blocking.sizes.batch == blocking.depth.count == 1
     if start.factors is None or not blocking.scheme.can_scale or not once:
         return None
@@ -252,7 +252,7 @@ def _begin(
     place: Val,
     size: tuple[int, int],
 ) -> None:
-    """Set a block of sums to the addend, right before the product is added to it."""
+    """Set a block of sums to the addend, right before the matmul is added to it."""
     part = tiles.cut(e.f, addend, (1, *size), (batch, row, column), (1, 1, 1))
     e.fill(Buffer(place, (sums.batch, sums.row, integer(1))), part)
 
@@ -277,12 +277,12 @@ def _add_into(
 
 
 def _is_transposed(sizes: Sizes, row: Val, column: Val) -> bool:
-    """Are rows, not columns, the neighbours in memory?"""
+    """Whether rows, not columns, are contiguous in memory."""
     return row.constant == 1 and (column.constant != 1 or sizes.columns == 1)
 
 
 def _runs_along(tile: Tile, dims: Sequence[int]) -> bool:
-    """Is the last of these dimensions contiguous in memory, now or once stored?"""
+    """Whether the last of these dimensions is contiguous, now or once stored."""
     if not dims:
         return False
     if tile.buffer is None:
@@ -298,13 +298,13 @@ def _operand(e: Emitter, tile: Tile) -> Operand:
 def _canonical(e: Emitter, tile: Tile, groups: Groups, in_rows: bool) -> Tile:
     """The tile with three dimensions, one per group, ready to be read many times.
 
-    `in_rows`: the last dimension must be the one that is contiguous in memory.
+    `in_rows`: the last dimension must be the contiguous one.
     """
     order = [d for group in groups for d in group]
     transposed = tiles.transpose(e.f, tile, order)
     shape = [prod(tile.shape[d] for d in group) for group in groups]
     if not in_rows and tile.buffer is None and not tile.is_free:
-        # In its own order it is computed fastest; packing transposes it.
+        # It is computed fastest in its own order; packing transposes it.
         transposed = tiles.transpose(e.f, e.stored(tile), order)
     buffer = transposed.buffer
     if buffer is not None and order:
@@ -317,7 +317,7 @@ def _canonical(e: Emitter, tile: Tile, groups: Groups, in_rows: bool) -> Tile:
 
 
 def _multiply(f: Function, a: Tile, b: Tile, sums: Tile, depth: int) -> None:
-    """Sums in memory, one multiplication after the other."""
+    """Accumulates in memory, one multiplication after the other."""
     batch, rows, columns = sums.shape
     assert sums.buffer is not None
     with f.nest([batch, rows, depth]) as (i, row, k):

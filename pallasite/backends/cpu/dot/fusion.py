@@ -1,9 +1,9 @@
-"""fuse_dot_sums: dots that add to something as they go.
+"""fuse_dot_sums: fuses dots with the additions and stores of their results.
 
-In: add(x, dot(a, b)). Out: a `dot_add`, or where the sum is only stored, one
-`dot_store` in place of dot, add and store. Where a branch before it sets that ref to
-zero, the dot_store takes the condition (`overwrite`) and the branch loses the store.
-`dot.py` emits both; `ops/fused.py` says what they mean.
+In: add(x, dot(a, b)). Out: a `dot_add`, or, if the sum is only stored, one `dot_store`
+in place of dot, add and store. Where an earlier branch sets that ref to zero, the
+dot_store takes over the condition (`overwrite`) and the branch loses the store.
+`dot.py` emits both; `ops/fused.py` defines their meaning.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from pallasite.passes.analysis.memory import Roots
 
 
 def running_dtype(lhs: DType, rhs: DType, result: DType) -> DType:
-    """Sums are kept in f32 or f64, and for integers in at least 32 bits."""
+    """The accumulator type: f32 or f64; for integers at least 32 bits."""
     if F64 in (lhs, rhs, result):
         return F64
     if lhs.is_float or rhs.is_float or result.is_float:
@@ -30,7 +30,7 @@ def running_dtype(lhs: DType, rhs: DType, result: DType) -> DType:
 
 
 def fuse_dot_sums(kernel: Kernel) -> Kernel:
-    """The kernel with dots that add, each at the place of the op it replaces."""
+    """The kernel with fused dots, each at the place of the op it replaces."""
     if not any(op.name == "dot" for op in walk(kernel.body)):
         return kernel
     body = _fused(kernel.body, _Memory(kernel))
@@ -81,7 +81,7 @@ def _with_fused_regions(op: Op, memory: "_Memory") -> Op:
 
 
 def _count_uses(block: Block) -> Counter[Value]:
-    """How often values are used in a block and the regions inside it."""
+    """How often values are used in a block, including nested regions."""
     uses = Counter[Value](block.yields)
     for op in walk(block):
         uses.update(op.operands)
@@ -93,7 +93,7 @@ def _count_uses(block: Block) -> Counter[Value]:
 def _with_addend(
     add: Op, made: dict[Value, Op], uses: Counter[Value]
 ) -> tuple[Op, Value] | None:
-    """The dot an addition waits for, and what it is added to."""
+    """The dot that an addition can fuse with, and the addend."""
     for value, other in (add.operands, add.operands[::-1]):
         dot = made.get(value)
         if dot is None or dot.name != "dot" or uses[value] != 1:
@@ -109,7 +109,7 @@ def _with_addend(
 def _factors(
     dot: Op, addend: Op | None, made: dict[Value, Op], uses: Counter[Value]
 ) -> tuple[Value, ...]:
-    """A tile and a factor per row whose product the addend is, if it is one."""
+    """A tile and per-row factors whose product is the addend, if it is one."""
     if addend is None or addend.name != "mul" or uses[addend.result] != 1:
         return ()
     if dot.result.tile.shape != sizes_of(dot)[1:3]:
@@ -122,7 +122,7 @@ def _factors(
 
 
 def _is_per_row(op: Op) -> bool:
-    """Does the op repeat one number per row along a matrix's columns?"""
+    """Whether the op broadcasts one number per row along a matrix's columns."""
     if op.name != "broadcast_in_dim" or op.result.tile.rank != 2:
         return False
     rows, dims = op.result.tile.shape[0], op.attrs["dims"]
@@ -131,7 +131,7 @@ def _is_per_row(op: Op) -> bool:
 
 
 def _only_store(block: Block, value: Value, uses: Counter[Value]) -> Op | None:
-    """The plain store that is all that happens to a value."""
+    """The plain store that is a value's only use."""
     if uses[value] != 1:
         return None
     for op in block.ops:
@@ -152,7 +152,7 @@ def _dot_store(
     store: Op,
     made: dict[Value, Op],
 ) -> Op:
-    """Without an addend where that is what the ref holds: nothing is stored first."""
+    """Has no addend if the ref already holds it: nothing is stored first."""
     load = made.get(addend)
     in_place = (
         load is not None
@@ -175,13 +175,13 @@ def _dot_store(
     return dot.with_(name="dot_store", operands=operands, results=(), attrs=attrs)
 
 
-# --- refs that a branch sets to zero first ---
+# --- refs that an earlier branch zeroes ---
 
 
 def _take_over_zeros(
     ops: list[Op | None], place: int, addend: Value, memory: "_Memory"
 ) -> None:
-    """Let the dot at `place` start from nothing where a branch would store zeros."""
+    """Let the dot at `place` overwrite where a branch would store zeros."""
     summing = ops[place]
     assert summing is not None
     stored = DotStore.of(summing)
@@ -200,7 +200,7 @@ def _take_over_zeros(
 
 
 def _without_zeros(cond: Op, stored: DotStore, memory: "_Memory") -> Op | None:
-    """The op, if it is a branch that sets what is stored to, without doing so."""
+    """The op without its zeroing store, if it is a branch that has one."""
     if cond.name != "cond" or len(cond.regions) != 2 or cond.results:
         return None
     other, branch = Cond.of(cond).branches
@@ -221,13 +221,13 @@ def _is_zero(op: Op | None) -> bool:
 
 
 class _Memory:
-    """Which refs of a kernel may be the same memory."""
+    """Which refs of a kernel may alias."""
 
     def __init__(self, kernel: Kernel):
         self.roots = Roots(kernel)
 
     def is_touched(self, op: Op, ref: Value) -> bool:
-        """May the op, or code inside it, use the memory of a ref?"""
+        """Whether the op, or code nested in it, may access the memory of a ref."""
         root = self.roots.of(ref)
         used = (v for v in op.operands if v.is_ref)
         return any(self.roots.of(v) is root for v in used) or any(

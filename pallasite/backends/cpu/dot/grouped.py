@@ -1,9 +1,9 @@
 """dot by instructions that multiply groups of narrow elements: AVX512-BF16 and VNNI.
 
-One instruction adds, in each of 16 words, the products of two bf16 or of four bytes.
-Panels are those of `amx.py`, which have the same groups; a few rows times two
-vectors of sums stay in registers. VNNI multiplies unsigned by signed bytes: of two
-signed operands, the rows are packed plus 128, and 128 times the columns' sums is
+One instruction accumulates, in each of 16 words, the products of two bf16 or of four
+bytes. Panels are those of `amx.py`, which have the same groups; accumulators of a few
+rows times two vectors stay in registers. VNNI multiplies unsigned by signed bytes: for
+two signed operands, the rows are packed plus 128, and 128 times the columns' sums is
 subtracted again (Intel SDM vol. 2, VDPBF16PS, VPDPBUSD).
 """
 
@@ -28,8 +28,8 @@ from pallasite.backends.cpu.llvm.writer import Function, Module, Val, integer
 from pallasite.ir.types import BF16, F32, I8, I32, U8, DType
 from pallasite.target import Host
 
-ROWS = 13  # of sums in registers, each of two vectors
-UNROLL = 4  # groups of k per round
+ROWS = 13  # of accumulators in registers, each of two vectors
+UNROLL = 4  # groups of k per iteration
 _FEATURES = {BF16: "avx512bf16", I8: "avx512vnni", U8: "avx512vnni"}
 _PAIRS = ((BF16, BF16), (U8, I8), (I8, U8), (I8, I8))
 _WORDS = vec.vector("i32", SIDE)
@@ -38,7 +38,7 @@ _WORDS = vec.vector("i32", SIDE)
 def scheme_for(
     host: Host, lhs: DType, rhs: DType, sums: DType, sizes: Sizes
 ) -> "GroupScheme | None":
-    """Groups, where this CPU has them for these types and the product is wide."""
+    """Groups, if this CPU has them for these types and the matmul is wide."""
     if (lhs, rhs) not in _PAIRS or not host.has(_FEATURES[lhs]):
         return None
     wide = sizes.columns > SIDE // 2 and sizes.depth * lhs.bytes >= 32
@@ -64,7 +64,7 @@ class GroupScheme(Scheme):
 
     @property
     def is_flipped(self) -> bool:
-        """Are rows packed plus 128?"""
+        """Whether rows are packed plus 128."""
         return self.row_dtype == self.column_dtype == I8
 
     def form(self, is_rows: bool) -> str:

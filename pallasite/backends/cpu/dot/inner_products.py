@@ -1,8 +1,8 @@
 """dot of few rows with columns that are contiguous along k.
 
-Each sum is an inner product of two runs of memory: vectors run along k, a few of them
-stay in registers, and their lanes are added up at the end. Nothing is packed: columns
-that are read once, or a few times, are not worth it.
+Each sum is an inner product of two contiguous runs of memory: vectors run along k, a
+few accumulators stay in registers, and their lanes are reduced at the end. Nothing is
+packed: columns that are read only a few times are not worth it.
 """
 
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ from pallasite.backends.cpu.llvm.writer import Function, Module, Val, integer
 from pallasite.ir.types import BF16, F32, DType
 from pallasite.target import Host
 
-FEW_ROWS, MOST_ROWS = 4, 16  # with more, it pays to pack columns
+FEW_ROWS, MOST_ROWS = 4, 16  # with more, packing columns pays off
 PANEL_ROWS = 6
-DEEP = 16  # vectors of k, from which the cost of adding up lanes is negligible
+DEEP = 16  # vectors of k from which the cost of reducing lanes is negligible
 
 
 def scheme_for(
@@ -51,7 +51,7 @@ def scheme_for(
     if lhs == sums and sums.is_float:
         is_deep = sizes.depth >= DEEP * lanes
     elif (lhs, sums) == (BF16, F32) and host.has("avx512bf16"):
-        is_deep = False  # tiles and groups are faster soon
+        is_deep = False  # tiles and groups are soon faster
     else:
         return None
     if sizes.rows > (MOST_ROWS if is_deep else FEW_ROWS):
@@ -80,7 +80,7 @@ class InnerScheme(Scheme):
 
     @property
     def lanes(self) -> int:
-        """Of a vector of sums."""
+        """Lanes of an accumulator vector."""
         return self.host.lanes(self.sums.bits)
 
     @property
@@ -126,7 +126,7 @@ def _emit(module: Module, block: _Block) -> None:
     with f.loop(whole, [zero] * (block.rows * block.columns)) as loop:
         loop.carries = _step(f, block, f.mul(loop.index, step), loop.carries)
     with f.loop(f.least(rest, integer(1)), loop.carries) as loop:
-        # Elements that do not exist are read as zero.
+        # Missing elements are read as zero.
         numbers = f.written(Lanes(integer(0), scheme.step))
         f.mask = f.compare("icmp ult", numbers, rest)
         loop.carries = _step(f, block, f.mul(whole, step), loop.carries)
@@ -167,7 +167,7 @@ def _multiply_add(f: Function, scheme: InnerScheme, a: Val, b: Val, total: Val) 
 
 
 def _added_up(f: Function, block: _Block, totals: list[Val], zero: Val) -> list[Val]:
-    """The lanes of each total added up: for each row, a vector of its sums."""
+    """The reduction of each accumulator's lanes: for each row, a vector of its sums."""
     scheme = block.scheme
     plus = lambda a, b: f.binary("fadd", a, b)
     rows = []

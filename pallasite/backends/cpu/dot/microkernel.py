@@ -1,9 +1,9 @@
 """The innermost step of dot: a few rows times a few vectors, all in registers.
 
 A microkernel multiplies a few rows, packed as [k][rows] or in place as [rows][k], by
-columns, packed or in place as [k][columns], and stores or adds the block of sums. Each
-shape is one function that is never inlined, so that its registers are allocated
-separately; `cache_blocks.py` loops over it.
+columns, packed or in place as [k][columns], and stores or accumulates the block of
+sums. Each shape is one function that is never inlined, so that its registers are
+allocated separately; `cache_blocks.py` loops over it.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from pallasite.backends.cpu.llvm.writer import Function, Module, Val, integer
 from pallasite.ir.types import DType
 from pallasite.target import Host
 
-UNROLL = 4  # steps of k per round
+UNROLL = 4  # steps of k per iteration
 LEAST_ROWS = 6  # of a full block: with fewer, columns are read too often
 MOST_ROWS = 16
 
 
 @dataclass(frozen=True)
 class Micro:
-    """One shape. A panel may be wider than the block: the last one of a row."""
+    """One shape. The last panel of a row may be wider than the block."""
 
     dtype: DType
     lanes: int
@@ -32,8 +32,8 @@ class Micro:
     depth_step: int  # and from one k to the next
     column_step: int  # elements of the columns from one k to the next
     in_place: bool  # columns are not packed: nothing may be read past the last
-    fused: bool  # does the CPU multiply and add in one instruction?
-    scaled: bool = False  # are sums multiplied by a factor per row before the addition?
+    fused: bool  # whether the CPU has fused multiply-add
+    scaled: bool = False  # whether sums are first multiplied by a factor per row
 
     @property
     def vectors(self) -> int:
@@ -57,10 +57,10 @@ def block_shape(
 ) -> tuple[int, int, int]:
     """Rows and columns of a register block, and lanes, for sums of that size.
 
-    Sums, one vector per column group and one broadcast element fill the registers. Wide
-    blocks take fewer instructions per product than high ones of the same size, since an
-    element is broadcast once for all vectors. Both sides are divided evenly, so that
-    the last block is not a thin one.
+    Accumulators, one vector per column group and one broadcast element fill the
+    registers. Wide blocks take fewer instructions per product than tall ones of the
+    same size, since an element is broadcast once for all vectors. Both sides are
+    divided evenly, so that the last block is not a thin one.
     """
     lanes = host.lanes(dtype.bits)
     across = -(-columns // lanes)
@@ -68,8 +68,9 @@ def block_shape(
     vectors = -(-across // -(-across // widest))
     most = min((host.registers - vectors - 1) // vectors, MOST_ROWS)
     blocks = -(-rows // most)
-    # One more block, if all are alike then: one function to compile instead of two,
-    # as fast while half of the registers hold sums (the latency of an addition).
+    # One more block, if all are then alike: one function to compile instead of two, and
+    # as fast as long as half of the registers hold accumulators (the latency of an
+    # addition).
     alike = rows % blocks and rows % (blocks + 1) == 0
     if alike and rows // (blocks + 1) * vectors >= host.registers // 2:
         blocks += 1
@@ -95,7 +96,7 @@ def microkernel(module: Module, micro: Micro) -> str:
 
 
 def product_function(module: Module, name: str, *more: tuple[str, str]) -> Function:
-    """A function with the parameters that every scheme's products have, and more."""
+    """A function with the parameters that all schemes' microkernels share, and more."""
     params = [
         ("ptr noalias", "rows"),
         ("ptr noalias", "columns"),
@@ -112,7 +113,7 @@ def product_function(module: Module, name: str, *more: tuple[str, str]) -> Funct
 def rows_of_sums(
     f: Function, element: str, sums: Val, stride: Val, count: int
 ) -> list[Val]:
-    """Where each row of a block begins."""
+    """The address of each row of a block."""
     return [
         vec.offset(f, sums, element, f.mul(integer(i), stride)) for i in range(count)
     ]
@@ -194,10 +195,10 @@ def store_sums(
     overwrite: Val,
     scales: Sequence[Val] = (),
 ) -> None:
-    """Store the sums if `overwrite`, else add them to what is there.
+    """Store the sums if `overwrite`, else add them to the old contents.
 
     `places` has one address per row, `totals` the vectors of one row after the other;
-    `scales`, if any, has one factor per row for what is there.
+    `scales`, if any, has one factor per row for the old contents.
     """
     first, more, done = f.labels("first", "more", "done")
     f.branch_if(overwrite, first, more)

@@ -1,12 +1,12 @@
 """pack_once: notes which operands of dots are packed once per call.
 
-A block that is multiplied at several steps of a grid, or in several rounds of a loop,
-would be packed again each time. The pass looks for boxes of the kernel's inputs, tiled
-evenly, that dots read more than once, and notes them on the dots (`cpu.packed_once`):
-per side of the dot, the number of the input, the sizes of its boxes, and the dimensions
-that the operand keeps; None for a side that is packed where it is used. `PackedOnce.of`
-reads the notes: the packed boxes have a place in memory that all threads share, and the
-first thread that needs one packs it. `packed_boxes.py` writes the code.
+A block that is multiplied at several grid steps or loop iterations would be packed
+again each time. The pass looks for boxes of the kernel's inputs, tiled evenly, that
+dots read more than once, and notes them on the dots (`cpu.packed_once`): for each side
+of the dot, the number of the input, the sizes of its boxes, and the dimensions that the
+operand keeps; None for a side that is packed at its use. `PackedOnce.of` reads the
+notes: the packed boxes are in memory that all threads share, and the first thread that
+needs one packs it. `packed_boxes.py` emits the code.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,18 +33,18 @@ from pallasite.ir.roles import Dot, Pipeline
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import constant_inputs
 
-USES = 2  # of a box, on average, from which packing it once pays
+USES = 2  # average uses of a box from which packing it once pays off
 MOST_BYTES = 64 << 20  # of all boxes; the process keeps it (`kept_memory.py`)
 
 PACKED_ONCE = "cpu.packed_once"
 
-# A box has two counters: parts that some thread has begun to pack and, after it, parts
-# that are done.
+# A box has two counters: parts that some thread has started to pack, then parts that
+# are done.
 DONE, COUNTERS_BYTES = 8, 16
 
 
 class Role(NamedTuple):
-    """A value as a dot uses it: the packed layout it wants."""
+    """A value as a dot uses it: the packed layout it requires."""
 
     value: Value
     groups: Groups
@@ -74,7 +74,7 @@ class Cut(NamedTuple):
         return [n // size for n, size in zip(shape, self.sizes, strict=True)]
 
     def smaller(self, sizes: Sequence[int | None]) -> "Cut | None":
-        """Boxes of this one; None for a dimension that disappears."""
+        """Boxes within this one; None for a dimension that is dropped."""
         new = list(self.sizes)
         for d, size in zip(self.kept, sizes, strict=True):
             new[d] = 1 if size is None else size
@@ -84,7 +84,7 @@ class Cut(NamedTuple):
         return Cut(self.array, tuple(new), tuple(d for d, n in pairs if n is not None))
 
     def number(self, f: Function, offset: Val) -> Val:
-        """The number of the box that begins `offset` elements into the array."""
+        """The index of the box that starts `offset` elements into the array."""
         number = integer(0)
         shape, steps = self.array.ref.shape, tiles.row_major(self.array.ref.shape)
         dims = zip(shape, steps, self.sizes, self.counts, strict=True)
@@ -113,7 +113,7 @@ class Boxes:
     cut: Cut
     groups: Groups
     layout: PackedLayout
-    blocking: Blocking = field(compare=False)  # of the first product that uses them
+    blocking: Blocking = field(compare=False)  # of the first matmul that uses them
     # Offsets in the shared memory of their counters and of the packed boxes.
     counters_at: int = 0
     packed_at: int = 0
@@ -126,7 +126,7 @@ class Boxes:
 
     @property
     def parts(self) -> Parts:
-        """Of one box."""
+        """The parts of one box."""
         dtype, (_, *strides) = self.cut.array.ref.dtype, self.operand_strides
         return Parts.of(self.layout, direction(dtype, self.layout.dtype, *strides))
 
@@ -141,7 +141,7 @@ class Boxes:
 
 @dataclass(frozen=True)
 class PackedOnce:
-    """The boxes that a kernel packs once, and for which dots; may be none."""
+    """The boxes that a kernel packs once, and for which dots; may be empty."""
 
     boxes: tuple[Boxes, ...] = ()
     roles: dict[Role, int] = field(default_factory=dict[Role, int])
@@ -159,7 +159,7 @@ class PackedOnce:
                 value = Dot.of(op).sides[side].value
                 boxes = _boxes(op, side, Cut(kernel.inputs[place], sizes, kept))
                 if boxes is None:
-                    continue  # noted for another CPU: here it is read where it is
+                    continue  # noted for another CPU: here it is read in place
                 number = numbers.setdefault(boxes, len(numbers))
                 roles[Role(value, boxes.groups, boxes.layout)] = number
         return PackedOnce(tuple(_placed([*numbers])), roles)
@@ -216,7 +216,7 @@ def _noted(block: Block, notes: Mapping[Op, Sequence[_Note | None]]) -> Block:
 
 
 def _placed(chosen: Sequence[Boxes]) -> Iterator[Boxes]:
-    """Counters of all come first, then what is packed."""
+    """All counters come first, then the packed boxes."""
     counters_at, packed_at = 0, PackedOnce(tuple(chosen)).counter_bytes
     for boxes in chosen:
         yield replace(boxes, counters_at=counters_at, packed_at=packed_at)
@@ -225,7 +225,7 @@ def _placed(chosen: Sequence[Boxes]) -> Iterator[Boxes]:
 
 
 class _Use(NamedTuple):
-    """A box that a dot reads, an estimated number of `times` in all."""
+    """A box that a dot reads, with the estimated total number of `times`."""
 
     cut: Cut
     dot: Op
@@ -294,7 +294,7 @@ class _Search:
                 sizes.append(entry.size)
             else:
                 return
-            if start is not None:  # a loop may well visit them all
+            if start is not None:  # a loop is likely to visit all of them
                 d = cut.kept[len(sizes) - 1]
                 often *= max(1, cut.sizes[d] // (sizes[-1] or 1))
         self._note(op.result, cut.smaller(sizes))
@@ -306,7 +306,7 @@ class _Search:
 
 
 def _boxes(dot: Op, side: int, cut: Cut) -> Boxes | None:
-    """The boxes that a dot reads, in the layout it wants, if packing them helps."""
+    """The boxes that a dot reads, in the layout it requires, if packing them helps."""
     is_rows, groups = side == 0, groups_of(dot)[side]
     strides = cut.strides(groups)
     sizes = sizes_of(dot)

@@ -1,8 +1,8 @@
 """The code around operands of dots that are packed once (`pack_once.py` chooses them).
 
-`find_packed` looks whether a dot's box has been packed and packs it if not, together
+`find_packed` checks whether a dot's box has been packed and, if not, packs it together
 with other threads that wait for it. So a box is in the caches when it is used, and no
-thread waits for one that is not needed yet.
+thread waits for a box that is not needed yet.
 """
 
 from pallasite.backends.cpu.call import threads
@@ -25,8 +25,8 @@ def find_packed(
         return None
     f, each = e.f, e.packed_once.boxes[number]
     array = e.ref(each.cut.array)
-    # A copy of a window has its array's root, too, but never comes here: `_open`
-    # takes only windows that are views of their array at every step.
+    # A copy of a window also has its array's root, but never gets here: `_open` takes
+    # only windows that are views of their array at every step.
     if tile.buffer.root is not array.root:
         return None
     assert array.buffer is not None, "an operand of the kernel"
@@ -50,7 +50,7 @@ def find_packed(
 def _packer(module: Module, boxes: Boxes, number: int) -> str:
     """The name of a function that packs a box: source, target, counters.
 
-    Threads that want the same box take its parts in turn; each comes back when all are
+    Threads that need the same box take its parts in turn; each returns when all are
     done.
     """
     name = f"pack_box_{number}"
@@ -72,7 +72,7 @@ def _packer(module: Module, boxes: Boxes, number: int) -> str:
     operand = Operand(boxes.cut.array.ref.dtype, source, *boxes.operand_strides)
     emit_packing(f, boxes.blocking, operand, parts, part, target)
     if parts.count == 1:
-        # A plain store, unlike an atomic addition, need not wait for those before it.
+        # A plain store, unlike an atomic addition, need not wait for earlier ones.
         f.line(f"store atomic i64 1, {done} release, align 8")
         f.line("ret void")
     else:

@@ -1,9 +1,9 @@
-"""Operands of dot, copied to the order in which microkernels read them.
+"""Packing: copies operands of dot to the order in which microkernels read them.
 
 A panel holds `width` neighbouring rows (or columns) as [k][width], widened to the type
 of the sums. The source is any strided view: vectors are read along whichever dimension
-is contiguous, and transposed in registers if that is k. Packing is a function of its
-own, so that a caller can do it once for several products.
+is contiguous, and transposed in registers if that is k. Packing is a separate function,
+so that a caller can do it once for several matmuls.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from pallasite.ir.types import DType
 @dataclass(frozen=True)
 class Packing:
     """How panels are made: `valid` of `width` rows exist; vectors run `along` one
-    dimension, "width" or "depth", or "none" where neither is contiguous."""
+    dimension, "width" or "depth", or "none" if neither is contiguous."""
 
     source: DType
     target: DType
@@ -54,7 +54,7 @@ def packer(module: Module, packing: Packing) -> str:
 
 
 def packing_function(module: Module, name: str) -> Function:
-    """A function with the parameters every scheme's packing has."""
+    """A function with the parameters that every scheme's packing shares."""
     params = [
         ("ptr noalias readonly", "source"),
         ("i64", "width_stride"),
@@ -78,7 +78,7 @@ def _emit(module: Module, packing: Packing) -> None:
 
 
 def _copy_rows(f: Function, packing: Packing) -> None:
-    """All panels of one k, then of the next: the order of the source in memory."""
+    """All panels of one k, then of the next: in the source's memory order."""
     source, _, down, target, panels, depth, panel_depth = f.params
     read, write = scalars.memory(packing.source), scalars.memory(packing.target)
     width = integer(packing.width)
@@ -117,23 +117,23 @@ def _read(f: Function, packing: Packing, place: Val, count: int) -> Val:
 def _transpose_squares(
     f: Function, packing: Packing, source: Val, stride: Val, target: Val, depth: Val
 ) -> Val:
-    """Pack as many steps of k as fill whole vectors; gives how many.
+    """Pack as many steps of k as fill whole vectors; returns how many.
 
-    Where the width is less than a vector, a store reaches past a step's end: into steps
-    that are written next, but never past the last one of a square: the memory after it
-    may belong to another thread.
+    If the width is less than a vector, a store reaches past a step's end: into steps
+    that are written next, but never past the last one of a square, since the memory
+    after it may belong to another thread.
     """
     lanes, width = packing.lanes, packing.width
     read, write = scalars.memory(packing.source), scalars.memory(packing.target)
     squares, square_size = f.binary("udiv", depth, integer(lanes)), lanes * width
     unused = Val(vec.vector(scalars.register(packing.target), lanes), "poison")
-    # Rows that do not exist repeat the last one; their results are unused.
+    # Missing rows repeat the last one; their results are unused.
     rows = [
         vec.offset(f, source, read, f.mul(integer(min(i, packing.valid - 1)), stride))
         for i in range(width)
     ]
-    # One group after the other, each from its first k to its last: neighbours in memory
-    # are read one after the other, which lets the processor fetch them early.
+    # One group after the other, each from its first k to its last: in memory order,
+    # which suits the hardware prefetcher.
     for first in range(0, width, lanes):
         some = rows[first : first + lanes]
         with f.loop(squares) as loop:

@@ -1,8 +1,8 @@
-"""What the loops of dot are made of: operands, packing schemes, cache blocks.
+"""The building blocks of dot's loops: operands, packing schemes, cache blocks.
 
-A `Scheme` says how operands are packed into panels and how two panels are multiplied:
-`VectorScheme` here with vector registers, `amx.py` with tiles, `grouped.py` with
-groups of k. `cache_blocks.py` has the loops around them, `microkernel.py` and
+A `Scheme` defines how operands are packed into panels and how two panels are
+multiplied: `VectorScheme` here with vector registers, `amx.py` with tiles, `grouped.py`
+with groups of k. `cache_blocks.py` has the loops around them, `microkernel.py` and
 `packing.py` the code inside.
 """
 
@@ -23,7 +23,7 @@ from pallasite.ir.types import DType
 from pallasite.target import Host, host
 
 STREAMS = 16  # rows of memory that are read concurrently
-WAYS = 8  # lines in a set of the L1 cache, at least
+WAYS = 8  # minimum associativity of the L1 cache
 
 
 def panel_bytes() -> int:
@@ -47,7 +47,7 @@ class Operand(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Where products are added up; columns are contiguous in memory."""
+    """Where matmuls are accumulated; columns are contiguous in memory."""
 
     dtype: DType
     pointer: Val
@@ -75,9 +75,9 @@ class Scheme(ABC):
     # A panel of rows stays in L1 and columns stream past it: the next sums are then
     # adjacent in memory, often in the same page.
     rows_stay: bool = True
-    pack_once_below: int = 1 << 20  # of the other side's width: pack once per call
+    pack_once_below: int = 1 << 20  # other side's width below which to pack once
     streams: bool = False  # see `VectorScheme`
-    can_scale: bool = False  # multiply sums by a factor per row before it adds to them
+    can_scale: bool = False  # can scale sums by a factor per row first
 
     def apart(self, is_rows: bool) -> int:
         """Stride between rows or columns that are multiplied in place; 0: packed."""
@@ -89,11 +89,11 @@ class Scheme(ABC):
         return 1
 
     def form(self, is_rows: bool) -> str:
-        """Names the order of packed elements, beyond what the `PackedLayout` says."""
+        """Identifies the order of packed elements, beyond what `PackedLayout` says."""
         return type(self).__name__
 
     def begin(self, f: Function) -> None:  # noqa: B027 (most need nothing)
-        """Code before the first product."""
+        """Code before the first matmul."""
 
     def end(self, f: Function) -> None:  # noqa: B027
         """Code after the last."""
@@ -113,7 +113,7 @@ class MemoryLayout(NamedTuple):
     """Layout of rows or columns in memory before they are packed.
 
     `rows_apart` is the row stride if rows are contiguous along k, `depths_apart` the
-    stride of k if each k is contiguous across rows; 0 if not, or if unknown.
+    stride of k if each k is contiguous across rows; 0 otherwise, or if unknown.
     """
 
     rows_apart: int = 0
@@ -152,7 +152,7 @@ class MemoryLayout(NamedTuple):
         return self.depths_apart if in_place and wide else 0
 
     def is_near(self, sizes: Sizes, dtype: DType) -> bool:
-        """Do columns, with the gaps between them, fit the L1 cache?
+        """Whether columns, with the gaps between them, fit the L1 cache.
 
         Or the L2 cache, if they do not all map to a few of its sets.
         """
@@ -165,7 +165,7 @@ UNKNOWN_LAYOUT = MemoryLayout()
 
 
 class PanelPlace(NamedTuple):
-    """Where panels come from and go to."""
+    """Source and destination of panels."""
 
     source: Val
     target: Val
@@ -208,7 +208,7 @@ class VectorScheme(Scheme):
     # Strides of rows, and of k in columns, if they are multiplied in place; 0: packed.
     row_pitch: int = 0
     column_pitch: int = 0
-    # Columns do not fit a cache: a few k at a time, in runs as long as possible.
+    # Columns exceed the cache: a few k at a time, in runs as long as possible.
     streams: bool = False
     can_scale: bool = True
 
@@ -221,7 +221,7 @@ class VectorScheme(Scheme):
         rhs: MemoryLayout,
         again: bool,
     ) -> "VectorScheme":
-        """`again`: other products read the same columns."""
+        """`again`: other matmuls read the same columns."""
         shape = block_shape(host, dtype, sizes.rows, sizes.columns)
         is_near = rhs.is_near(sizes, dtype)
         if (
@@ -229,8 +229,8 @@ class VectorScheme(Scheme):
             and not is_near
             and (not again or rhs.depths_apart * dtype.bytes % 4096)
         ):
-            # All rows at once: to pack columns costs more than a better shape saves,
-            # unless they are whole pages apart, and other programs read them again.
+            # All rows at once: packing columns costs more than a better shape saves,
+            # unless they are whole pages apart and other programs read them again.
             shape = high_shape(host, dtype, sizes.rows, sizes.columns) or shape
         rows, columns, lanes = shape
         row_pitch = lhs.pitch_of_rows(rows, dtype)

@@ -10,14 +10,14 @@ from pallasite.backends.cpu.llvm import scalars
 from pallasite.backends.cpu.llvm.writer import Function, Val
 from pallasite.ir.types import DType
 
-# From the element's old value: the new one, and whether to write it.
+# From the element's old value: the new one, and whether to store it.
 Update = Callable[[Val], tuple[Val, Val]]
 
 
 def update(
     f: Function, dtype: DType, address: Val, touched: Val, change: Update
 ) -> Val:
-    """Change one element as if alone, if `touched`; the value before it."""
+    """Atomically update one element, if `touched`; returns the old value."""
     size = dtype.bytes
     width = f"i{8 * size}"
     element = lambda bits: scalars.from_memory(

@@ -1,10 +1,10 @@
 """Outlines loops of a function with many; loops with the same code share a function.
 
-Several of LLVM's passes take time in proportion to the square of a function's loops
-(each loop asks what the exits of all loops before it imply). A function with more than
-`MANY` therefore keeps the code between its loops, and calls the loops. Values a loop
-uses from outside become parameters, addresses of temporary memory among them, so that
-uses of one op on tiles of one shape are usually calls of one function.
+Several LLVM passes take time quadratic in the number of a function's loops (each loop
+asks what the exits of all previous loops imply). A function with more than `MANY`
+therefore keeps the code between its loops, and calls the loops. Values a loop uses from
+outside become parameters, including addresses of temporary memory, so that uses of one
+op on tiles of one shape are usually calls of one function.
 """
 
 import re
@@ -41,7 +41,7 @@ def cut_at_loops(f: Function) -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """A loop by itself: its lines, the values it uses and those used after it."""
+    """An outlined loop: its lines, its live-in and its live-out values."""
 
     text: str
     uses: list[Val]
@@ -49,7 +49,7 @@ class Piece:
 
 
 def _chosen(loops: Sequence[Span]) -> Iterator[Span]:
-    """The outermost loops that are short or have no loops inside, in order."""
+    """The outermost loops that are short or innermost, in order."""
     ordered = sorted(loops, key=lambda span: (span.start, -span.end))
     end = 0
     for span, following in zip(ordered, [*ordered[1:], None], strict=True):
@@ -62,7 +62,7 @@ def _chosen(loops: Sequence[Span]) -> Iterator[Span]:
 
 
 def _places(f: Function) -> dict[str, tuple[int, int]]:
-    """The first and the last line in which each name appears."""
+    """The first and the last line in which each name occurs."""
     places: dict[str, tuple[int, int]] = {}
     for number, line in enumerate(f.lines):
         for name in _NAME.findall(line):
@@ -72,7 +72,7 @@ def _places(f: Function) -> dict[str, tuple[int, int]]:
 
 
 def _piece(f: Function, span: Span, places: dict[str, tuple[int, int]]) -> Piece | None:
-    """The loop, or None if it has an exit of its own, or memory on the stack."""
+    """The loop, or None if it has an exit of its own or uses the stack."""
     text = "\n".join(f.lines[span.start : span.end])
     names = dict.fromkeys(_NAME.findall(text))
     labels = {f"%{label}" for label in _LABEL.findall(text)}
@@ -110,7 +110,7 @@ def _call(f: Function, span: Span, piece: Piece) -> list[str]:
 
 
 def _function(f: Function, span: Span, piece: Piece, returns: str) -> str:
-    """The name of a function of this code, whose names are numbered as they appear."""
+    """The name of a function with this code, with names numbered by occurrence."""
     numbers: dict[str, str] = {}
 
     def renamed(found: re.Match[str]) -> str:

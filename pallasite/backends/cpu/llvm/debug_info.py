@@ -1,8 +1,8 @@
-"""Source lines of LLVM code as debug metadata, which the assembly then has, too.
+"""Source lines of LLVM code as debug metadata, which the assembly then also has.
 
-While code is written, a line ends in a mark with the number of its origin. At the end
-marks become `!dbg`, where that is certain: a function that ops of several source lines
-call has none. Only texts that are to be read have any of this.
+While code is emitted, a line ends in a mark with the number of its origin. At the end,
+marks become `!dbg` where the origin is unique: a function called by ops of several
+source lines has none. Only texts for reading have any of this.
 """
 
 import re
@@ -48,8 +48,8 @@ class Origins:
         return [*found, self._text()]
 
     def _described(self, text: str, name: str) -> str:
-        """One function. All have a place, also without lines of their own: else those
-        of what is inlined there would be lost. So must calls, if only "line 0"."""
+        """One function. Each gets a location even without lines of its own: otherwise
+        those of inlined code would be lost. So must calls, if only "line 0"."""
         places = {number: at for at, number in self._numbers.items()}
         marks = _MARK.findall(text)
         file, line = places[int(marks[0]) if marks else 1]

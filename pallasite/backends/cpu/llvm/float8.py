@@ -15,12 +15,13 @@ from pallasite.ir.types import DType
 
 
 class Format(NamedTuple):
-    """Layout of one narrow float. `negative_zero`: else that byte is the only NaN."""
+    """Layout of one narrow float. Without `negative_zero`, that byte is the only
+    NaN."""
 
     mantissa: int
     bias: int
     negative_zero: bool
-    infinity: int | None  # what overflow gives; None: NaN
+    infinity: int | None  # the result of overflow; None: NaN
     bits: int = 8
 
     @property
@@ -70,7 +71,7 @@ def encode(f: Function, dtype: DType, value: Val) -> Val:
         _subnormal(f, form, size),
         _normal(f, form, size),
     )
-    # Codes grow with the value, so what is too large has passed the largest code.
+    # Codes grow with the value, so a value that is too large exceeds the largest code.
     largest = word(int(np.array(ml_dtypes.finfo(dtype.np).max).view(np.uint8)))
     nan = word(form.nan)
     beyond = nan if form.infinity is None else word(form.infinity)
@@ -85,17 +86,17 @@ def encode(f: Function, dtype: DType, value: Val) -> Val:
 
 
 def _power_of_two(f: Function, value: Val) -> Val:
-    """The exponent of an f32, halfway rounded up; what is zero or negative is NaN."""
+    """The exponent of an f32, rounding half up; zero and negative numbers give NaN."""
     word = lambda number: integer(number, "i32")
     bits = f.convert("bitcast", value, "i32")
     rounded = f.binary("lshr", f.binary("add", bits, word(0x400000)), word(23))
-    # Below the smallest normal number there is one power of two, 2**-127; what is
-    # between them goes up, as XLA has it.
+    # Below the smallest normal number there is one power of two, 2**-127; values in
+    # between round up, as in XLA.
     above = f.compare("icmp ugt", bits, word(0x400000))
     small = f.select(above, word(1), word(0))
     is_small = f.compare("icmp ult", bits, word(0x800000))
     code = f.select(is_small, small, rounded)
-    # Signed, negative numbers come before zero.
+    # As signed integers, negative numbers come before zero.
     positive = f.compare("icmp sgt", bits, word(0))
     finite = f.compare("icmp ult", bits, word(0x7F800000))
     good = f.binary("and", positive, finite)

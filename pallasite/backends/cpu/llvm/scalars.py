@@ -56,12 +56,12 @@ def memory(dtype: DType) -> str:
 
 
 def is_narrow(dtype: DType) -> bool:
-    """Held in registers as a wider float?"""
+    """Whether it is held in registers as a wider float."""
     return dtype.is_float and dtype.bits < 32
 
 
 def is_part_of_byte(dtype: DType) -> bool:
-    """Narrower than a byte, and each in a byte of its own (`runtime/ffi.py`)?"""
+    """Whether it is narrower than a byte, one per byte (`runtime/ffi.py`)."""
     return dtype.bits < 8
 
 
@@ -174,7 +174,7 @@ def rounded(f: Function, dtype: DType, value: Val) -> Val:
     bias = f.binary("add", odd, integer(0x7FFF, "i32"))
     keep = integer(-0x10000, "i32")
     near = f.binary("and", f.binary("add", bits, bias), keep)
-    # Adding could carry a NaN into the sign, so NaNs are truncated and made quiet.
+    # Adding could carry a NaN into the sign bit, so NaNs are truncated and made quiet.
     quiet = f.binary("or", f.binary("and", bits, keep), integer(0x400000, "i32"))
     is_nan = f.compare("fcmp uno", value, value)
     return f.convert("bitcast", f.select(is_nan, quiet, near), "float")
@@ -203,7 +203,7 @@ def cast(f: Function, value: Val, source: DType, target: DType) -> Val:
 
 
 def _saturated(f: Function, value: Val, target: DType) -> Val:
-    """LLVM's saturating conversion, which LLVM itself would do lane by lane."""
+    """LLVM's saturating conversion, which LLVM itself would scalarise."""
     bits, signed = target.bits, target.is_signed_int
     low, high = (-(1 << (bits - 1)), 1 << (bits - 1)) if signed else (0, 1 << bits)
     first, beyond = (floating(float(bound), value.type) for bound in (low, high))
@@ -231,7 +231,7 @@ def _to_float(f: Function, value: Val, source: DType, target: DType) -> Val:
 
 
 def index(f: Function, value: Val, dtype: DType) -> Val:
-    """An integer scalar as i64, so that clamping it into a range is enough."""
+    """An integer scalar as i64, so that clamping it to a range is enough."""
     number = value.constant
     if number is not None:
         unsigned = number < 0 and not dtype.is_signed_int

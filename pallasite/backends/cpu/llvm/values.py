@@ -1,9 +1,9 @@
 """LLVM values as text with a type: scalars, vectors, and lanes in arithmetic steps.
 
-A `Lanes` is the vector base, base + step, base + 2 step, ... that is not written yet:
+A `Lanes` is the vector base, base + step, base + 2 step, ..., not yet materialised:
 index arithmetic keeps it in this form, so that an access can see that it is contiguous.
-`Pointers` is the same for addresses. `writer.py` writes either as a vector where an
-instruction needs one.
+`Pointers` is the same for addresses. `writer.py` materialises either as a vector where
+an instruction needs one.
 """
 
 from typing import NamedTuple
@@ -17,15 +17,15 @@ class Val(NamedTuple):
 
     @property
     def constant(self) -> int | None:
-        """The number an integer constant stands for, else None."""
+        """The number that an integer constant stands for, else None."""
         text = self.text
-        if text[:1] == "%":  # asked for at each step of index arithmetic
+        if text[:1] == "%":  # called at each step of index arithmetic
             return None
         return int(text) if text.lstrip("-").isdigit() else None
 
     @property
     def is_literal(self) -> bool:
-        """Is it a literal, rather than the name of a register or global?"""
+        """Whether it is a literal, rather than the name of a register or global."""
         return self.text[0] not in "%@"
 
     @property
@@ -76,7 +76,7 @@ class Pointers(Val):
 
 
 def vector(type: str, count: int) -> str:
-    """The type of `count` lanes of a scalar type; of none, the scalar type itself."""
+    """The type of `count` lanes of a scalar type; for 0, the scalar type itself."""
     return f"<{count} x {type}>" if count else type
 
 
@@ -85,7 +85,7 @@ def lane_count(type: str) -> int:
 
 
 def lane_type(type: str) -> str:
-    """The type of one lane; of a scalar type, that type."""
+    """The type of one lane; for a scalar type, that type."""
     return type[1:-1].split(" x ", 1)[1] if type[0] == "<" else type
 
 

@@ -2,7 +2,7 @@
 
 `each` runs a body for every element of a shape: the body gets indices of which one has
 lanes (`values.py`), first for full vectors, then for the remainder. `fold` reduces
-along such a loop with several running vectors side by side.
+along such a loop with several independent accumulators.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ def vector_dim(shape: Sequence[int]) -> int | None:
 
 
 def each(f: Function, shape: Sequence[int], body: Body) -> None:
-    """Run `body` for all elements, in order, several at once."""
+    """Run `body` for all elements, in order, a vector at a time."""
     along = vector_dim(shape)
     if along is None or 0 in shape:
         with f.nest(shape) as indices:
@@ -54,7 +54,7 @@ def along_lanes(f: Function, n: int, body: Callable[[Val], None]) -> None:
 
 @contextmanager
 def last_lanes(f: Function, first: int, n: int) -> Iterator[Lanes | Val]:
-    """The n indices from `first`, in a vector that may have more lanes than that."""
+    """The n indices from `first`, in a vector that may have more than n lanes."""
     if n == 1:
         yield integer(first)
         return
@@ -70,10 +70,10 @@ def last_lanes(f: Function, first: int, n: int) -> Iterator[Lanes | Val]:
 
 
 class Fold:
-    """Running values of a reduction.
+    """Accumulators of a reduction.
 
-    `value` gives the elements at an index with or without lanes; `combine` joins two
-    running values; `start` is the neutral element.
+    `value` gives the elements at an index with or without lanes; `combine` combines two
+    accumulators; `start` is the neutral element.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Fold:
         return total
 
     def lanes_of(self, full: int) -> Val:
-        """Of `full` whole vectors: lane n reduces the lanes n of all of them."""
+        """For `full` whole vectors: lane n reduces the lanes n of all of them."""
         return self._joined(self._vectors(full, width()))
 
     def _vectors(self, full: int, count: int) -> list[Val]:
@@ -134,7 +134,7 @@ class Fold:
         return running[0]
 
     def horizontal(self, x: Val, count: int = 0) -> Val:
-        """The reduction of one vector's lanes, by halves."""
+        """The reduction of one vector's lanes, by halving."""
         if count:
             x = self.f.splat(x, count if count > 1 else 0)
         while x.count > 1:
@@ -168,7 +168,7 @@ def _halves(f: Function, a: Val, b: Val, size: int, which: int) -> Val:
 
 
 def shifted(f: Function, x: Val, distance: int, space: Val, down: bool) -> Val:
-    """Lanes shifted by `distance` up or down; `space` is shifted in at the end."""
+    """Lanes shifted by `distance` up or down; `space` is shifted in."""
     count, space = x.count, f.splat(space, x.count)
     first, a, b = (distance, x, space) if down else (count - distance, space, x)
     return f.shuffle(a, b, range(first, first + count))

@@ -1,8 +1,8 @@
 """Vector values in LLVM IR text: loads, stores, splats, transposes, widening.
 
-Types are written with their element count, as `<16 x float>`; every access states the
-alignment of one element only, since windows begin anywhere. Used by `microkernel.py`,
-`packing.py`, `amx.py` and `functions.py`.
+Types are written with their element count, as `<16 x float>`; every access states only
+the alignment of one element, since windows may start anywhere. Used by
+`microkernel.py`, `packing.py`, `amx.py` and `functions.py`.
 """
 
 from collections.abc import Sequence
@@ -38,12 +38,12 @@ def splat(f: Function, value: Val, count: int) -> Val:
 
 
 def resized(f: Function, x: Val, count: int) -> Val:
-    """The first elements of a vector, or all of them and the last one repeated."""
+    """The first elements of a vector, or all of them with the last one repeated."""
     return f.shuffle(x, x, [min(n, x.count - 1) for n in range(count)])
 
 
 def transpose(f: Function, rows: Sequence[Val]) -> list[Val]:
-    """The columns of a square of vectors, by exchanging ever larger quadrants."""
+    """The columns of a square of vectors, by swapping ever larger quadrants."""
     vectors, count = list(rows), len(rows)
     step = 1
     while step < count:
@@ -59,14 +59,14 @@ def transpose(f: Function, rows: Sequence[Val]) -> list[Val]:
 
 
 def can_widen(source: DType, target: DType) -> bool:
-    """Can whole vectors be converted, rather than element by element?"""
+    """Whether whole vectors can be converted, rather than element by element."""
     if source == target:
         return not source.is_bool
     return not (source.is_bool or source.name in float8.FORMATS or source.bits < 8)
 
 
 def widen(f: Function, raw: Val, count: int, source: DType, target: DType) -> Val:
-    """Elements as loaded from memory, converted to a type that holds them exactly."""
+    """Elements as loaded, converted to a type that represents them exactly."""
     wide = vector(scalars.register(target), count)
     if source == target:
         return raw

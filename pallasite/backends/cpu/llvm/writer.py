@@ -2,7 +2,7 @@
 
 A `Module` holds functions and the declarations they need; a `Function` appends lines.
 Text is several times faster to make than an object model and is itself the stage that
-is dumped, hashed and cached. Nothing here knows about kernels; `emit.py` uses it.
+is dumped, hashed and cached. Nothing here depends on kernels; `emit.py` uses it.
 """
 
 from collections import Counter
@@ -47,11 +47,11 @@ class Module:
         )  # kinds of ops, see `called_functions.py`
         self._names: dict[Hashable, str] = {}
         self._counts: Counter[Hashable] = Counter()
-        self.origins: Origins | None = None  # where lines are to say what they are from
+        self.origins: Origins | None = None  # if set, lines are marked with theirs
         self.origin = 0  # of the lines being written
 
     def origin_of(self, loc: Loc | None) -> int:
-        """The number of a source line; 0 if it is not known or not wanted."""
+        """The number of a source line; 0 if unknown or not wanted."""
         return self.origins.number(loc) if self.origins and loc else 0
 
     def declare(self, name: str, returns: str, params: Sequence[str]) -> None:
@@ -62,7 +62,7 @@ class Module:
         return any(function.name == name for function in self.functions)
 
     def count(self, kind: Hashable) -> int:
-        """How often it has been asked about this kind of code, this time included."""
+        """How often this was called for this kind of code, including this time."""
         self._counts[kind] += 1
         return self._counts[kind]
 
@@ -81,7 +81,7 @@ class Module:
         return Val("ptr", f"@{name}")
 
     def external(self, name: str, type: str) -> None:
-        """A variable of this process, which `@name` is the address of."""
+        """A variable of this process, whose address is `@name`."""
         self._externals[name] = type
 
     @property
@@ -141,9 +141,9 @@ class Function:
         self.loops: list[Span] = []
         self._names = 0
         self._known: dict[str, Val] = {}
-        self.mask: Val | None = None  # lanes that may touch memory; None: all
+        self.mask: Val | None = None  # lanes that may access memory; None: all
         self._writes = 0
-        self._first_read: dict[str, str] = {}  # the basic block of it, by pointer
+        self._first_read: dict[str, str] = {}  # its basic block, by pointer
         module.functions.append(self)
 
     @property
@@ -152,7 +152,7 @@ class Function:
 
     @property
     def moment(self) -> tuple[str, int, Val | None]:
-        """While this stays the same, a load gives what it gave before."""
+        """While this stays the same, a repeated load gives the same value."""
         return self.block, self._writes, self.mask
 
     # --- instructions ---
@@ -162,7 +162,7 @@ class Function:
         self.lines.append(f"  {text}{mark(origin)}" if origin else f"  {text}")
 
     def write(self, text: str) -> None:
-        """Lines and labels as they are written in LLVM."""
+        """Append lines and labels of LLVM text."""
         for line in map(str.strip, text.splitlines()):
             if line.endswith(":"):
                 self.label(line[:-1])
@@ -177,7 +177,7 @@ class Function:
         return result
 
     def pure(self, type: str, instruction: str) -> Val:
-        """The result of an instruction without effects; written once per block."""
+        """The result of an instruction without effects; emitted once per block."""
         if instruction not in self._known:
             self._known[instruction] = self.value(type, instruction)
         return self._known[instruction]
@@ -194,7 +194,7 @@ class Function:
         return (self.pure if pure else self.value)(returns, instruction)
 
     def call_pure(self, name: str, returns: str, *args: Val) -> Val:
-        """The result of a function of the same module that touches no memory."""
+        """The result of a function of the same module that accesses no memory."""
         return self.pure(
             returns, f"call {returns} @{name}({', '.join(map(str, args))})"
         )
@@ -307,13 +307,13 @@ class Function:
         self.call(name, "void", value, where, integer(size, "i32"), self._on(count))
 
     def is_first_read(self, pointer: Val) -> bool:
-        """Does the innermost loop read there, and none before it?"""
+        """Whether the innermost loop reads there, and no earlier code does."""
         return self._first_read.setdefault(pointer.text, self.block) == self.block
 
     def prefetch(self, pointer: Val, distance: Val) -> None:
         """Prefetch what is `distance` bytes past a vector, into L2.
 
-        An address that is not mapped is ignored.
+        Unmapped addresses are ignored.
         """
         if isinstance(pointer, Pointers) and pointer.step == 1:
             place = self.element(pointer.base, "i8", distance)
@@ -322,7 +322,7 @@ class Function:
     def prefetch_to_write(self, pointer: Val) -> None:
         """Prefetch the cache line of an address that will be written soon.
 
-        An address that is not mapped is ignored.
+        Unmapped addresses are ignored.
         """
         self._prefetch(pointer, writes=1, nearness=3)
 
@@ -331,7 +331,7 @@ class Function:
         self.call("llvm.prefetch.p0", "void", place, *numbers, pure=True)
 
     def _on(self, count: int) -> Val:
-        """The lanes that may touch memory."""
+        """The lanes that may access memory."""
         return self.mask or Val(vector("i1", count), "splat (i1 true)")
 
     def element(self, pointer: Val, type: str, offset: Val) -> Val:
@@ -347,7 +347,7 @@ class Function:
     # --- lanes ---
 
     def written(self, a: Val) -> Val:
-        """The value in a form that instructions take."""
+        """The value in a form that instructions accept."""
         if isinstance(a, Lanes):
             offsets = steps(lane_type(a.type), a.count, a.step)
             if a.base.constant == 0:
@@ -362,7 +362,7 @@ class Function:
         return a
 
     def splat(self, a: Val, count: int) -> Val:
-        """A scalar in every lane; a vector as it is."""
+        """A scalar in every lane; a vector unchanged."""
         if a.count or not count:
             return self.written(a)
         type = vector(a.type, count)
@@ -373,7 +373,7 @@ class Function:
         return self.pure(type, f"shufflevector {one}, {type} poison, {mask}")
 
     def alike(self, *values: Val) -> list[Val]:
-        """Scalars among vectors become vectors."""
+        """Broadcast scalars among vectors."""
         count = max(v.count for v in values)
         return [self.splat(v, count) for v in values]
 
@@ -412,7 +412,7 @@ class Function:
     def _in_steps(
         self, combine: Callable[[Val, Val], Val], a: Val, b: Val
     ) -> Val | None:
-        """A sum or difference of lanes in steps has steps too (or is a scalar)."""
+        """The sum or difference of stepped lanes, stepped too (or a scalar)."""
         lanes = [v for v in (a, b) if isinstance(v, Lanes)]
         if not lanes or any(v.count and not isinstance(v, Lanes) for v in (a, b)):
             return None
@@ -478,7 +478,7 @@ class Function:
     def label(self, name: str) -> None:
         self.lines.append(f"{name}:")
         self.block = name
-        # What the block before computed need not dominate this one.
+        # What the previous block computed need not dominate this one.
         self._known = {}
 
     def branch(self, target: str) -> None:
@@ -494,7 +494,7 @@ class Function:
 
     @contextmanager
     def when(self, condition: Val) -> Iterator[None]:
-        """The lines inside run only where `condition` holds."""
+        """The lines inside run only if `condition` holds."""
         if condition == TRUE:
             yield
             return
@@ -509,8 +509,8 @@ class Function:
     def loop(self, count: Val, carries: Sequence[Val] = ()) -> Iterator["Loop"]:
         """Runs the lines inside for index 0 up to `count`, with loop-carried values.
 
-        The body sets `loop.carries` to the values for the next round; after the loop
-        `loop.carries` holds the last ones.
+        The body sets `loop.carries` to the values for the next iteration; after the
+        loop `loop.carries` holds the last ones.
         """
         if count.constant == 1:
             yield Loop(integer(0), list(carries))
@@ -546,7 +546,7 @@ class Function:
             ]
 
     def open_phis(self, types: Sequence[str]) -> list[tuple[Val, int]]:
-        """Values of phis whose incoming values are not known yet: see `close_phi`."""
+        """Phis whose incoming values are not known yet: see `close_phi`."""
         opened = []
         for type in types:
             opened.append((Val(type, self._fresh("p")), len(self.lines)))
@@ -571,7 +571,7 @@ def _without_attributes(type: str) -> str:
 
 
 class Span(NamedTuple):
-    """The lines of a loop, from the branch into it to before the label after it."""
+    """The lines of a loop, from the branch into it up to the label after it."""
 
     start: int
     end: int

@@ -1,1 +1,1 @@
-"""The rules of single ops, a family a file."""
+"""The rules for single ops, one family per file."""

@@ -1,8 +1,8 @@
 """Elementwise ops on one element, or on a vector of them: the same rules serve both.
 
 `RULES` maps an op name to a function of registers; `element` runs it and rounds. XLA's
-choices are kept: integers never trap, shifts past the width are defined, NaN passes
-through max and min. Elementary functions come from `functions.py`.
+semantics are kept: integers never trap, shifts past the width are defined, NaN
+propagates through max and min. Elementary functions come from `functions.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -241,7 +241,7 @@ def _select_n(at: Site, which: Val, *cases: Val) -> Val:
     f = at.f
     if at.dtype.is_bool:
         return cases[0] if len(cases) == 1 else f.select(which, cases[1], cases[0])
-    # The selector is clamped: what is not below n is case n or a later one.
+    # The selector is clamped: anything not below n is case n or a later one.
     result = cases[0]
     for n, case in enumerate(cases[1:], 1):
         reached = f.compare("icmp sge", which, integer(n, which.type))
@@ -254,7 +254,7 @@ def _bitcast(at: Site, x: Val) -> Val:
 
 
 def _function(name: str) -> Rule:
-    """An elementary function; `functions.FUNCTIONS` says how it is written."""
+    """An elementary function; `functions.FUNCTIONS` says how it is emitted."""
     return lambda at, *values: functions.evaluate(
         at.f, name, at.dtype, list(values), element
     )
@@ -314,7 +314,7 @@ RULES: dict[str, Rule] = {
 
 NATIVE = frozenset(RULES)
 
-# Ops whose result is a value of the result type already, or not a float.
+# Ops whose result already is a value of the result type, or not a float.
 EXACT = frozenset(
     [
         *("cast", "bitcast", "select_n"),

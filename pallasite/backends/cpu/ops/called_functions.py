@@ -1,9 +1,9 @@
 """Elementwise ops as functions of the module, where a kernel has many uses of them.
 
-An op of few instructions, or one that is seldom used, is written where it is used: the
-code around it and it are then optimised together. An op that would take many lines that
-way (`INLINE_LINES`) becomes one function per number of lanes, and each use a call:
-LLVM's time is in proportion to what is written, and `sin` alone is 200 instructions.
+An op of few instructions, or one that is rarely used, is emitted inline and optimised
+with the surrounding code. An op that would take many lines that way (`INLINE_LINES`)
+becomes one function per number of lanes, and each use a call: LLVM's time is
+proportional to the amount of code, and `sin` alone is 200 instructions.
 """
 
 from collections import Counter
@@ -19,13 +19,13 @@ from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Kernel, Op, walk
 from pallasite.ir.types import DType
 
-INLINE_LINES = 1000  # of one kind of op in a kernel; what is more is called
+INLINE_LINES = 1000  # of one kind of op in a kernel; beyond this it is called
 SHORT = 8  # lines that cost LLVM about as much as a call
 LONGEST = 500  # lines of one op; with few uses there is no need to count them
 
 
 class Kind(NamedTuple):
-    """What two uses of an op must share to be the same code."""
+    """What two uses of an op must share to have the same code."""
 
     name: str
     attrs: tuple[tuple[str, Any], ...]
@@ -34,7 +34,7 @@ class Kind(NamedTuple):
 
 
 def called_kinds(kernel: Kernel) -> frozenset[Kind]:
-    """The kinds of elementwise ops that this kernel uses too often to write out."""
+    """The kinds of elementwise ops that this kernel uses too often to inline."""
     uses = Counter(map(_kind, filter(_is_elementwise, walk(kernel.body))))
     return frozenset(kind for kind, n in uses.items() if _is_long(kind, n))
 
@@ -47,7 +47,7 @@ def element(
     result: DType,
     values: list[Val],
 ) -> Val:
-    """One element of an elementwise op, written out or by a call."""
+    """One element of an elementwise op, inline or by a call."""
     if f.module.called:
         kind = Kind(name, tuple(attrs.items()), dtypes, result)
         if kind in f.module.called:
@@ -73,7 +73,7 @@ def _is_long(kind: Kind, uses: int) -> bool:
 
 @cache
 def _lines(kind: Kind) -> int:
-    """How many instructions the op is on a vector; none if there is no such op."""
+    """How many instructions the op takes on a vector; none if there is no such op."""
     try:
         return len(_function(Module(), "counted", kind, vector_loops.width()).lines)
     except UnsupportedError:  # raised again where the op's source line is known

@@ -1,7 +1,7 @@
 """Control flow: for, while, cond.
 
 Carried scalars are phis. A carried tile has one buffer for the whole loop: the body
-reads it, and what the body yields is stored there at the end of each round, or
+reads it, and what the body yields is stored there at the end of each iteration, or
 computed there directly if nothing reads the old value any more.
 """
 
@@ -41,7 +41,7 @@ def _number(e: Emitter, start: Val, index: Val, stride: Val) -> Val:
 
 
 def _trip_count(e: Emitter, first: Val, limit: Val, step: Val) -> Val:
-    """How often a loop runs; a step of zero counts as no loop at all."""
+    """The trip count of a loop; zero if the step is zero."""
     f = e.f
     known = [n for v in (first, limit, step) if (n := v.constant) is not None]
     if len(known) == 3:
@@ -51,7 +51,7 @@ def _trip_count(e: Emitter, first: Val, limit: Val, step: Val) -> Val:
         return f.select(some, f.binary("sub", limit, first), integer(0))
     up = f.compare("icmp sgt", step, integer(0))
     low, high = f.select(up, first, limit), f.select(up, limit, first)
-    # Without a sign the difference of any two numbers fits.
+    # As unsigned, the difference of any two numbers fits.
     distance = f.binary("sub", high, low)
     size = f.select(up, step, f.binary("sub", integer(0), step))
     size = f.intrinsic("umax", size, integer(1))
@@ -129,7 +129,7 @@ def _scalars(e: Emitter, values: Sequence[Value]) -> list[Val]:
 
 
 def _carry_places(e: Emitter, op: Op, carries: Sequence[Value]) -> list[Tile | None]:
-    """A buffer per carried tile, holding its first value; None for scalars."""
+    """A buffer per carried tile, holding its initial value; None for scalars."""
     places: list[Tile | None] = []
     for value, result in zip(carries, op.results, strict=True):
         if isinstance(value.type, RefType):
@@ -155,7 +155,7 @@ def _offer_places(
     yields: Sequence[Value],
     places: Sequence[Tile | None],
 ) -> None:
-    """Let ops of a body find the buffers that their results will be stored to."""
+    """Let ops of a body find the destination buffers of their results."""
     for param, value, place in zip(params, yields, places, strict=True):
         if place is not None and place.buffer is not None and value is not param:
             e.offered[value] = (param, place.buffer)
@@ -169,7 +169,7 @@ def _merge(places: list[Tile | None], registers: Sequence[Val]) -> list[Meaning]
 def _store_carries(
     e: Emitter, places: list[Tile | None], yields: Sequence[Meaning]
 ) -> None:
-    """Store what the body yields as if all at once.
+    """Store what the body yields, as if simultaneously.
 
     A yield is stored directly if no other yield reads its target and it itself reads
     there only the element it replaces; the others go through temporary buffers.

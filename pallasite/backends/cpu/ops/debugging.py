@@ -1,8 +1,8 @@
 """debug_print and debug_check.
 
-Machine code prints by calling back into Python, which knows how to format: `printer` is
+Machine code prints by calling back into Python, which does the formatting: `printer` is
 the function, linked under the name `PRINT`. A failing check ends the call; XLA raises
-its message, whose fields, if it has some, are filled by `filler`, linked as `FILL`.
+its message, whose fields, if any, are filled in by `filler`, linked as `FILL`.
 """
 
 import ctypes
@@ -48,7 +48,7 @@ def emit_debug_print(e: Emitter, op: Op) -> None:
 
 
 def _handed_over(e: Emitter, values: Sequence[Value]) -> tuple[Val, Val]:
-    """Store values without gaps: text of their types, and a table of addresses."""
+    """Store values contiguously: text of their types, and a table of addresses."""
     f = e.f
     table = e.temporary((len(values),), I64)
     places = Ref((len(values),), I64, table)

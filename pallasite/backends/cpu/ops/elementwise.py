@@ -1,7 +1,7 @@
-"""Elementwise ops on tiles: a formula of the operands' elements, evaluated late.
+"""Elementwise ops on tiles: a formula of the operands' elements, evaluated lazily.
 
-`arithmetic.py` says what one element is, `called_functions.py` whether it is written
-out or called.
+`arithmetic.py` defines one element, `called_functions.py` decides whether it is inlined
+or called.
 """
 
 from pallasite.backends.cpu.emitter import Emitter
@@ -17,7 +17,7 @@ def emit_elementwise(e: Emitter, op: Op) -> None:
     elements, attrs = {v: e.element(v) for v in op.operands}, op.own_attrs
 
     def element(indices: Indices) -> Val:
-        # One evaluation per operand, however often it appears: x * x of x * x of ...
+        # One evaluation per operand, however often it occurs: x * x of x * x of ...
         known = {v: at(indices) for v, at in elements.items()}
         values = [known[v] for v in op.operands]
         return called_functions.element(

@@ -1,10 +1,10 @@
 """Elementary functions: the op table's own decompositions, or a shorter form.
 
-They stay ops until they are written. Only here is it known whether a register or a
-vector is computed, which decides the form; the instructions of a decomposition may be
-contracted, unlike the author's own; and what is one op can become one function of the
+They stay ops until they are emitted. Only here is it known whether a register or a
+vector is computed, which determines the form; the instructions of a decomposition may
+be contracted, unlike the author's own; and a single op can become one function of the
 module (`called_functions.py`). The table `FUNCTIONS`, at the end, says how each one is
-written. Narrow floats are computed in f32. Error bounds are those of the rows
+emitted. Narrow floats are computed in f32. Error bounds are those of the rows
 (`max_ulp`).
 """
 
@@ -30,7 +30,7 @@ Element = Callable[
 def evaluate(
     f: Function, name: str, dtype: DType, values: list[Val], element: Element
 ) -> Val:
-    """The function's value; `element` computes the ops it is made of."""
+    """The function's value; `element` computes the ops it consists of."""
     wide = F64 if dtype == F64 else F32
     form = FUNCTIONS[name]
     if form is not None and form.applies(wide, values[0].count):
@@ -44,7 +44,7 @@ def evaluate(
             continue
         operands = [known[v] for v in op.operands]
         if op.name in _CONTRACTED and result.is_float:
-            # The decompositions hold whether or not products fuse with sums.
+            # The decompositions hold whether or not multiply-adds are fused.
             known[op.result] = f.binary(_CONTRACTED[op.name], *operands)
             continue
         dtypes = tuple(v.tile.dtype for v in op.operands)
@@ -68,7 +68,7 @@ def _decomposition(name: str, dtype: DType) -> Block:
     return builder.block(params, [result])
 
 
-# exp(r) = 1 + r + r^2 (...), |r| <= log(2)/2; from the highest power.
+# exp(r) = 1 + r + r^2 (...), |r| <= log(2)/2; highest power first.
 _EXP = (0.001381355, 0.008365171, 0.04166773, 0.16666547, 0.5)
 _LOG2_E, _LN2 = 1.4426950408889634, 0.6931471805599453
 _ROUNDS = 1.5 * 2.0**23
@@ -77,9 +77,9 @@ _LN2_LOW = _LN2 - _LN2_HIGH
 
 
 def _exp_by_scaling(f: Function, x: Val) -> Val:
-    """exp with an instruction that scales by 2**n, into inf and zero."""
+    """exp with an instruction that scales by 2**n, with overflow and underflow."""
     number = lambda value: scalars.floating(value, "float")
-    # Far outside, x - n log(2) would lose all digits. NaN passes both selects.
+    # Far out of range, x - n log(2) would lose all digits. NaN passes both selects.
     for test, bound in (("fcmp olt", -200.0), ("fcmp ogt", 200.0)):
         x = f.select(f.compare(test, x, number(bound)), number(bound), x)
     # Adding and subtracting a number without fraction bits rounds.
@@ -90,7 +90,7 @@ def _exp_by_scaling(f: Function, x: Val) -> Val:
     return _scaled(f, _horner(f, r, (*_EXP, 1.0, 1.0)), n)
 
 
-# 2**r, |r| <= 1/2, fitted to the least relative error (2e-9); from the highest power.
+# 2**r, |r| <= 1/2, fitted for minimal relative error (2e-9); highest power first.
 _EXP2 = (
     0.00015353361959569156,
     0.0013398873852565885,
@@ -114,20 +114,20 @@ def _scaled(f: Function, x: Val, n: Val) -> Val:
 
 
 def _of_16(f: Function, name: str, x: Val, other: Val) -> Val:
-    """An AVX512 instruction, which takes 16 numbers, of as many as there are."""
+    """An AVX512 instruction on 16 numbers, applied to as many as there are."""
     if x.count != 16:
         if other.count:
             other = vec.resized(f, other, 16)
         return vec.resized(f, _of_16(f, name, vec.resized(f, x, 16), other), x.count)
     every, nothing = integer(-1, "i16"), Val(x.type, "zeroinitializer")
-    rounding = integer(4, "i32")  # as the thread's control register says
+    rounding = integer(4, "i32")  # the thread's current rounding mode
     operands = x, other, nothing, every, rounding
     return f.call(f"llvm.x86.avx512.mask.{name}.ps.512", x.type, *operands, pure=True)
 
 
-# Odd functions that end at one: x P(x^2) / Q(x^2) up to the number given last, fitted
-# to the least relative error (1e-8 before rounding); coefficients from the highest
-# power. In all 4.7 ulp for tanh and 5.4 for erf.
+# Odd functions with limit one: x P(x^2) / Q(x^2) up to the number given last, fitted
+# for minimal relative error (1e-8 before rounding); highest power first. In total 4.7
+# ulp for tanh and 5.4 for erf.
 _TANH = (
     (
         1.4647895784822885e-08,
@@ -173,7 +173,7 @@ def _odd_ratio(
     below: tuple[float, ...],
     end: float,
 ) -> Val:
-    """One division and no exp; past the end of the fit, one."""
+    """One division and no exp; one beyond the fitted range."""
     one, last = (scalars.floating(v, "float") for v in (1.0, end))
     size, square = f.intrinsic("fabs", x), f.binary("fmul", x, x)
     top = f.binary("fmul", size, _horner(f, square, above))
@@ -192,7 +192,7 @@ def _horner(f: Function, x: Val, coefficients: tuple[float, ...]) -> Val:
 
 
 class Form(NamedTuple):
-    """Another way to write a function than its decomposition, where it applies."""
+    """An alternative to a function's decomposition, where it applies."""
 
     applies: Callable[[DType, int], bool]  # of the type computed in, number of lanes
     write: Callable[..., Val]  # of the code and the operands
@@ -219,11 +219,11 @@ def _ratio(coefficients: tuple[Any, ...]) -> Form:
 
 
 def _library(name: str) -> Form:
-    """Decomposed, they do not reduce huge angles in f64."""
+    """Their decompositions do not reduce huge angles in f64."""
     return Form(_is_f64, lambda f, x: f.call(name, "double", x, pure=True))
 
 
-# How each function is written: in this form where it applies, else (and always, for
+# How each function is emitted: in this form where it applies, else (and always, for
 # None) as its row of the op table decomposes it.
 FUNCTIONS: dict[str, Form | None] = {
     "exp": Form(_can_scale, _exp_by_scaling),

@@ -1,8 +1,8 @@
 """gather and scatter of values, with XLA's dimension numbers.
 
 A gather is a formula: each element finds its place in the operand. A scatter copies the
-operand and then changes one element after another. Starts are clamped so that a slice
-is inside; with mode "fill" slices that are not are filled, or dropped.
+operand and then updates one element after another. Starts are clamped so that a slice
+is in range; with mode "fill", slices out of range are filled, or dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from pallasite.backends.cpu.tiles import tiles
 from pallasite.backends.cpu.tiles.tiles import Indices, Tile
 from pallasite.ir.nodes import Op, Value
 
-# Where in the operand an element is, and whether its slice was inside.
+# The position of an element in the operand, and whether its slice was in range.
 Place = Callable[[Indices], tuple[list[Val], Val]]
 
 

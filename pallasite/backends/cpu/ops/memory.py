@@ -1,7 +1,7 @@
 """Ops on refs: load, store, atomics, views, scratch, copies, semaphores.
 
 A load without mask or gather is a view of the memory and copies nothing until that
-memory is about to change. No index, however wrong, leaves the ref: starts are clamped,
+memory is about to change. No index, however wrong, leaves the ref: starts are clamped;
 gathered and masked elements are clamped when read and dropped when written.
 """
 
@@ -17,18 +17,18 @@ from pallasite.backends.cpu.tiles.tiles import Buffer, Indices, Ref, Root, Tile
 from pallasite.ir.nodes import Access, At, Gather, Op, Span, Value
 from pallasite.ir.types import RefType
 
-# Where in the ref an element is, and whether it is one the access may touch.
+# The position of an element in the ref, and whether the access may touch it.
 Place = Callable[[Indices], tuple[list[Val], Val]]
 
 
 def _is_plain(access: Access) -> bool:
-    """Does the access pick a box, without mask and gather?"""
+    """Whether the access selects a box, without mask or gather."""
     gathers = any(isinstance(entry, Gather) for entry in access.index)
     return access.mask is None and not gathers
 
 
 def _start(e: Emitter, entry: At | Span, operand: Value | None, n: int) -> Val:
-    """Where a box begins along one dimension, clamped so that it is inside."""
+    """Where a box starts along one dimension, clamped to fit."""
     if operand is None:
         return integer(entry.start or 0)
     extent = entry.extent if isinstance(entry, Span) else 1
@@ -36,7 +36,7 @@ def _start(e: Emitter, entry: At | Span, operand: Value | None, n: int) -> Val:
 
 
 def box(e: Emitter, ref: Ref, access: Access) -> Buffer:
-    """The part of a ref's memory that a plain access picks."""
+    """The part of a ref's memory that a plain access selects."""
     assert ref.buffer is not None, "whose elements are reached one by one"
     starts, strides = [], []
     entries = access.split_index()
@@ -53,7 +53,7 @@ def box(e: Emitter, ref: Ref, access: Access) -> Buffer:
 
 
 def picked(e: Emitter, ref: Ref, access: Access, shape: Sequence[int]) -> Tile:
-    """What a plain access picks: a view of memory, where a view can say so."""
+    """What a plain access selects: a view of memory, where a view can express it."""
     if ref.buffer is not None:
         return Tile(tuple(shape), ref.dtype, box(e, ref, access))
     if 0 in ref.shape:
@@ -64,7 +64,7 @@ def picked(e: Emitter, ref: Ref, access: Access, shape: Sequence[int]) -> Tile:
 
 
 def places(e: Emitter, ref: Ref, access: Access) -> Place:
-    """Element by element addressing, for all but boxes of plain memory."""
+    """Element-by-element addressing, for all but boxes of plain memory."""
     f = e.f
     entries = access.split_index()
     masked = access.mask is not None
@@ -97,7 +97,7 @@ def places(e: Emitter, ref: Ref, access: Access) -> Place:
 
 
 def _masked_start(e: Emitter, entry: At | Span, operand: Value | None, n: int) -> Val:
-    """Where a masked box begins, clamped to just past either end."""
+    """Where a masked box starts, clamped to just past either end."""
     if operand is None:
         return integer(entry.start or 0)
     extent = entry.extent if isinstance(entry, Span) else 1
@@ -153,7 +153,7 @@ def emit_store(e: Emitter, op: Op) -> None:
 
 
 def store_each(e: Emitter, ref: Ref, access: Access, tile: Tile) -> None:
-    """Store a tile, which does not come from the ref's memory, element by element."""
+    """Store a tile that does not read the ref's memory, element by element."""
     if 0 in ref.shape:
         return
     place = places(e, ref, access)
@@ -166,14 +166,14 @@ def store_each(e: Emitter, ref: Ref, access: Access, tile: Tile) -> None:
 
 
 def store_tile(e: Emitter, target: Buffer, tile: Tile) -> None:
-    """Store a tile, through a copy where elements would be read after their change."""
+    """Store a tile, through a copy if it would read elements already overwritten."""
     if not tile.may_overwrite(target):
         tile = Tile(tile.shape, tile.dtype, e.force(tile))
     e.fill(target, tile)
 
 
 def _settle(e: Emitter, op: Op, root: Root) -> None:
-    """Evaluate operands that come from the memory about to change, or are joined."""
+    """Evaluate operands that read the memory about to change, or are concatenations."""
     _settle_indices(e, Access.of(op))
     for tile in e.tiles_of(op.operands[1:]):
         if root in tile.reads() or tile.parts:
@@ -187,7 +187,7 @@ def _allowed(e: Emitter, access: Access, indices: Indices, inside: Val) -> Val:
 
 
 def emit_atomic(e: Emitter, op: Op) -> None:
-    """Read, combine, write, element by element; at once if other threads may, too."""
+    """Read, combine, write, per element; atomically if threads may interfere."""
     access, type = Access.of(op), op.result.tile
     ref = e.ref(access.ref)
     e.before_write(ref.root, e.scope.position + 1)
@@ -202,7 +202,7 @@ def emit_atomic(e: Emitter, op: Op) -> None:
         where, touched = place(indices)
         touched = _allowed(e, access, indices, touched)
         update = lambda old, i=indices: _updated(e, op, access, old, i)
-        # No other thread changes a ref accessed one by one: see `parallel_units.py`.
+        # Only this thread writes a ref accessed by elements: see `parallel_units.py`.
         if ref.root in e.shared_roots and ref.buffer is not None:
             address = ref.buffer.address(e.f, ref.dtype, where)
             old = atomics.update(e.f, ref.dtype, address, touched, update)
@@ -220,7 +220,7 @@ def emit_atomic(e: Emitter, op: Op) -> None:
 def _updated(
     e: Emitter, op: Op, access: Access, old: Val, indices: Indices
 ) -> tuple[Val, Val]:
-    """What an atomic writes, and whether it does."""
+    """What an atomic stores, and whether it does."""
     assert access.value is not None
     value, dtype = e.element(access.value)(indices), access.value.tile.dtype
     if op.name == "atomic_cas":
@@ -292,7 +292,7 @@ def emit_alloc(e: Emitter, op: Op) -> None:
 
 
 def emit_copy_start(e: Emitter, op: Op) -> None:
-    """A copy is done when it is started; its semaphore counts the copies."""
+    """A copy completes when it is started; its semaphore counts the copies."""
     source, target = (e.ref(v) for v in op.operands[:2])
     e.before_write(target.root, e.scope.position + 1)
     _copy(e, source, target)

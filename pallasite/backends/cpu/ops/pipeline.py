@@ -1,9 +1,9 @@
 """pipeline: the grid as nested loops, and each window as a view of main memory.
 
-A window whose block is inside the array is pointer and strides; nothing is copied.
-A block that hangs over the edge is copied to the arena before the body and, if the body
-writes it, its part inside the array is copied back after it. `parallel_units.py` says
-which programs may run at once; the others run one by one, in grid order.
+A window whose block is inside the array is pointer and strides; nothing is copied. A
+block that extends past the edge is copied to the arena before the body and, if the body
+writes it, its part inside the array is copied back afterwards. `parallel_units.py` says
+which programs may run concurrently; the others run sequentially, in grid order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ from pallasite.passes.analysis.intervals import Fact
 from pallasite.passes.place_windows import number_facts, unclamped
 from pallasite.target import host
 
-# Bytes that are read while a block comes from main memory.
+# Bytes read while a block arrives from main memory.
 NEAR_ENOUGH = 8 << 10
 
 
@@ -47,7 +47,7 @@ class Extent:
     squeezed: bool = False
 
     def is_inside(self, f: Function) -> Val:
-        """Is the whole block inside along this dimension?"""
+        """Whether the whole block is inside along this dimension."""
         known = (self.low.constant, self.high.constant)
         if None not in known:
             return TRUE if known == (0, self.size) else FALSE
@@ -76,17 +76,17 @@ def emit_pipeline(e: Emitter, op: Op) -> None:
 class WindowPlan:
     """What is known about a window before the grid runs.
 
-    A block that may hang over the edge is copied to the buffer `copy` and back, unless
-    other code of the same program sees the same memory: then its elements are accessed
-    one by one, or windows that always show the same block share a copy (the `twin` is
-    the first of them).
+    A block that may extend past the edge is copied to the buffer `copy` and back,
+    unless other code of the same program accesses the same memory: then its elements
+    are accessed one by one, or windows that always show the same block share a copy
+    (the `twin` is the first of them).
     """
 
     array: Ref
     window: Window
     index_map: Block
-    forms: list[Form]  # what the index map yields, before it is clamped
-    fits: list[bool]  # per dimension: no block of the grid hangs over the edge
+    forms: list[Form]  # what the index map yields, before clamping
+    fits: list[bool]  # per dimension: no block of the grid extends past the edge
     written: bool
     regrouped: bool = False  # some view needs it contiguous
     twin: int | None = None
@@ -124,7 +124,7 @@ def _plans(e: Emitter, op: Op) -> list[WindowPlan]:
 
 
 def _direct_roots(e: Emitter, op: Op) -> set[Root]:
-    """Memory that the body uses without a window."""
+    """Memory that the body accesses without a window."""
     body = Pipeline.of(op).body
     inside = {v for inner in walk(body) for v in inner.results} | {*body.params}
     for inner in walk(body):
@@ -136,7 +136,7 @@ def _direct_roots(e: Emitter, op: Op) -> set[Root]:
 def _placed(
     e: Emitter, plans: Sequence[WindowPlan], number: int, seen_elsewhere: set[Root]
 ) -> WindowPlan:
-    """Decide how the block is accessed where it is not a plain view."""
+    """Decide how the block is accessed if it is not a plain view."""
     plan = plans[number]
     root = plan.array.root
     group = [n for n, other in enumerate(plans) if other.array.root is root]
@@ -147,12 +147,12 @@ def _placed(
     alone = root not in seen_elsewhere
     together = alone and _move_together(e, [plans[n] for n in group])
     if shared and changes and together:
-        # They share one copy, which must do for all of them.
+        # They share one copy, which must serve all of them.
         plan = replace(plan, regrouped=any(plans[n].regrouped for n in group))
     if not plan.may_be_copied:
         return plan
     if plan.written and plan.window.fill is not None:
-        # What is written outside is dropped, and the fill value is read there again.
+        # Writes past the edge are dropped, and the fill value is read there again.
         return replace(plan, one_by_one=True)
     if not shared or not changes:
         copy = e.temporary(plan.window.block_shape, plan.array.dtype)
@@ -167,11 +167,11 @@ def _placed(
 
 
 def _move_together(e: Emitter, plans: Sequence[WindowPlan]) -> bool:
-    """Do the windows, all of one memory, show the same block at every step?"""
+    """Whether the windows, all of one memory, show the same block at every step."""
     first = plans[0]
     arrays = {plan.array for plan in plans}
     if len(arrays) > 1 and not arrays <= e.whole_arrays:
-        return False  # parts of an array may begin at different places
+        return False  # parts of an array may start at different places
     known = all(
         f.affine is not None and f.affine.const is not None for f in first.forms
     )
@@ -195,7 +195,7 @@ def _index_facts(
     window: Window,
     shape: Sequence[int],
 ) -> Iterator[Fact]:
-    """Per dimension, what its index can be over the grid."""
+    """Per dimension, the range of its index over the grid."""
     pending = iter(number_facts(index_map, window, shape, grid))
     for dim in window.dims:
         yield next(pending)
@@ -263,7 +263,7 @@ class OpenWindow:
 
 
 def _has_whole_rows(plan: WindowPlan) -> bool:
-    """Do blocks, wherever they are, have all of their last dimension in the array?"""
+    """Whether blocks always have all of their last dimension inside the array."""
     array, dims = plan.array, plan.window.dims
     if array.buffer is None or not dims or 0 in array.shape:
         return False
@@ -274,7 +274,7 @@ def _has_whole_rows(plan: WindowPlan) -> bool:
 
 
 def open_window(e: Emitter, plan: WindowPlan, ids: Sequence[Val]) -> OpenWindow:
-    """Place the block for one program; copies it if it is not wholly in the array."""
+    """Place the block for one program; copies it if not entirely inside the array."""
     f, array, window, copy = e.f, plan.array, plan.window, plan.copy
     with e.block(plan.index_map, ids) as yields:
         numbers = iter([f.convert("sext", _register(y), "i64") for y in yields])
@@ -299,12 +299,11 @@ def open_window(e: Emitter, plan: WindowPlan, ids: Sequence[Val]) -> OpenWindow:
 def _ahead(
     e: Emitter, view: OpenWindow, ids: Sequence[Val], grid: Sequence[Val]
 ) -> OpenWindow:
-    """The window, which knows what to prefetch while its block is read.
+    """The window, with what to prefetch while its block is read.
 
-    Nothing if it always shows one block, which stays in a cache; what comes after it in
-    memory if it moves in order. Where numbers in memory place it, as those of an
-    embedding's rows, that is a block of a later program; a large one is read in order
-    for long enough.
+    Nothing if it always shows one block, which stays in a cache; what follows it in
+    memory if it moves in order. If data determine its position, as for an embedding's
+    rows, a block of a later program; a large one is read in order for long enough.
     """
     f, plan, buffer = e.f, view.plan, view.ref.buffer
     if buffer is None or buffer.ahead is None or plan.copy is not None:
@@ -332,7 +331,7 @@ def _reads(index_map: Block) -> bool:
 def _later(
     f: Function, ids: Sequence[Val], grid: Sequence[Val], steps: int
 ) -> list[Val]:
-    """Where programs are some steps later: along the last axis, then the one before."""
+    """The position some steps later: along the last axis, then the one before."""
     if not ids:
         return []
     *outer, last = [f.convert("sext", i, "i64") for i in ids]
@@ -381,7 +380,7 @@ def _extent(
 ) -> Extent:
     """The position of a block along one dimension, from what the index map yields.
 
-    That is a valid block number: `place_windows` has clamped it.
+    That is a valid block index: `place_windows` has clamped it.
     """
     zero, size = integer(0), integer(dim.size)
     index = next(numbers)
@@ -422,7 +421,7 @@ def _choose(
 def _copy_in(
     f: Function, plan: WindowPlan, extents: list[Extent], copy: Buffer
 ) -> None:
-    """Copy a block; elements outside the array become the fill value, or zero."""
+    """Copy a block; elements past the array's edge become the fill value, or zero."""
     array, window = plan.array, plan.window
     dtype = array.dtype
     outside = scalars.constant(window.fill or 0, dtype)
@@ -461,7 +460,7 @@ def _copy_rows_in(
 def _in_array(
     f: Function, array: Ref, extents: list[Extent], steps: Sequence[Val]
 ) -> tuple[list[Val], Val]:
-    """Where in the array a block's element is, clamped, and whether it was inside.
+    """A block element's position in the array, clamped, and whether it was inside.
 
     By its first dimensions, if only those are given.
     """
@@ -479,7 +478,7 @@ def _is_between(f: Function, extent: Extent, step: Val) -> Val:
 
 
 def _kept(extents: list[Extent], values: Sequence[Val]) -> list[Val]:
-    """Those of the values that belong to dimensions the block has."""
+    """The values of the dimensions that the block has."""
     return [v for extent, v in zip(extents, values, strict=True) if not extent.squeezed]
 
 

@@ -38,9 +38,9 @@ def each_program(e: Emitter, op: Op, grid: Sequence[Val]) -> Iterator[Sequence[V
 
 
 def count_units(e: Emitter, sharing: Sharing) -> tuple[Val, Val]:
-    """The number of units, from the grid sizes that the kernel's operands hold.
+    """The number of units, from the grid sizes in the kernel's operands.
 
-    And whether they may run at once: no axis is larger than it may be for that.
+    And whether they may run concurrently: no axis is too large for that.
     """
     f, grid = e.f, grid_sizes(e, sharing.op)
     total, at_once = integer(1), TRUE
@@ -49,7 +49,7 @@ def count_units(e: Emitter, sharing: Sharing) -> tuple[Val, Val]:
         if most_steps is not None:
             fits = f.compare("icmp sle", size, integer(most_steps))
             at_once = f.both(at_once, fits)
-        # More than this never end; the product must not wrap around.
+        # More than this would never finish; the product must not wrap around.
         most = f.binary("udiv", integer(1 << 62), f.greatest(size, integer(1)))
         total = f.mul(f.least(total, most), size)
     return total, at_once

@@ -1,7 +1,7 @@
 """Reductions and scans: reduce, scan.
 
-Along the last dimension several vectors of running values are kept side by side; along
-other dimensions each lane is a separate result. Narrow floats are summed in f32.
+Along the last dimension there are several vector accumulators; along other dimensions
+each lane is a separate result. Narrow floats are summed in f32.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from pallasite.ir.nodes import Op
 from pallasite.ir.types import F32, DType
 from pallasite.ops.neutral import neutral
 
-_MANY_ROWS = 128  # from here on rows are walked in memory order, not by columns
-_SHORT_ROW = 16  # vectors, up to which their last steps are worth taking together
-_COMBINE = {"sum": "add", "prod": "mul"}  # the others are named as their op
+_MANY_ROWS = 128  # from here on rows are processed in memory order, not by columns
+_SHORT_ROW = 16  # vectors, up to which finishing several rows together pays off
+_COMBINE = {"sum": "add", "prod": "mul"}  # the others have the name of their op
 
 
 def combine(f: Function, kind: str, dtype: DType, a: Val, b: Val) -> Val:
@@ -29,10 +29,10 @@ def combine(f: Function, kind: str, dtype: DType, a: Val, b: Val) -> Val:
     if dtype.is_bool and kind in ("sum", "prod"):
         return f.binary({"sum": "or", "prod": "and"}[kind], a, b)
     if dtype.is_float and kind in _COMBINE:
-        # Any order of a sum is as good as another: lets LLVM use several partial sums.
+        # The order of a sum does not matter: lets LLVM use several partial sums.
         return f.binary(f"f{_COMBINE[kind]} reassoc", a, b)
     if dtype.is_float and kind in ("max", "min"):
-        # Which of two zeros is the larger one may depend on the order here.
+        # The sign of a zero maximum may depend on the order here.
         return f.intrinsic(f"{kind}imum", a, b, flags="nsz")
     return arithmetic.combine(f, _COMBINE.get(kind, kind), dtype, a, b)
 
@@ -48,14 +48,14 @@ def _add_in_log_space(f: Function, dtype: DType, a: Val, b: Val) -> Val:
     gap = f.binary("fsub", low, high)
     function = lambda name, x: arithmetic.element(f, name, {}, (dtype,), dtype, [x])
     correction = function("log1p", function("exp", gap))
-    # Two equal infinities have no difference; they are the answer themselves.
+    # Two equal infinities have no difference; they are the result themselves.
     infinite = f.compare("fcmp oeq", low, high)
     doubled = f.binary("fadd", high, scalars.floating(0.6931471805599453, a.type))
     return f.select(infinite, doubled, f.binary("fadd", high, correction))
 
 
 def running_dtype(kind: str, dtype: DType) -> DType:
-    """The type a running value is kept in."""
+    """The type of the accumulator."""
     return F32 if scalars.is_narrow(dtype) and kind not in ("max", "min") else dtype
 
 
@@ -93,7 +93,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def _reduce(e: Emitter, op: Op, tile: Tile, order: list[int]) -> None:
-    """`order`: which of the operand's dimensions those of the tile are."""
+    """`order`: the operand's dimensions in the order of the tile's."""
     kind, gone = op.attrs["kind"], op.attrs["axes"]
     running = running_dtype(kind, tile.dtype)
     axes = tuple(place for place, d in enumerate(order) if d in gone)
@@ -113,7 +113,7 @@ def _reduce(e: Emitter, op: Op, tile: Tile, order: list[int]) -> None:
 
 
 class _Reduction:
-    """One reduce op. A tile that other ops use too is stored while it is reduced."""
+    """One reduce op. A tile that other ops also use is stored while it is reduced."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class _Reduction:
             vector_loops.each(f, self.tile.shape, lambda i: self._update(buffer, i))
 
     def _has_short_rows(self, shape: tuple[int, ...]) -> bool:
-        """Does reducing the lanes of a vector at a time take longer than the rest?"""
+        """Whether reducing one vector's lanes at a time takes longer than the rest."""
         if self.along is None or self.axes != (self.along,) or 0 in self.tile.shape:
             return False
         full, rest = divmod(self.tile.shape[self.along], vector_loops.width())
@@ -194,7 +194,7 @@ class _Reduction:
         scalars.store(f, running, self._joined(old, self._element(indices)), address)
 
     def at(self, indices: Indices) -> Val:
-        """One result, or several where an index has lanes."""
+        """One result, or several if an index has lanes."""
         places = dict(zip(self.kept, indices, strict=True))
         count = max((i.count for i in indices), default=0)
         start = self.e.f.splat(identity(self.kind, self.running), count)
@@ -214,7 +214,7 @@ class _Reduction:
         return loop.carries[0]
 
     def _along_lanes(self, places: dict[int, Val]) -> Val:
-        """The reduction along the dimension of lanes; those after it have one index."""
+        """The reduction along the lanes' dimension; later dimensions have one index."""
         assert self.along is not None
         return self._fold(places).over(self.tile.shape[self.along])
 
@@ -271,7 +271,7 @@ class _Scan:
         self.start = identity(kind, self.running)
 
     def along_lanes(self, axis: int) -> None:
-        """Each vector is scanned in registers, from the last value of the previous."""
+        """Each vector is scanned in registers, from the previous one's last value."""
         f, shape, count = self.e.f, self.tile.shape, vector_loops.width()
         full, rest = divmod(shape[axis], count)
         with f.nest(shape[:axis]) as outer:
@@ -290,7 +290,7 @@ class _Scan:
                     step(lanes, loop.carries[0])
 
     def _scan_lanes(self, indices: Indices, total: Val) -> Val:
-        """Store what a vector of elements makes of `total`; gives the last of it."""
+        """Scan a vector of elements from `total` and store it; gives the last."""
         f, count = self.e.f, max(i.count for i in indices)
         x = f.splat(self._element(indices), count)
         if f.mask is not None:
@@ -304,7 +304,7 @@ class _Scan:
         return f.lane(x, 0 if self.reverse else count - 1)
 
     def across_lanes(self, axis: int) -> None:
-        """Each lane is a separate scan; rows are walked in memory order."""
+        """Each lane is a separate scan; rows are processed in memory order."""
         e, f, shape = self.e, self.e.f, self.tile.shape
         row, running = shape[axis + 1 :], self.running
         totals = e.temporary(row, running)

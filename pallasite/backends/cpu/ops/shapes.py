@@ -78,7 +78,7 @@ def emit_dynamic_slice(e: Emitter, op: Op) -> None:
 def clamped_starts(
     e: Emitter, shape: tuple[int, ...], sizes: tuple[int, ...], starts: list[Value]
 ) -> list[Val]:
-    """Starts clamped so that the slice is inside, as lax.dynamic_slice does."""
+    """Starts clamped so that the slice is in range, as in lax.dynamic_slice."""
     zero = integer(0)
     return [
         e.f.clamp(e.index(start), zero, integer(n - size))
@@ -131,7 +131,7 @@ def emit_pad(e: Emitter, op: Op) -> None:
 def _padded(
     f: Function, part: Tile, shape: Sequence[int], starts: Sequence[int], value: Val
 ) -> Tile:
-    """Elements of a part where it has them, elsewhere the value."""
+    """Elements of a part where it has them, elsewhere the padding value."""
 
     def element(indices: Indices) -> Val:
         inside, places = TRUE, []
@@ -153,7 +153,7 @@ def _border(
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Boxes that cover all but an inner one: before and after it, in each dimension.
 
-    Dimensions before that are already within the inner box's bounds.
+    Earlier dimensions are already within the inner box's bounds.
     """
     for d, (n, start, count) in enumerate(zip(shape, starts, counts, strict=True)):
         end = min(start, n) + count
@@ -163,7 +163,7 @@ def _border(
 
 
 def _inside(op: Op, shape: tuple[int, ...]):
-    """Of each dimension: the first element kept, how many, where to, how far apart."""
+    """Per dimension: the first element kept, how many, destination, and stride."""
     first, counts, starts, steps = [], [], [], []
     for n, new, low, mid in zip(
         shape,

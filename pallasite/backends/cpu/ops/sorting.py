@@ -1,9 +1,9 @@
 """sort: a bitonic network over one row at a time, its keys as integers.
 
-Beside the keys the network moves only places: the last key, which makes the order total
-and the sort stable, and at the end what says where the operands' elements are. Steps
-between the lanes of a vector are taken in registers, several in a row; the others
-exchange two vectors in memory.
+Besides the keys the network moves only positions: they are the last key, which makes
+the order total and the sort stable, and at the end they tell where the operands'
+elements come from. Steps between the lanes of a vector run in registers, several in a
+row; the others exchange two vectors in memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ def key_dtype(dtype: DType) -> DType:
 
 
 def as_key(f: Function, dtype: DType, value: Val) -> Val:
-    """A signed integer in the order of sort: zeros are equal, NaN is above all."""
+    """A signed integer in sort order: zeros are equal, NaN is above all."""
     wide = key_dtype(dtype)
     type, greatest = scalars.register(wide), (1 << (wide.bits - 1)) - 1
     if not dtype.is_float:
@@ -67,7 +67,7 @@ def as_key(f: Function, dtype: DType, value: Val) -> Val:
 
 
 class Network:
-    """Lists in memory, as long as a power of two: keys, and places as the last one."""
+    """Lists in memory, padded to a power of two: keys, with positions as the last."""
 
     def __init__(self, e: Emitter, dtypes: Sequence[DType], n: int):
         self.f, self.n, self.count = e.f, n, vector_loops.width()
@@ -86,7 +86,7 @@ class Network:
             scalars.store(self.f, dtype, value, x.address(self.f, dtype, [lanes]))
 
     def _store_last(self) -> None:
-        """Past the row's end, keys that sort last: ties are broken by place."""
+        """Past the row's end, keys that sort last: ties are broken by position."""
         f, full = self.f, self.n // self.count
         with f.loop(integer(self.size // self.count - full)) as loop:
             first = f.mul(f.add(integer(full), loop.index), integer(self.count))
@@ -107,7 +107,7 @@ class Network:
         self._run()
 
     def _run(self) -> None:
-        """Sort runs of 2, 4, 8, ... elements, every other one downwards."""
+        """Sort runs of 2, 4, 8, ... elements, every other one in descending order."""
         f, bits = self.f, (self.count - 1).bit_length()
         short = [1 << n for n in range(1, bits + 1)]
         self._within_vectors([(integer(run), run // 2) for run in short])
@@ -156,7 +156,7 @@ class Network:
         return [f.select(swap, y, x) for x, y in pairs]
 
     def _falls(self, first: Val, run: Val) -> Val:
-        """The lanes of runs that are sorted downwards."""
+        """The lanes of runs that are sorted in descending order."""
         f, constant = self.f, run.constant
         if constant is not None and constant < self.count:
             return _lanes([bool(n & constant) for n in range(self.count)])

@@ -1,7 +1,7 @@
 """Elementwise functions that are more than one instruction or library call.
 
-Each takes the function under construction, the operand type and registers, and gives a
-register; `arithmetic.py` names them in its table.
+Each takes the function under construction, the operand type and registers, and returns
+a register; `arithmetic.py` lists them in its table.
 """
 
 from pallasite.backends.cpu.llvm import scalars

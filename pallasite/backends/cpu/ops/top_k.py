@@ -1,10 +1,9 @@
-"""top_k: a row is read once, beside a list of the largest elements so far.
+"""top_k: a row is read once, maintaining a list of the largest elements so far.
 
-Most elements are no larger than the last of the list, and a vector of them is passed
-over by one comparison. A larger one is inserted and shifts those after it: about
-k * log(n / k) insertions for random rows. A sample of the row is looked at before the
-rest, so that an ascending row does not insert every element. For large k all are
-sorted.
+Most elements are no larger than the last of the list, and one comparison skips a vector
+of them. A larger one is inserted and shifts those after it: about k * log(n / k)
+insertions for random rows. A sample of the row is processed before the rest, so that an
+ascending row does not insert every element. For large k all are sorted.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +51,7 @@ def emit_top_k(e: Emitter, op: Op) -> None:
 
 
 class _Sorted:
-    """All elements, from large to small: their complements sorted."""
+    """All elements in descending order: their complements sorted."""
 
     def __init__(self, e: Emitter, dtype: DType, n: int):
         self.f, self.network = e.f, sorting.Network(e, [dtype], n)
@@ -67,7 +66,7 @@ class _Sorted:
 
 
 class _Largest:
-    """The list, from large to small: elements and their places, in full vectors."""
+    """The list, in descending order: elements and positions, in full vectors."""
 
     def __init__(self, e: Emitter, dtype: DType, k: int):
         self.e, self.dtype, self.k, self.count = e, dtype, k, vector_loops.width()
@@ -83,7 +82,7 @@ class _Largest:
         return Buffer(first, (integer(1),))
 
     def look_through(self, at: Callable[[Val], Val], n: int) -> None:
-        """Make it the list of a row; `at` gives the elements at a place."""
+        """Make it the list of a row; `at` gives the elements at a position."""
         f, count = self.e.f, self.count
         self._clear()
         start = min(n, self.vectors * count)
@@ -103,9 +102,10 @@ class _Largest:
             self._insert_larger(x, integer(start))
 
     def _sample_first(self, step: Val, vectors: int) -> Val:
-        """The vector to look at next: the first of each group, then the others.
+        """The vector to process next: the first of each group, then the others.
 
-        Of an ascending row, the sample and the groups of the largest are inserted.
+        For an ascending row, only the sample and the groups of the largest are
+        inserted.
         """
         f, size = self.e.f, isqrt(vectors * self.count // (self.k + self.count))
         if size < 2:
@@ -118,7 +118,7 @@ class _Largest:
         return f.select(sampled, f.mul(step, integer(size)), number)
 
     def _clear(self) -> None:
-        """Places after all others, so that even the least element comes before them."""
+        """Positions after all others, so that even the least element precedes them."""
         bits, size = self.dtype.bits, self.vectors * self.count
         greatest = integer((1 << (bits - 1)) - 1, scalars.register(self.dtype))
         start = [(self.keys, self.dtype, self.least, greatest)]
@@ -130,7 +130,7 @@ class _Largest:
             scalars.store(self.e.f, dtype, above, address)
 
     def _insert_larger(self, x: Val, first: Val) -> None:
-        """Put those of a vector into the list that come before its last."""
+        """Insert the elements of a vector that precede the list's last."""
         f, count = self.e.f, x.count
         if not count:
             self._insert(x, first)
@@ -154,7 +154,7 @@ class _Largest:
         f.label(done)
 
     def _larger(self, x: Val, first: Val) -> Val:
-        """The lanes that come before the last of the list, as bits.
+        """The lanes that precede the last of the list, as bits.
 
         Equal ones do if the last is from a later vector. If it is from this vector, its
         lane has already been inserted.
@@ -172,7 +172,7 @@ class _Largest:
         return f.select(is_later, equal_too, larger)
 
     def _insert(self, key: Val, place: Val) -> None:
-        """Insert one element; those after it are shifted, from the end on."""
+        """Insert one element; those after it are shifted, starting at the end."""
         f, count = self.e.f, integer(self.count)
         place = f.convert("trunc", place, "i32")
         with f.loop(integer(self.vectors)) as loop:
@@ -180,8 +180,8 @@ class _Largest:
             first = f.mul(number, count)
             starts = first, f.sub(first, count)
             here, above = (self.found(Lanes(n, self.count)) for n in starts)
-            # Loaded across the border of two vectors, they would have to wait for the
-            # stores of the previous insertion.
+            # Loads across the boundary of two vectors would have to wait for the stores
+            # of the previous insertion.
             before = [
                 vector_loops.shifted(f, x, 1, last, down=False)
                 for x, last in zip(here, above, strict=True)
@@ -197,12 +197,12 @@ class _Largest:
                 scalars.store(f, dtype, value, address)
 
     def found(self, lanes: Val) -> list[Val]:
-        """Elements and their places, at some places of the list."""
+        """Elements and their positions, at some places of the list."""
         f, lists = self.e.f, ((self.keys, self.dtype), (self.places, I32))
         return [scalars.load(f, d, x.address(f, d, [lanes])) for x, d in lists]
 
     def _is_before(self, listed: Sequence[Val], key: Val, place: Val) -> Val:
-        """Do those of the list come before an element?"""
+        """Whether those of the list precede an element."""
         f, (keys, places) = self.e.f, listed
         first = f.compare("icmp slt", places, place)
         equal = f.binary("and", f.compare("icmp eq", keys, key), first)

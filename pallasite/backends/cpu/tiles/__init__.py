@@ -1,1 +1,1 @@
-"""Tiles while code is written, their memory and its lifetime."""
+"""Tiles during code generation, their memory and its lifetime."""

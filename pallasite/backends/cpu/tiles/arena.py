@@ -1,14 +1,14 @@
 """The plan of the arena: one piece of memory per call for temporaries and scratch.
 
-Offsets are allocated and freed while the code is written, so buffers whose lifetimes
-do not overlap share memory and the size is known when the code is complete.
+Offsets are allocated and freed while the code is emitted, so buffers whose lifetimes
+do not overlap share memory, and the size is known when the code is complete.
 """
 
 ALIGNMENT = 64  # a cache line, and the widest vector
 
 
 class Arena:
-    """First-fit offsets; `size` is the most that was in use at once."""
+    """First-fit offsets; `size` is the peak usage."""
 
     def __init__(self) -> None:
         self.size = 0

@@ -1,8 +1,8 @@
-"""Who uses each value of a block, and until when: decides buffers and their lifetimes.
+"""Uses and lifetimes of each value of a block, which determine buffers.
 
-`uses_of(block)` looks at one block; what regions inside it use counts as used by the op
-that has the region. A tile that is computed late keeps its operands alive as long.
-`plan_memory.py` notes the answers on the ops.
+`uses_of(block)` analyses one block; uses in nested regions count as uses by the op that
+has the region. A lazy tile keeps its operands alive as long as itself. `plan_memory.py`
+notes the answers on the ops.
 """
 
 from collections import defaultdict
@@ -16,8 +16,8 @@ from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.memory import Roots
 
 # Ops whose results are complete in a buffer (or a scalar) when the op is done. All
-# others without regions may be evaluated as late as their own last use. Those that join
-# parts may too if their result is only moved, and pads of whole rows.
+# others without regions may be evaluated as late as their own last use, and so may
+# concatenations if their result is only moved, and pads of whole rows.
 COMPLETE = frozenset(
     [
         *("reduce", "scan", "top_k", "sort", "dot", "dot_add", "concatenate", "pad"),
@@ -26,7 +26,7 @@ COMPLETE = frozenset(
 )
 
 
-CHEAP = 3  # computing this many instructions again beats storing their result
+CHEAP = 3  # recomputing this many instructions beats storing their result
 MANY_TIMES = 4  # but not more often than this
 
 
@@ -36,12 +36,12 @@ class Uses:
 
     last: dict[Value, int]  # position after which nothing evaluates the value
     stored: frozenset[Value]  # elementwise results that get a buffer
-    kept: frozenset[Value]  # of those, the ones the reduction that comes first stores
-    moved: frozenset[Value]  # joined of parts, and nothing is done but store them once
+    kept: frozenset[Value]  # of those, the ones that the first reduction stores
+    moved: frozenset[Value]  # concatenations that are only stored once
 
 
 def uses_of(block: Block) -> Uses:
-    """Walks backwards: what becomes of a value is known before what it is made of."""
+    """Walks backwards: the uses of a value are known before its operands."""
     last: dict[Value, int] = defaultdict(lambda: -1)
     # The loops in which a value is computed if it is not stored.
     loops: dict[Value, set[Hashable]] = defaultdict(set)
@@ -87,7 +87,8 @@ def _is_complete(op: Op) -> bool:
 
 
 def pads_rows(op: Op) -> bool:
-    """Is it a pad along which no lanes run, so that an element is cheap to find?"""
+    """Whether it is a pad with no lanes along it, so that elements are cheap to
+    find."""
     if op.name != "pad" or any(op.attrs["interior"]):
         return False
     inner, outer = op.operands[0].tile.shape, op.result.tile.shape
@@ -102,7 +103,7 @@ def _is_elementwise(op: Op) -> bool:
 
 
 def _is_shared(cost: int, loops: set[Hashable]) -> bool:
-    """Is it better to store a value than to compute it in each of these loops?"""
+    """Whether storing a value is better than computing it in each of these loops."""
     return len(loops) > 1 and (cost > CHEAP or len(loops) > MANY_TIMES)
 
 
@@ -129,7 +130,7 @@ def _until(
 
 
 def _only_moves(op: Op, operand: Value, moved: set[Value]) -> bool:
-    """Does the op nothing with the operand but store it, or join it to others?"""
+    """Whether the op only stores the operand, or concatenates it with others."""
     if op.operands.count(operand) != 1:
         return False
     if op.name == "slice":
@@ -157,13 +158,13 @@ def _loops_of_operands(
 
 
 def _grows(op: Op) -> bool:
-    """Is it a broadcast, which stores what it repeats?"""
+    """Whether it is a broadcast, which stores its operand."""
     broadcast = op.name == "broadcast_in_dim"
     return broadcast and op.result.tile.size > op.operands[0].tile.size
 
 
 def _costs(block: Block) -> dict[Value, int]:
-    """Roughly the instructions for one element, from memory."""
+    """Roughly the instructions per element, starting from memory."""
     costs: dict[Value, int] = defaultdict(int)
     for op in block.ops:
         if op.regions or _is_complete(op) or len(op.results) != 1 or _grows(op):
@@ -190,11 +191,11 @@ def _free_values(op: Op) -> Iterator[Value]:
                 yield from nested.yields
 
 
-# --- what is written ---
+# --- writes ---
 
 
 def has_writes(op: Op) -> bool:
-    """May the op, or code in its regions, change memory?"""
+    """Whether the op, or code in its regions, may write memory."""
     return any(_writes(inner) for inner in (op, *_inside(op)))
 
 
@@ -211,7 +212,7 @@ def _writes(op: Op) -> bool:
 def flattened_refs(block: Block) -> set[Value]:
     """Refs that some view reshapes: their memory should have no gaps."""
     views = (op for op in walk(block) if op.name == "reshape_view")
-    # Not through windows: a block that is regrouped is copied, its array is not.
+    # Not through windows: a reshaped block is copied, its array is not.
     return Roots(block, windows=False).reached(op.operands[0] for op in views)
 
 

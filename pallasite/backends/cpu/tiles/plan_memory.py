@@ -1,10 +1,10 @@
-"""plan_memory: notes which tiles get memory, and until when each value is needed.
+"""plan_memory: notes which tiles get memory, and the lifetime of each value.
 
 In: a kernel as it will be emitted. Out: the same ops, with notes for the emitter:
 `cpu.until`, per result the position in the block of its last use; `cpu.memory`, per
-result whether it is stored at once ("stored"), by the reduction that comes first
-("kept"), or only moved ("moved"); and, on ops with regions, `cpu.params_until`. Nothing
-in the emitter decides either again.
+result whether it is stored at once ("stored"), by the first reduction ("kept"), or only
+moved ("moved"); and, on ops with regions, `cpu.params_until`. The emitter decides
+neither again.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def plan_memory(kernel: Kernel) -> Kernel:
 
 
 def _planned(block: Block) -> tuple[Block, tuple[int, ...]]:
-    """The block with notes, and until when it needs each of its parameters."""
+    """The block with notes, and the last use of each of its parameters."""
     uses = uses_of(block)
     ops = tuple(_noted(op, uses) for op in block.ops)
     return replace(block, ops=ops), tuple(uses.last[v] for v in block.params)

@@ -1,7 +1,7 @@
-"""The same bits as elements of another width.
+"""Bitcasts to elements of another width.
 
-`packed_rows` serves `bitcast_view`: as on TPU, the second-last dimension takes up the
-change of width, the first of several rows in the lowest bits. `last_parts` serves
+`packed_rows` serves `bitcast_view`: as on TPU, the second-last dimension absorbs the
+change of width, with the first of several rows in the lowest bits. `last_parts` serves
 `bitcast` of types narrower than a byte, where the last dimension does.
 """
 
@@ -25,7 +25,7 @@ def _row(indices: Indices, row: Val) -> list[Val]:
 
 
 def _joined(f: Function, ref: Ref, dtype: DType) -> Through:
-    """Several rows of the ref are one."""
+    """Several rows of the ref become one."""
     width, count = f"i{dtype.bits}", dtype.bits // ref.dtype.bits
     shift = lambda n: integer(n * ref.dtype.bits, width)
 
@@ -52,11 +52,11 @@ def _joined(f: Function, ref: Ref, dtype: DType) -> Through:
 
 
 def _split(f: Function, ref: Ref, dtype: DType) -> Through:
-    """One row of the ref is several, or one where the widths are the same."""
+    """One row of the ref becomes several, or one if the widths are equal."""
     width, count = f"i{ref.dtype.bits}", ref.dtype.bits // dtype.bits
 
     def place(indices: Indices) -> tuple[list[Val], Val]:
-        """Where the element's word is, and how far up it is there."""
+        """The element's word, and its shift within the word."""
         if count == 1:
             return list(indices), integer(0, width)
         row = f.binary("udiv", indices[-2], integer(count))
@@ -85,7 +85,7 @@ def _split(f: Function, ref: Ref, dtype: DType) -> Through:
 
 
 def last_parts(f: Function, tile: Tile, dtype: DType) -> Callable[[Indices], Val]:
-    """The elements of a tile as `dtype`: a last dimension of parts more, or less."""
+    """The elements of a tile as `dtype`: adds or removes a last dimension of parts."""
     old = tile.dtype
     wide = f"i{max(old.bits, dtype.bits)}"
     bits_at = lambda indices: scalars.to_bits(f, old, tile.at(f, indices))

@@ -1,4 +1,4 @@
-"""Tiles while code is written: a strided buffer, or a formula not yet evaluated.
+"""Tiles during code generation: a strided buffer, or a formula not yet evaluated.
 
 An elementwise tile with one consumer is never stored; the consumer's loop computes its
 elements. Shape ops on a buffer only change pointer and strides. `emit.py` decides when
@@ -21,7 +21,7 @@ PREFETCH_DISTANCE = 16 << 10  # bytes
 
 @dataclass(frozen=True, eq=False)
 class Root:
-    """One allocation, for deciding whether two accesses may alias.
+    """One allocation, for alias analysis.
 
     `mutable`: some code may write it between a load and the use of what was loaded.
     """
@@ -34,8 +34,8 @@ class Root:
 class Buffer:
     """Elements in memory; strides count elements. `root` None: never written again.
 
-    `ahead`: how many bytes after an element to prefetch; None where the elements are in
-    a cache already.
+    `ahead`: how many bytes past an element to prefetch; None if the elements are
+    already in a cache.
     """
 
     pointer: Val
@@ -48,7 +48,7 @@ class Buffer:
         return f.element(self.pointer, scalars.memory(dtype), offset)
 
     def read(self, f: Function, dtype: DType, indices: Indices) -> Val:
-        """The element, or several where an index has lanes."""
+        """The element, or several if an index has lanes."""
         address = self.address(f, dtype, indices)
         repeats = any(stride.constant == 0 for stride in self.strides)
         if self.ahead is not None and not repeats and f.is_first_read(self.pointer):
@@ -63,8 +63,8 @@ class Formula:
     `pointwise`: element i needs only the operands' elements i. `free`: costs next to
     nothing and reads no memory (constants, iotas), so it is never worth a buffer.
     `regrouped`: the only operand's elements in the same order, in another shape.
-    `starts`: where its operands begin, if it is their concatenation; such a tile is
-    only ever stored, an operand at a time.
+    `starts`: where its operands start, if it is their concatenation; such a tile is
+    only ever stored, one operand at a time.
     """
 
     element: Callable[[Indices], Val]
@@ -87,7 +87,7 @@ class Tile:
     last: int = -1  # position of its last use in that block
     keep: bool = False  # the first op that evaluates all of it should store it
     origin: int = 0  # the source line of the code that computes it (`Module.origin`)
-    _memo: tuple[object, dict[tuple[Val, ...], Val]] = (None, {})  # of one moment
+    _memo: tuple[object, dict[tuple[Val, ...], Val]] = (None, {})  # valid at one moment
 
     @property
     def buffer(self) -> Buffer | None:
@@ -109,7 +109,7 @@ class Tile:
         return isinstance(self.source, Formula) and self.source.free
 
     def at(self, f: Function, indices: Indices) -> Val:
-        """The element, or several where an index has lanes.
+        """The element, or several if an index has lanes.
 
         Evaluated once as long as nothing is written and the basic block is the same.
         """
@@ -137,12 +137,12 @@ class Tile:
         return any(tile.buffer is not None for tile in self._sources())
 
     def reads(self) -> set[Root]:
-        """The memory its elements still come from."""
+        """The memory that its elements still depend on."""
         buffers = (tile.buffer for tile in self._sources())
         return {b.root for b in buffers if b is not None and b.root is not None}
 
     def _sources(self) -> list["Tile"]:
-        """This tile and those it is made of, each once."""
+        """This tile and those it is computed from, each once."""
         found: dict[Tile, None] = {self: None}
         pending = [self]
         while pending:
@@ -153,7 +153,7 @@ class Tile:
         return list(found)
 
     def pointwise_sources(self) -> list["Tile"]:
-        """This tile and those whose elements it takes at the same indices."""
+        """This tile and those whose elements it reads at the same indices."""
         found: dict[Tile, None] = {self: None}
         pending = [self]
         while pending:
@@ -165,10 +165,10 @@ class Tile:
         return [tile for tile in found if tile.shape == self.shape]
 
     def may_overwrite(self, target: Buffer) -> bool:
-        """May each element be stored to `target` as soon as it is computed?
+        """Whether each element may be stored to `target` as soon as it is computed.
 
-        True if nothing here comes from the target's memory, or only from the very
-        element that is being replaced.
+        True if nothing here reads the target's memory, or only the very element that is
+        being replaced.
         """
         known: dict[Tile, bool] = {}
         self._reaches(target.root, known)
@@ -177,7 +177,7 @@ class Tile:
         )
 
     def _reaches(self, root: Root | None, known: dict["Tile", bool]) -> bool:
-        """Do its elements come from that memory? `known`: answers for its operands."""
+        """Whether its elements read that memory. `known`: answers for its operands."""
         if self not in known:
             if isinstance(self.source, Buffer):
                 known[self] = root is not None and self.source.root is root
@@ -195,7 +195,7 @@ class Tile:
 
 @dataclass(frozen=True, eq=False)
 class Through:
-    """Elements of `root` accessed one by one, where pointer and strides do not do."""
+    """Elements of `root` accessed one by one, where strides cannot express the view."""
 
     root: Root
     read: Callable[[Indices], Val]
@@ -212,7 +212,7 @@ class Ref:
 
     @property
     def buffer(self) -> Buffer | None:
-        """Where its elements are; None if they are only reached one by one."""
+        """Where its elements are; None if they are only accessed one by one."""
         return self.source if isinstance(self.source, Buffer) else None
 
     @property
@@ -222,7 +222,7 @@ class Ref:
 
     @property
     def tile(self) -> Tile:
-        """Its contents, read when they are used."""
+        """Its contents, read lazily."""
         if isinstance(self.source, Buffer):
             return Tile(self.shape, self.dtype, self.source)
         memory = Tile((), self.dtype, Buffer(NULL, (), self.root))
@@ -298,7 +298,7 @@ def joined(
     dtype: DType,
     parts: Sequence[tuple[Sequence[int], Tile]],
 ) -> Tile:
-    """A concatenation of tiles, each from its start on; empty ones are dropped."""
+    """A concatenation of tiles, each with its start; empty ones are dropped."""
     parts = [(start, part) for start, part in parts if 0 not in part.shape]
     if not parts:
         return splat(shape, dtype, scalars.zero(dtype))
@@ -334,7 +334,7 @@ def transpose(f: Function, tile: Tile, perm: Sequence[int]) -> Tile:
 
 
 def moves_lanes(shape: Sequence[int], perm: Sequence[int]) -> bool:
-    """Does a transpose make another dimension the contiguous one?"""
+    """Whether a transpose changes which dimension is contiguous."""
     before, after = ([d for d in dims if shape[d] > 1] for dims in (sorted(perm), perm))
     return before[-1:] != after[-1:]
 
@@ -369,7 +369,7 @@ def cut(
     starts: Sequence[Val],
     steps: Sequence[int],
 ) -> Tile:
-    """Elements `steps` apart from `starts` on; a negative step walks backwards."""
+    """Elements `steps` apart, starting at `starts`; negative steps go backwards."""
     if tile.parts:
         assert all(step == 1 for step in steps), "lifetimes.py has such a tile stored"
         return _cut_parts(f, tile, shape, [int(start.text) for start in starts])
@@ -474,7 +474,7 @@ def _insert_units(old: Sequence[int], places: Sequence[int], indices: Indices):
 
 
 def unravel(f: Function, old: Sequence[int], new: Sequence[int], indices: Indices):
-    """Where in a tile of shape `old` the element of shape `new` is."""
+    """The index in a tile of shape `old` of an element of shape `new`."""
     linear = f.inner(indices, row_major(new))
     result = []
     for n, step in zip(old, row_major(old), strict=True):

@@ -2,8 +2,8 @@
 
 A loop along either dimension would read or write a cache line for a single element. So
 squares are copied: lines of the source are loaded as vectors, transposed in registers
-and stored as lines of the target. The code is one function per element width, for any
-shape, and treats elements as bits. `Emitter.fill` tries this first.
+and stored as lines of the target. There is one function per element width, for any
+shape, which treats elements as bits. `Emitter.fill` tries this first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from pallasite.target import host
 
 SMALLEST = 4  # smaller squares gain nothing
 LARGEST = 16  # larger ones do not fit the registers
-BLOCK_BYTES = 128  # of a line, moved before the next lines are begun
+BLOCK_BYTES = 128  # of a line, moved before the next lines are started
 
 
 def runs_across(shape: Sequence[int], buffer: Buffer, along: int | None) -> int | None:
@@ -34,7 +34,7 @@ def runs_across(shape: Sequence[int], buffer: Buffer, along: int | None) -> int 
 def copy_transposed(
     f: Function, dtype: DType, shape: Sequence[int], source: Buffer, target: Buffer
 ) -> bool:
-    """Copy all elements by squares if that is faster; gives whether it did."""
+    """Copy all elements by squares if that is faster; returns whether it did."""
     row = contiguous_dim(shape, target)
     column = runs_across(shape, source, row)
     if row is None or column is None or runs_across(shape, target, column) is None:
@@ -110,7 +110,7 @@ def _emit(module: Module, name: str, type: str, side: int) -> None:
 
 @contextmanager
 def _blocks(f: Function, n: Val, size: int) -> Iterator[tuple[Val, Val]]:
-    """Where blocks of 0 up to n begin and end."""
+    """Where blocks of 0 up to n start and end."""
     count = f.binary("udiv", f.add(n, integer(size - 1)), integer(size))
     with f.loop(count) as loop:
         first = f.mul(loop.index, integer(size))
@@ -119,7 +119,7 @@ def _blocks(f: Function, n: Val, size: int) -> Iterator[tuple[Val, Val]]:
 
 @contextmanager
 def _squares(f: Function, first: Val, last: Val, side: int) -> Iterator[Val]:
-    """Where squares from `first` to `last` begin.
+    """Where squares from `first` to `last` start.
 
     The last one is moved back so that it ends there, and copies some elements again.
     """
