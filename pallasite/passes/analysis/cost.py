@@ -2,7 +2,7 @@
 
 `cost(kernel)` counts arithmetic, transcendentals and main-memory bytes over the whole
 grid and all loops. A trip count or size known only at run time counts as one, and the
-result says that it is not exact. Backends and `perf/` read it.
+result says that it is not exact. Backends and `tools/` read it.
 """
 
 from collections.abc import Iterable, Sequence
