@@ -1,7 +1,7 @@
-"""What authors of `plgpu` kernels call: barriers, the copy engine, products in flight.
+"""What authors of `plgpu` kernels call: barriers, the copy engine, async matmuls.
 
-Each function stages a primitive; `importer/gpu.py` makes ops of the explicit level of
-them. A *thread* here is a warpgroup, as in upstream's names.
+Each function stages a primitive; `importer/gpu.py` turns it into ops of the explicit
+level. A *thread* here is a warpgroup, as in upstream's names.
 """
 
 import enum
@@ -27,14 +27,15 @@ from pallasite.language.trace import trace, user_location
 
 @dataclass(frozen=True)
 class BarrierSpace:
-    """Where barriers are; how many arrivals complete a phase is part of it.
+    """The space of barriers; it includes the arrivals that complete a phase.
 
-    Of a cluster's barriers, `arrivals` is what each block along `collective_axes` adds.
+    For a cluster's barriers, `arrivals` counts those of each thread block along
+    `collective_axes`.
     """
 
     arrivals: int
     collective_axes: tuple[str, ...] = ()
-    is_first_only: bool = False  # arrivals count at the first block's barrier only
+    is_first_only: bool = False  # only the first thread block's barrier counts
     orders_tensor_core: bool = False
     value: str = "mbarrier"
 
@@ -56,9 +57,9 @@ def Barrier(
     """Barriers in shared memory: each phase ends after `num_arrivals` arrivals.
 
     Args:
-        num_arrivals: by `barrier_arrive`, or one per copy that names the barrier.
-        num_barriers: how many; `ref.at[i]` is one of them.
-        orders_tensor_core: for `tcgen05_mma`, and to order accesses to TMEM.
+        num_arrivals: from `barrier_arrive`, or one per copy that names the barrier.
+        num_barriers: how many barriers; `ref.at[i]` is one of them.
+        orders_tensor_core: for `tcgen05_mma` and for ordering accesses to TMEM.
     """
     return _barriers(
         num_barriers, BarrierSpace(num_arrivals, orders_tensor_core=orders_tensor_core)
@@ -73,14 +74,14 @@ def ClusterBarrier(
     orders_tensor_core: bool = False,
     leader_tracked: bool = False,
 ) -> MemoryRef:
-    """Barriers of each block of a cluster, at all of which an arrival counts.
+    """Barriers in each thread block of a cluster; an arrival counts at all of them.
 
     Args:
-        collective_axes: the axes of the cluster whose blocks arrive.
-        num_barriers: how many.
-        num_arrivals: of each block, that complete a phase together.
+        collective_axes: the cluster axes whose thread blocks arrive.
+        num_barriers: how many barriers.
+        num_arrivals: arrivals of each thread block that together complete a phase.
         orders_tensor_core: as for `Barrier`.
-        leader_tracked: arrivals count at the barrier of the first block only.
+        leader_tracked: arrivals count only at the first thread block's barrier.
     """
     axes = (collective_axes,) if isinstance(collective_axes, str) else collective_axes
     space = BarrierSpace(num_arrivals, tuple(axes), leader_tracked, orders_tensor_core)
@@ -100,10 +101,10 @@ def _barriers(count: int | Sequence[int], space: BarrierSpace) -> MemoryRef:
 
 @dataclass(frozen=True)
 class CopyPartition:
-    """What blocks of a cluster copy where the first one counts it.
+    """What each thread block of a cluster copies if the first one counts the copies.
 
-    `CopyPartition.PARTITIONED(axis)`: each its part along an axis;
-    `CopyPartition.REPLICATED`: all the same.
+    `CopyPartition.PARTITIONED(axis)`: its part along an axis;
+    `CopyPartition.REPLICATED`: the same as all others.
     """
 
     axis: int | None = None
@@ -117,7 +118,7 @@ CopyPartition.REPLICATED = CopyPartition()  # type: ignore[attr-defined]
 
 
 class OOBFillMode(enum.Enum):
-    """What a copy brings from outside an array: zeros here, whatever is promised."""
+    """What a copy reads outside an array: here zeros in every mode."""
 
     UNDEFINED = 0
     PROMISE_IN_BOUNDS = 1
@@ -126,15 +127,15 @@ class OOBFillMode(enum.Enum):
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """`plgpu.SMEM`: a memory space, and shared memory when called."""
+    """`plgpu.SMEM`: a memory space; calling it describes shared memory."""
 
     value: str = "smem"
 
     def __call__(
         self, shape: Sequence[int], dtype: Any, *, transforms: Any = (), **more: Any
     ) -> MemoryRef:
-        """Shared memory of a shape. Of the transforms, which say how a chip lays it
-        out and change no result, a backend follows the swizzle."""
+        """Shared memory of a shape. Transforms describe its layout and do not change
+        results; backends use only the swizzle."""
         given = sorted(k for k, v in more.items() if v is not None)
         if given:
             raise UnsupportedError(
@@ -151,16 +152,16 @@ class SharedMemory:
 
 @dataclass(frozen=True)
 class TensorSpace:
-    """Tensor memory, perhaps of two blocks that multiply together."""
+    """Tensor memory, possibly of two thread blocks that multiply together."""
 
     collective: bool = False
-    packed: bool = False  # several small elements in a word
+    packed: bool = False  # several small elements per word
     value: str = "tmem"
 
 
 @dataclass(frozen=True)
 class TensorMemory:
-    """`plgpu.TMEM`: tensor memory when called, where `tcgen05_mma` adds up."""
+    """`plgpu.TMEM`: calling it describes tensor memory, for `tcgen05_mma`."""
 
     value: str = "tmem"
 
@@ -173,7 +174,7 @@ class TensorMemory:
         collective: bool | None = None,
         packed: bool | None = None,
     ) -> MemoryRef:
-        """Tensor memory of a shape; `layout` changes no result."""
+        """Tensor memory of a shape; `layout` does not change results."""
         del layout
         memory = MemorySpace.TMEM(shape, dtype)
         space = TensorSpace(bool(collective), bool(packed))
@@ -181,20 +182,20 @@ class TensorMemory:
 
 
 class Accumulator:
-    """`plgpu.ACC((m, n), dtype)`: sums of `wgmma`, zero at first."""
+    """`plgpu.ACC((m, n), dtype)`: an accumulator of `wgmma`, initially zero."""
 
     def __call__(self, shape: Sequence[int], dtype: Any = jnp.float32) -> MemoryRef:
         return MemorySpace.REGS(tuple(shape), dtype)
 
     @staticmethod
     def init(value: Any) -> "StartedAt":
-        """An accumulator for `pl.run_state` that starts at a value."""
+        """An accumulator for `pl.run_state` with an initial value."""
         return StartedAt(value)
 
 
 @jax.tree_util.register_pytree_node_class
 class StartedAt:
-    """An accumulator's first value."""
+    """An accumulator's initial value."""
 
     memory_space = MemorySpace.REGS
 
@@ -211,20 +212,20 @@ class StartedAt:
 
 @dataclass(frozen=True)
 class TilingTransform:
-    """How a chip lays out shared memory: in tiles. Changes no result."""
+    """A tiled layout of shared memory. Does not change results."""
 
     tiling: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class SwizzleTransform:
-    """How a chip lays out shared memory: swizzled. Changes no result."""
+    """A swizzled layout of shared memory. Does not change results."""
 
     swizzle: int
 
 
 def swizzle_of(transforms: Sequence[Any]) -> int | None:
-    """The swizzle among transforms, in bytes; 16 is none."""
+    """The swizzle among transforms, in bytes; 16 means none."""
     found = [t.swizzle for t in transforms if isinstance(t, SwizzleTransform)]
     return found[-1] if found and found[-1] > 16 else None
 
@@ -270,19 +271,19 @@ tensor_wait_p = _effect_primitive("wait_tmem")
 
 
 def barrier_arrive(barrier: Any) -> None:
-    """One arrival, of this warpgroup."""
+    """Arrive once, as this warpgroup."""
     flat, tree = flatten_views(barrier)
     barrier_arrive_p.bind(*flat, tree=tree)
 
 
 def barrier_wait(barrier: Any) -> None:
-    """Wait for the end of the phase after the one this warpgroup waited for last."""
+    """Wait for the phase after the last one this warpgroup waited for."""
     flat, tree = flatten_views(barrier)
     barrier_wait_p.bind(*flat, tree=tree)
 
 
 def barrier_arrive_and_wait(barrier: Any) -> None:
-    """Arrive, and wait for the end of the phase."""
+    """Arrive, then wait for the end of the phase."""
     barrier_arrive(barrier)
     barrier_wait(barrier)
 
@@ -296,15 +297,15 @@ def copy_gmem_to_smem(
     leader_tracked: CopyPartition | None = None,
     oob_mode: OOBFillMode = OOBFillMode.ZEROS,
 ) -> None:
-    """Start a copy into shared memory; one arrival of `barrier` when it has landed.
+    """Start a copy into shared memory; `barrier` gets one arrival on completion.
 
     Args:
         src, dst, barrier: main memory, shared memory, one barrier.
-        collective_axes: axes of the cluster whose blocks all start this copy and all
-            get what it brings, each having copied a part of it.
-        leader_tracked: each block copies for itself, its part or all of `src`; the
-            barrier of the first one counts the copies of all.
-        oob_mode: what is outside the array is zeros in any mode.
+        collective_axes: cluster axes whose thread blocks all start this copy and all
+            receive the data, each copying a part of it.
+        leader_tracked: each thread block copies its part or all of `src` for itself;
+            the first one's barrier counts the copies of all.
+        oob_mode: elements outside the array are zeros in every mode.
     """
     del oob_mode
     if leader_tracked is not None and collective_axes is None:
@@ -326,7 +327,7 @@ def copy_smem_to_gmem(
     commit_group: bool = True,
     reduction_op: Any = None,
 ) -> None:
-    """Start a copy from shared memory, in a group that `wait_smem_to_gmem` counts."""
+    """Start a copy from shared memory, in a group for `wait_smem_to_gmem`."""
     if reduction_op is not None:
         raise UnsupportedError(
             "copy_smem_to_gmem(reduction_op=...) is not available",
@@ -343,22 +344,22 @@ def copy_smem_to_gmem(
 
 
 def commit_smem_to_gmem_group() -> None:
-    """What was copied from shared memory since the last group is a group."""
+    """Group the copies from shared memory started since the last group."""
     commit_stores_p.bind()
 
 
 def wait_smem_to_gmem(n: int, wait_read_only: bool = False) -> None:
-    """Wait until at most `n` groups are in flight (or have not read their source)."""
+    """Wait until at most `n` groups are in flight (or yet to read their source)."""
     wait_stores_p.bind(pending=int(n), read=bool(wait_read_only))
 
 
 def commit_smem() -> None:
-    """Stores to shared memory so far are seen by copies and products after this."""
+    """Make earlier stores to shared memory visible to later copies and matmuls."""
     commit_smem_p.bind()
 
 
 def wgmma(acc: Any, a: Any, b: Any) -> None:
-    """Start adding `a @ b` to an accumulator; `a` is shared memory or a value."""
+    """Start adding `a @ b` to an accumulator; `a` is in shared memory or a value."""
     if not jaxcompat.is_ref(b):
         raise KernelTypeError(
             "the right side of a wgmma is in shared memory, got a value",
@@ -372,12 +373,12 @@ def wgmma(acc: Any, a: Any, b: Any) -> None:
 
 
 def wgmma_wait(n: int) -> None:
-    """Wait until at most `n` products of this warpgroup are in flight."""
+    """Wait until at most `n` matmuls of this warpgroup are in flight."""
     wgmma_wait_p.bind(pending=int(n))
 
 
 def wgmma_accumulator_load(acc: Any, *, wait_n: int | None = 0) -> jax.Array:
-    """The sums of an accumulator, after its products have ended."""
+    """An accumulator's value, after its matmuls have completed."""
     if wait_n != 0:
         raise UnsupportedError(
             f"wgmma_accumulator_load(wait_n={wait_n}) is not available",
@@ -405,14 +406,14 @@ def tcgen05_mma(
     """Start adding `a @ b` to tensor memory.
 
     Args:
-        acc: sums, in tensor memory.
-        a, b: the sides; `b`, and `a` unless it is in tensor memory, in shared memory.
-        barrier: one arrival there when this product, and those before it, have ended.
+        acc: the accumulator, in tensor memory.
+        a, b: the operands; `b` is in shared memory, `a` there or in tensor memory.
+        barrier: gets one arrival when this and all earlier matmuls have completed.
         a_scale, b_scale, a_sparse_metadata: not available.
         accumulate: False overwrites `acc`.
-        collective_axis: an axis of two blocks of the cluster. The first one starts
-            the product of both: each has its rows of `a` and `acc`, and half of the
-            columns of `b`.
+        collective_axis: a cluster axis of two thread blocks. The first one starts the
+            matmul of both: each has its rows of `a` and `acc`, and half of the columns
+            of `b`.
     """
     given = dict(a_scale=a_scale, b_scale=b_scale, a_sparse_metadata=a_sparse_metadata)
     for name, value in given.items():
@@ -431,8 +432,8 @@ def tcgen05_mma(
 
 
 def tcgen05_commit_arrive(barrier: Any, collective_axis: str | None = None) -> None:
-    """One arrival when all products and copies into tensor memory so far have ended,
-    at the barriers of both blocks along `collective_axis`."""
+    """Arrive once all earlier matmuls and copies into tensor memory have completed,
+    at the barriers of both thread blocks along `collective_axis`."""
     flat, tree = flatten_views(barrier)
     axes = () if collective_axis is None else (collective_axis,)
     tensor_commit_p.bind(*flat, tree=tree, axes=axes)
@@ -441,30 +442,30 @@ def tcgen05_commit_arrive(barrier: Any, collective_axis: str | None = None) -> N
 def async_copy_smem_to_tmem(
     smem_ref: Any, tmem_ref: Any, collective_axis: str | None = None
 ) -> None:
-    """Start a copy into tensor memory; products started after it see it."""
+    """Start a copy into tensor memory; matmuls started afterwards see it."""
     flat, tree = flatten_views(smem_ref, tmem_ref)
     axes = () if collective_axis is None else (collective_axis,)
     tensor_copy_p.bind(*flat, tree=tree, axes=axes)
 
 
 def async_load_tmem(src: Any, *, layout: Any = None) -> jax.Array:
-    """What is in tensor memory. `wait_load_tmem` before it is overwritten."""
+    """Load tensor memory. Call `wait_load_tmem` before overwriting it."""
     del layout
     return src[...]
 
 
 def async_store_tmem(ref: Any, value: Any) -> None:
-    """Write tensor memory; seen by products and loads after `commit_tmem`."""
+    """Write tensor memory; matmuls and loads after `commit_tmem` see it."""
     ref[...] = value
 
 
 def wait_load_tmem() -> None:
-    """Wait until this warpgroup's loads of tensor memory have ended."""
+    """Wait until this warpgroup's loads of tensor memory have completed."""
     tensor_wait_p.bind(what="loads")
 
 
 def commit_tmem() -> None:
-    """Wait until this warpgroup's stores to tensor memory have ended."""
+    """Wait until this warpgroup's stores to tensor memory have completed."""
     tensor_wait_p.bind(what="stores")
 
 
@@ -482,27 +483,27 @@ class WarpMesh:
         return {self.axis_name: WARPS}
 
 
-WARPS = 4  # of a warpgroup
+WARPS = 4  # per warpgroup
 
 
 def run_warps(mesh: WarpMesh, function: Callable[[], Any]) -> None:
-    """Run a function by each warp of the warpgroup; it reads and writes refs."""
+    """Run a function, which reads and writes refs, on each warp of the warpgroup."""
     no_arguments = jax.tree.structure(((), {}))
     traced = trace(function, no_arguments, (), function, tuple(mesh.shape.items()))
     warps_p.bind(*traced.captured, jaxpr=traced.jaxpr, axis=mesh.axis_name)
 
 
 def warp_map(f: Callable[[Any], Any], /) -> None:
-    """Run a function by each warp of the warpgroup, with the warp's number."""
+    """Run a function on each warp of the warpgroup, passing the warp's number."""
     axis = object()
     run_warps(WarpMesh(axis), lambda: f(jax.lax.axis_index(axis)))
 
 
-# --- what says how a chip does it, and changes no result ---
+# --- hints that do not change results ---
 
 
 def set_max_registers(n: int, *, action: str) -> None:
-    """How many registers each thread of this warpgroup has; changes no result."""
+    """Set the registers per thread of this warpgroup; does not change results."""
     if action not in ("increase", "decrease"):
         raise SpecError(
             f"action is 'increase' or 'decrease', got {action!r}",
@@ -521,20 +522,20 @@ def set_max_registers(n: int, *, action: str) -> None:
 def async_prefetch(
     ref: Any, *, collective_axes: Any = None, leader_tracked: Any = None
 ) -> None:
-    """What will be copied may be brought nearer already; changes no result."""
+    """Prefetch what will be copied; does not change results."""
     del ref, collective_axes, leader_tracked
 
 
 def griddepcontrol_wait() -> None:
-    """Kernels before this one have ended when it starts."""
+    """Does nothing: earlier kernels have completed when this one starts."""
 
 
 def griddepcontrol_launch_dependents() -> None:
-    """Kernels after this one start when it has ended."""
+    """Does nothing: later kernels start when this one has completed."""
 
 
 def layout_cast(x: Any, new_layout: Any) -> Any:
-    """The same value; layouts change no result."""
+    """The same value; layouts do not change results."""
     del new_layout
     return x
 
@@ -542,7 +543,7 @@ def layout_cast(x: Any, new_layout: Any) -> Any:
 def broadcasted_iota(
     dtype: Any, shape: Sequence[int], dimension: int, *, layout: Any = None
 ) -> jax.Array:
-    """As `jax.lax.broadcasted_iota`."""
+    """Like `jax.lax.broadcasted_iota`."""
     del layout
     return jax.lax.broadcasted_iota(dtype, tuple(shape), dimension)
 
@@ -558,16 +559,16 @@ def load(
 
 
 def transpose_ref(ref: Any, permutation: Sequence[int]) -> Any:
-    """A view of a ref with its dimensions in another order."""
+    """A view of a ref with permuted dimensions."""
     return ref.transpose(tuple(permutation))
 
 
-# --- loops over work that blocks of threads share ---
+# --- loops over work shared by thread blocks ---
 
 
 @dataclass(frozen=True)
 class NDLoopInfo:
-    """Where a step of `nd_loop` is."""
+    """The position of one iteration of `nd_loop`."""
 
     index: tuple[Any, ...]
     local_index: Any
@@ -581,13 +582,13 @@ def nd_loop(
     tiling: Any = None,
     init_carry: Any = None,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Run a function for each index of `grid`, shared by the programs along axes.
+    """Run a function for each index of `grid`, shared among programs along some axes.
 
     Args:
         grid: the sizes.
         collective_axes: names of the axes whose programs share the work.
-        tiling: sizes of tiles of the grid, each of which is visited as a whole.
-        init_carry: carried from step to step if given, as the keyword `carry`.
+        tiling: sizes of grid tiles, which are traversed one tile at a time.
+        init_carry: if given, carried between iterations as the keyword `carry`.
     """
     grid = tuple(grid)
     tiles = tuple(tiling or (1,) * len(grid))
@@ -645,16 +646,16 @@ def dynamic_scheduling_loop(
     cluster_axes: Sequence[Any] = (),
     init_carry: Any = None,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Run a function for the indices of the grid that a block takes upon itself.
+    """Run a function for the grid indices that a thread block claims.
 
-    Blocks that run may take over work of those that wait to be started. How much is
-    not specified; here each does its own, which is one step. After the last, copies to
-    main memory have read their sources.
+    Running thread blocks may take over the work of those not yet started. How much is
+    unspecified; here each does its own, which is one iteration. After the last one,
+    copies to main memory have read their sources.
 
     Args:
         grid_names: the axes of the grid.
         thread_axis, cluster_axes: the axis of warpgroups and those of the cluster.
-        init_carry: carried from step to step if given, as the keyword `carry`.
+        init_carry: if given, carried between iterations as the keyword `carry`.
     """
     del thread_axis, cluster_axes
 
@@ -672,13 +673,13 @@ def dynamic_scheduling_loop(
 def planar_snake(
     lin_idx: Any, shape: tuple[Any, Any], minor_dim: int, tile_width: int
 ) -> tuple[Any, Any]:
-    """The place of a step in a plane that is walked in strips, there and back.
+    """The position of a step in a plane traversed in strips, back and forth.
 
     Args:
-        lin_idx: number of the step.
-        shape: of the plane.
+        lin_idx: the step's number.
+        shape: the plane's shape.
         minor_dim: the dimension along which a strip is `tile_width` wide.
-        tile_width: its width; the last strip may be narrower.
+        tile_width: a strip's width; the last strip may be narrower.
     """
     minor, major = shape[minor_dim], shape[1 - minor_dim]
     strip = lin_idx // (tile_width * major)
@@ -691,14 +692,14 @@ def planar_snake(
 
 
 class TraceScope(enum.Enum):
-    """Whose events upstream's profiler records; there is none here."""
+    """Whose events upstream's profiler records; Pallasite has no such profiler."""
 
     WARP = "warp"
     WARPGROUP = "warpgroup"
 
 
 class LoweringSemantics(enum.Enum):
-    """How upstream's compiler sees code; nothing here depends on it."""
+    """How upstream's compiler views code; ignored here."""
 
     Lane = 0
     Warpgroup = 1
@@ -706,7 +707,7 @@ class LoweringSemantics(enum.Enum):
 
 @dataclass(frozen=True)
 class CompilerParams:
-    """Settings of upstream's compiler: accepted; all but `approx_math` are ignored."""
+    """Settings of upstream's compiler, ignored except for `approx_math`."""
 
     approx_math: bool = False
     dimension_semantics: Any = None

@@ -1,7 +1,7 @@
-"""Memory spaces as the author names them, and the memory a kernel asks for.
+"""Memory spaces as the author names them, and descriptions of a kernel's memory.
 
 `VMEM((128, 128), jnp.float32)` describes scratch; `MemorySpace.ANY` in a BlockSpec says
-that an operand has no window. Each space carries the IR's name for it.
+that an operand has no window. Each space carries its name in the IR.
 """
 
 import enum
@@ -17,7 +17,7 @@ from pallasite.language.trace import user_location
 
 
 class MemorySpace(enum.Enum):
-    """Where a ref lives. Calling one describes an allocation in it."""
+    """Where a ref lives. Calling a space describes an allocation in it."""
 
     ANY = "any"
     HBM = "hbm"
@@ -50,7 +50,7 @@ class MemorySpace(enum.Enum):
             ) from None
 
     def like(self, x: Any) -> "MemoryRef":
-        """Memory here of the shape and dtype of `x`."""
+        """Memory in this space with the shape and dtype of `x`."""
         return self(x.shape, x.dtype)
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class MemorySpace(enum.Enum):
 
     @property
     def has_windows(self) -> bool:
-        """Whether an operand in this space is divided into blocks by default."""
+        """Whether an operand in this space has blocks by default."""
         return self not in (
             MemorySpace.ANY,
             MemorySpace.HBM,
@@ -72,7 +72,7 @@ class MemorySpace(enum.Enum):
 
 @dataclass(frozen=True, init=False)
 class MemoryRef:
-    """Memory a kernel asks for: shape, dtype and space.
+    """Memory that a kernel requests: shape, dtype and space.
 
     `MemoryRef(shape, dtype, space)`, or `MemoryRef(array_type, space)`.
     """
@@ -131,7 +131,7 @@ class SemaphoreType(enum.Enum):
 
 
 def as_memory_ref(spec: Any) -> MemoryRef | None:
-    """Read one scratch entry: a MemoryRef, a semaphore type, or shape and dtype."""
+    """A scratch entry (or semaphore type, or shape and dtype) as a MemoryRef."""
     if isinstance(spec, MemoryRef):
         return spec
     if isinstance(spec, SemaphoreType):
