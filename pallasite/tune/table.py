@@ -186,7 +186,7 @@ def user_table() -> Table:
 
 
 def keep(entry: Entry) -> None:
-    """Add an entry to the user's file, if there is one.
+    """Add an entry to the user's file, if one may be kept.
 
     Failure to write it is only a warning, as the caller can still use the entry. A file
     that cannot be read (a newer package may have written it) is moved aside.
