@@ -134,6 +134,8 @@ def emit_pipeline(
 ) -> Callable[..., None]:
     """Run `body` over blocks of refs in main memory, from inside a kernel.
 
+    Inside the body, `pl.program_id` counts this pipeline's steps.
+
     Args:
         body: a function of block refs, inputs then outputs (then scratch).
         grid: iteration space; sizes may be values of the kernel.
@@ -153,8 +155,6 @@ def emit_pipeline(
         BufferedRef with overridden methods fetches and writes back its blocks itself,
         and receives whatever is passed in place of its ref. The compiler allocates
         memory for the other blocks.
-
-    Inside the body, `pl.program_id` counts this pipeline's steps.
     """
     del tiling, trace_scopes, no_pipelining, output_wait_read_only
     if unknown:

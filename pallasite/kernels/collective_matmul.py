@@ -84,7 +84,7 @@ def matmul_reduce_scatter(
 ) -> jax.Array:
     """This device's rows of the sum of `x @ y` over devices, in `shard_map`.
 
-    Rows are multiplied while the sums of other rows travel, as float32.
+    Rows are multiplied while the sums of other rows travel in float32.
 
     Args:
         x: (..., devices * rows, k), floating point, usually this device's columns of

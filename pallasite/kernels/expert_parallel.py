@@ -42,9 +42,10 @@ def expert_parallel_mixture(
         down: (experts / devices, hidden, width).
         axis: the mesh axis along which tokens and experts are split.
         capacity: the most rows (a token for one of its experts) that a device sends to
-            another. Beyond that, rows are sent in order of expert, then of token, and
-            the rest contribute nothing. By default tokens * k, which drops none
-            whatever the routing. Each device allocates devices * capacity rows.
+            another. If there are more, the first are sent, in order of expert and then
+            of token, and the rest contribute nothing. By default tokens * k, which
+            drops none whatever the routing. Each device allocates devices * capacity
+            rows.
 
     Returns:
         Like x.

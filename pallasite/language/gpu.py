@@ -522,7 +522,7 @@ def set_max_registers(n: int, *, action: str) -> None:
 def async_prefetch(
     ref: Any, *, collective_axes: Any = None, leader_tracked: Any = None
 ) -> None:
-    """Prefetch what will be copied; does not change results."""
+    """A hint to prefetch what will be copied; does not change results."""
     del ref, collective_axes, leader_tracked
 
 

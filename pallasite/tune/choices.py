@@ -69,10 +69,10 @@ def _suits(entry: Entry, site: Site, default: Config, space: Space) -> bool:
 def configs(source: Table | str | os.PathLike[str]) -> Iterator[Table]:
     """Look up configurations in this table first, in a `with` block.
 
+    Functions traced in the block use them; functions traced outside are retraced.
+
     Args:
         source: a file written by `save` or `pallasite tune --output`, or a table.
-
-    Functions traced in the block use them; functions traced outside are retraced.
     """
     table = source if isinstance(source, Table) else tables.load(source)
     with _active((table, *_active.value)):
