@@ -85,8 +85,8 @@ def exported(module: ModuleType) -> Iterator[str]:
                 names = [a.asname for a in aliases if a.asname == a.name]
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 names = [name]
-            case ast.Assign(targets=[ast.Name(id=name)]):
-                names = [name]
+            case ast.Assign(targets=targets):
+                names = [t.id for t in targets if isinstance(t, ast.Name)]
             case _:
                 names = []
         yield from (name for name in names if name and not name.startswith("_"))
@@ -208,7 +208,8 @@ def methods(class_: ast.ClassDef) -> Iterator[str]:
             continue
         decorators = {ast.unparse(d) for d in statement.decorator_list}
         is_value = decorators & {"property", "functools.cached_property"}
-        listed = ", ".join(parameters(statement, bound=True))
+        bound = "staticmethod" not in decorators
+        listed = ", ".join(parameters(statement, bound=bound))
         written = "" if is_value else f"({listed})"
         summary = (ast.get_docstring(statement) or "").split("\n\n")[0]
         yield f"- `{statement.name}{written}`: {' '.join(summary.split())}"
@@ -222,7 +223,7 @@ def members(class_: type) -> Iterator[str]:
 def entry(item: Name, level: int) -> list[str]:
     lines = [f"{'#' * level} {item.name}", ""]
     if item.definition is None and not made_by_code(item):
-        return [*lines, other(item), ""]
+        return [*lines, *(called(item) or [other(item), ""])]
     doc = textwrap.dedent(inspect.getdoc(item.value) or "").strip()
     assert doc, f"{item.name} has no docstring"
     if item.definition is None:
@@ -248,6 +249,23 @@ def entry(item: Name, level: int) -> list[str]:
 def made_by_code(item: Name) -> bool:
     """A function of ours that another function made, as the atomic ones are."""
     return inspect.isfunction(item.value) and item.home.startswith("pallasite")
+
+
+def called(item: Name) -> list[str] | None:
+    """A value of ours that is called like a function, as `plgpu.SMEM` is."""
+    class_ = definition(type(item.value))
+    if isinstance(item.value, enum.Enum) or not isinstance(class_, ast.ClassDef):
+        return None
+    for statement in class_.body:
+        if isinstance(statement, ast.FunctionDef) and statement.name == "__call__":
+            written = parameters(statement, bound=True)
+            doc = ast.get_docstring(class_) or ""
+            more = ast.get_docstring(statement)
+            lines = [*signature(item.name, written), "", *markdown(doc)]
+            lines += markdown(more) if more else []
+            listed = list(methods(class_))
+            return [*lines, *listed, ""] if listed else lines
+    return None
 
 
 def other(item: Name) -> str:

@@ -13,16 +13,9 @@ from pallasite.calls.gpu_pipeline import emit_pipeline as emit_pipeline
 from pallasite.calls.gpu_pipeline import (
     emit_pipeline_warp_specialized as emit_pipeline_warp_specialized,
 )
-from pallasite.language.gpu import Accumulator, SharedMemory, TensorMemory
-from pallasite.language.gpu import Barrier as Barrier
-from pallasite.language.gpu import ClusterBarrier as ClusterBarrier
 from pallasite.language.gpu import CompilerParams as CompilerParams
-from pallasite.language.gpu import CopyPartition as CopyPartition
 from pallasite.language.gpu import LoweringSemantics as LoweringSemantics
 from pallasite.language.gpu import NDLoopInfo as NDLoopInfo
-from pallasite.language.gpu import OOBFillMode as OOBFillMode
-from pallasite.language.gpu import SwizzleTransform as SwizzleTransform
-from pallasite.language.gpu import TilingTransform as TilingTransform
 from pallasite.language.gpu import TraceScope as TraceScope
 from pallasite.language.gpu import WarpMesh as WarpMesh
 from pallasite.language.gpu import async_copy_smem_to_tmem as async_copy_smem_to_tmem
@@ -41,7 +34,6 @@ from pallasite.language.gpu import commit_tmem as commit_tmem
 from pallasite.language.gpu import copy_gmem_to_smem as copy_gmem_to_smem
 from pallasite.language.gpu import copy_smem_to_gmem as copy_smem_to_gmem
 from pallasite.language.gpu import dynamic_scheduling_loop as dynamic_scheduling_loop
-from pallasite.language.gpu import find_swizzle as find_swizzle
 from pallasite.language.gpu import (
     griddepcontrol_launch_dependents as griddepcontrol_launch_dependents,
 )
@@ -60,6 +52,14 @@ from pallasite.language.gpu import warp_map as warp_map
 from pallasite.language.gpu import wgmma as wgmma
 from pallasite.language.gpu import wgmma_accumulator_load as wgmma_accumulator_load
 from pallasite.language.gpu import wgmma_wait as wgmma_wait
+from pallasite.language.gpu_memory import Accumulator, SharedMemory, TensorMemory
+from pallasite.language.gpu_memory import Barrier as Barrier
+from pallasite.language.gpu_memory import ClusterBarrier as ClusterBarrier
+from pallasite.language.gpu_memory import CopyPartition as CopyPartition
+from pallasite.language.gpu_memory import OOBFillMode as OOBFillMode
+from pallasite.language.gpu_memory import SwizzleTransform as SwizzleTransform
+from pallasite.language.gpu_memory import TilingTransform as TilingTransform
+from pallasite.language.gpu_memory import find_swizzle as find_swizzle
 from pallasite.language.memory_spaces import MemorySpace as MemorySpace
 from pallasite.language.refs import atomic_add as atomic_add
 from pallasite.language.refs import atomic_and as atomic_and
@@ -96,12 +96,20 @@ class Layout(enum.Enum):
     TMA_INDICES_4 = "tma_indices_4"
     TILED = "tiled"
 
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple["Layout", Any, Any]:
+        """A layout with parameters: `Layout.WG_STRIDED(shape, vec_size=2)`."""
+        return self, args, kwargs
+
     def reduce(self, axes: int | tuple[int, ...]) -> tuple["Layout", Any]:
         """The layout of a tile after a reduction."""
         return self, axes
 
 
 _ANYWHERE = "write the kernel with pl.pallas_call and BlockSpecs, which run everywhere"
+_MESH = (
+    "plgpu.kernel(body, out_shape, grid=..., grid_names=..., cluster=..., "
+    "cluster_names=..., num_threads=..., thread_name=...) says the same"
+)
 _OTHER_MEMORY = (
     "let blocks and devices exchange values through main memory, between two kernels"
 )
@@ -109,12 +117,13 @@ _CHECKED = "interpret=pl.Checked() runs kernels on any machine, and checks them"
 __getattr__ = missing.names(
     "pallasite.mosaic_gpu",
     missing.hints(
-        "Mesh PipelinePipeline RefType RefUnion Replicated ShapeDtypeStruct TMEMLayout "
+        "PipelinePipeline RefType RefUnion Replicated ShapeDtypeStruct TMEMLayout "
         "Tiling Transform as_torch_kernel barrier_test im2col_ref inline_mgpu max min "
         "mma print_layout prod sum transform_ref wait_gmem_to_smem "
-        "GPUCompilerParams GPUMesh GPUMemorySpace",
+        "GPUCompilerParams GPUMemorySpace",
         _ANYWHERE,
     )
+    | missing.hints("Mesh GPUMesh", _MESH)
     | missing.hints(
         "PeerMemRef SemaphoreSignal SemaphoreType alloc_semaphore async_store_smem "
         "cluster_ref multicast_ref multimem_load_reduce multimem_store remote_ref "

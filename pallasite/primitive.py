@@ -104,6 +104,19 @@ class Checked:
     machine: Machine = Machine()
 
 
+@dataclass(frozen=True)
+class CheckedElsewhere(Checked):
+    """Checked mode of a GPU kernel called where there is no GPU: not requested by the
+    user, so tools may still compile the kernel with a GPU's backend."""
+
+
+def for_platform(call: "Call", platform: str) -> "Call":
+    """The call as it runs with operands on a platform."""
+    if platform == "cuda" and isinstance(call.interpret, CheckedElsewhere):
+        return replace(call, interpret=False)
+    return call
+
+
 def interpreted(params: Any) -> Checked:
     """Checked mode configured by a `pltpu.InterpretParams`."""
     late = params.random_seed if params.random_seed is not None else "late"

@@ -30,6 +30,7 @@ from pallasite.autodiff.tangent import NoTangentKernel, TangentKernel, tangent_k
 from pallasite.emulation.reversible import emulate_reverse, emulate_smooth
 from pallasite.errors import NoBackwardKernel, UnsupportedError
 from pallasite.ir.nodes import walk
+from pallasite.ops.gpu import GPU_LEVEL
 from pallasite.passes.analysis.partition import pull_back_rule
 from pallasite.passes.matrix_units import write_out
 from pallasite.passes.report_checks import without_checks
@@ -91,11 +92,25 @@ def pull_back(
 
 def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, call: Call) -> Any:
     """The call itself, and beside it a call of its tangent kernel."""
+    _refuse_warpgroups(call)
     plain = _in_plain_ops(call)
     found = _keeping(plain, primals, tangents)
     results, kept = (call_p.bind(*primals, call=call), []) if found is None else found
     # The call itself has checked what its derivatives compute again.
     return results, _push(_unchecked(plain), primals, tangents, kept)
+
+
+def _refuse_warpgroups(call: Call) -> None:
+    """What warpgroups do in the background (products, copies that barriers count) has
+    no rules: a derivative without it would be a wrong one."""
+    found = next((op for op in walk(call.kernel.body) if op.name in GPU_LEVEL), None)
+    if found is not None:
+        raise UnsupportedError(
+            "a kernel that schedules warpgroups itself has no derivative",
+            [("kernel", call.kernel.name), ("op", found.name)],
+            found.loc or call.kernel.loc,
+            "give it one: jax.custom_vjp around the call of plgpu.kernel",
+        )
 
 
 def _unchecked(call: Call) -> Call:

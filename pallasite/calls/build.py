@@ -17,7 +17,12 @@ from pallasite.ir import types as T
 from pallasite.ir.levels import level_of
 from pallasite.ir.nodes import Kernel, Loc, Op, Value
 from pallasite.ir.roles import Pipeline
-from pallasite.language.memory_spaces import MemoryRef, MemorySpace, as_memory_ref
+from pallasite.language.memory_spaces import (
+    MemoryRef,
+    MemorySpace,
+    as_memory_ref,
+    warpgroup_axis,
+)
 from pallasite.language.spec_trees import describe, input_specs, output_specs
 from pallasite.language.specs import CostEstimate, GridSpec, Operand
 from pallasite.language.trace import (
@@ -307,7 +312,11 @@ def _trace_kernel(request: Request, bound: Bound, tree: Any):
         axes = (*axes, (thread_axis, count))
     uncut = [b for b in (*bound.inputs, *bound.outputs) if b.spec.block_shape is None]
     whole = [b.operand for b in uncut] if grid else []
-    return trace(body, full_tree, avals, request.kernel, axes, grid, whole)
+    axis = warpgroup_axis.set(thread_axis if count > 1 else None)
+    try:
+        return trace(body, full_tree, avals, request.kernel, axes, grid, whole)
+    finally:
+        warpgroup_axis.reset(axis)
 
 
 def _import(request: Request, bound: Bound, traced: Any, im: "Importer") -> Kernel:

@@ -18,7 +18,9 @@ from pallasite.language.trace import (
     parameter_names,
     user_location,
 )
-from pallasite.primitive import Checked
+from pallasite.primitive import CheckedElsewhere
+
+MOST_WARPGROUPS = 8  # 1024 threads, the limit of a thread block
 
 
 def kernel(
@@ -66,7 +68,10 @@ def kernel(
     if mesh_options:
         named = ", ".join(mesh_options)
         raise UnsupportedError(
-            f"plgpu.kernel({named}=...) is not available", at=at, fix="leave it out"
+            f"plgpu.kernel({named}=...) is not available",
+            at=at,
+            fix="grid=, grid_names=, cluster=, num_threads= and thread_name= say what "
+            "a mesh says; leave others out",
         )
     for sizes, names, what in (
         (grid, grid_names, "grid"),
@@ -79,6 +84,26 @@ def kernel(
                 at,
                 fix="one name per axis",
             )
+    axis_names = [*grid_names, *cluster_names, *([thread_name] if thread_name else [])]
+    repeated = [name for name in axis_names if axis_names.count(name) > 1]
+    if repeated:
+        raise SpecError(
+            f"two axes of a kernel are called {repeated[0]!r}",
+            [
+                ("grid_names", tuple(grid_names)),
+                ("cluster_names", tuple(cluster_names)),
+                ("thread_name", thread_name),
+            ],
+            at,
+            fix="give each axis a name of its own",
+        )
+    if num_threads is not None and not 1 <= num_threads <= MOST_WARPGROUPS:
+        raise SpecError(
+            f"a block has 1 to {MOST_WARPGROUPS} warpgroups, got {num_threads}",
+            [("num_threads", f"{num_threads}, of 128 threads each")],
+            at,
+            fix="num_threads counts warpgroups; more blocks (grid) do more at once",
+        )
     if (num_threads is None) != (thread_name is None):
         raise SpecError(
             "num_threads and thread_name go together",
@@ -94,7 +119,9 @@ def kernel(
             whole = BlockSpec(memory_space=MemorySpace.GMEM)
             axes = (*grid, *cluster)
             results = len(out) if isinstance(out, (tuple, list)) else 1
-            body, names = _with_scratch(fn, len(args), results, scratch, at)
+            body, names = _with_scratch(
+                fn, len(args), results, scratch, thread_name, at
+            )
             return pallas_call(
                 body,
                 out,
@@ -122,11 +149,16 @@ def _mode(interpret: Any) -> Any:
     """The mode to run in: native on GPUs, checked mode elsewhere."""
     if interpret or jax.default_backend() == "gpu":
         return interpret
-    return Checked()
+    return CheckedElsewhere()
 
 
 def _with_scratch(
-    fn: Callable[..., None], operands: int, results: int, scratch: Any, at: Any
+    fn: Callable[..., None],
+    operands: int,
+    results: int,
+    scratch: Any,
+    thread_name: str | None,
+    at: Any,
 ) -> tuple[Callable[..., None], tuple[str, ...]]:
     """The body with its scratch allocated inside, per thread block; and its names.
 
@@ -143,7 +175,8 @@ def _with_scratch(
     check_signature(fn, (None,) * (refs + len(memory)), named, facts, at)
 
     def body(*given: Any) -> None:
-        run_scoped(lambda *m, **n: fn(*given, *m, **n), *memory, **named)
+        run = lambda *m, **n: fn(*given, *m, **n)
+        run_scoped(run, *memory, collective_axes=thread_name, **named)
 
     known = parameter_names(fn, refs + len(memory))
     each = [*zip(known[refs:], memory, strict=True), *sorted(named.items())]
@@ -153,6 +186,7 @@ def _with_scratch(
         for _ in jax.tree.leaves(types, is_leaf=lambda x: as_memory_ref(x) is not None)
     ]
     body.__wrapped__ = fn  # type: ignore[attr-defined]
+    body.__name__ = name_of(fn)  # the kernel's name in errors
     positional = [
         inspect.Parameter(name or f"ref{n}", inspect.Parameter.POSITIONAL_ONLY)
         for n, name in enumerate(known[:refs])

@@ -4,6 +4,7 @@ Both are plain code that authors could write themselves: a ring of slots in shar
 memory, copies tracked by barriers, and waits.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ from jax import lax
 
 from pallasite import jaxcompat
 from pallasite.errors import SpecError, UnsupportedError
-from pallasite.language import gpu
+from pallasite.language import gpu, gpu_memory
 from pallasite.language.helpers import when
 from pallasite.language.refs import ds, run_scoped
-from pallasite.language.trace import user_location
+from pallasite.language.trace import location_of, user_location
 
 REGISTERS = 512  # of an SM, per thread of one warpgroup
 MAX_REGISTERS = 248  # per thread, in multiples of 8
@@ -75,8 +76,8 @@ class BlockSpec:
 class _Side:
     """One operand of a pipeline: its spec, its array, its slots."""
 
-    def __init__(self, spec: Any, array: Any, at: Any):
-        shape = spec.block_shape
+    def __init__(self, spec: Any, array: Any, steps: "_Steps", at: Any):
+        shape, self.at = spec.block_shape, at
         self.map = spec.index_map
         if shape is None or self.map is None or len(shape) != len(array.shape):
             raise SpecError(
@@ -87,6 +88,8 @@ class _Side:
                 fix="plgpu.BlockSpec(block_shape, index_map), with a size per "
                 "dimension",
             )
+        axes = len(steps.grid)
+        _check_call(self.map, axes, "the index map takes one index per axis", at)
         self.sizes = tuple(shape)
         self.array = array
         self.delay = getattr(spec, "delay_release", 0)
@@ -95,17 +98,67 @@ class _Side:
 
     def memory(self, slots: int) -> Any:
         shape = (slots, *(n for n in self.sizes if n is not None))
-        return gpu.SharedMemory()(shape, self.array.dtype, transforms=self.transforms)
+        return gpu_memory.SharedMemory()(
+            shape, self.array.dtype, transforms=self.transforms
+        )
+
+    def places(self, indices: Sequence[Any]) -> tuple[Any, ...]:
+        """The block index of a step."""
+        places = self.map(*indices)
+        places = tuple(places) if isinstance(places, (tuple, list)) else (places,)
+        if len(places) != len(self.sizes):
+            raise SpecError(
+                "the index map of a plgpu pipeline gives one number per dimension",
+                [("block", self.sizes), ("numbers", len(places))],
+                self.at,
+                fix="lambda *indices: a tuple as long as the block shape",
+            )
+        return places
 
     def block(self, indices: Sequence[Any]) -> Any:
         """The part of the array that is a step's block."""
-        places = self.map(*indices)
-        places = places if isinstance(places, (tuple, list)) else (places,)
         entries = [
             place if size is None else ds(place * size, size)
-            for size, place in zip(self.sizes, places, strict=True)
+            for size, place in zip(self.sizes, self.places(indices), strict=True)
         ]
         return self.array.at[tuple(entries)]
+
+    def is_left(self, steps: "_Steps", step: Any) -> Any:
+        """Whether a step is the last of consecutive steps with the same block.
+
+        Plain True if no two steps share a block: the block index contains every index.
+        """
+        indices = steps.indices(step)
+        places = self.places(indices)
+        moving = [i for i, n in zip(indices, steps.grid, strict=True) if not _is_one(n)]
+        if all(any(place is index for place in places) for index in moving):
+            return True
+        following = self.places(steps.indices(step + 1))
+        left = step + 1 == steps.count
+        for here, there in zip(places, following, strict=True):
+            left = left | (jnp.int32(here) != jnp.int32(there))
+        return left
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _check_call(fn: Callable[..., Any], count: int, what: str, at: Any) -> None:
+    """Reject a function that does not accept this number of arguments."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # it has no signature
+        return
+    try:
+        signature.bind(*(None,) * count)
+    except TypeError as error:
+        raise SpecError(
+            f"{what}: {count} here",
+            [("it takes", signature), ("problem", str(error))],
+            location_of(fn) or at,
+            fix=f"a function of {count} arguments",
+        ) from None
 
 
 class _Steps:
@@ -126,7 +179,7 @@ class _Steps:
     def slot(self, step: Any) -> Any:
         return lax.rem(jnp.int32(step), jnp.int32(self.slots))
 
-    def run(self, body: Callable[..., Any], carry: Any) -> Any:
+    def run(self, body: Callable[..., Any], carry: Any, at: Any) -> Any:
         """Call `body(step, carry)` for each step. Refs in the carry are unchanged."""
         leaves, tree = jax.tree.flatten(carry, is_leaf=jaxcompat.is_ref)
         is_ref = [jaxcompat.is_ref(leaf) for leaf in leaves]
@@ -141,12 +194,42 @@ class _Steps:
             return [leaf for leaf in found if not jaxcompat.is_ref(leaf)]
 
         def step(n: Any, values: Sequence[Any]) -> list[Any]:
-            return values_of(body(n, whole(values)))
+            made = body(n, whole(values))
+            if jax.tree.structure(made, is_leaf=jaxcompat.is_ref) != tree:
+                _refuse_carry(carry, made, at)
+            found = values_of(made)
+            if any(_kind(a) != _kind(b) for a, b in zip(values, found, strict=True)):
+                _refuse_carry(carry, made, at)
+            return found
 
         return whole(lax.fori_loop(0, self.count, step, values_of(carry)))
 
 
-def _sides(in_specs: Any, out_specs: Any, arrays: Sequence[Any], at: Any) -> Any:
+def _kind(value: Any) -> tuple[Any, Any]:
+    return jnp.shape(value), jnp.result_type(value)
+
+
+def _refuse_carry(before: Any, after: Any, at: Any) -> None:
+    text = lambda carry: jax.tree.map(
+        lambda leaf: (
+            "nothing"
+            if leaf is None
+            else f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
+        ),
+        carry,
+        is_leaf=lambda x: x is None or jaxcompat.is_ref(x),
+    )
+    raise SpecError(
+        "a step of a plgpu pipeline returns another kind of carry than it was given",
+        [("given", text(before)), ("returned", text(after))],
+        at,
+        fix="return the next carry from the body, of the same shapes and dtypes",
+    )
+
+
+def _sides(
+    in_specs: Any, out_specs: Any, arrays: Sequence[Any], steps: _Steps, at: Any
+) -> Any:
     ins = jax.tree.leaves(in_specs, is_leaf=_is_spec)
     outs = jax.tree.leaves(out_specs, is_leaf=_is_spec)
     if len(arrays) != len(ins) + len(outs):
@@ -156,7 +239,7 @@ def _sides(in_specs: Any, out_specs: Any, arrays: Sequence[Any], at: Any) -> Any
             at,
             fix="give as many arrays as in_specs and out_specs have entries",
         )
-    sides = [_Side(s, a, at) for s, a in zip((*ins, *outs), arrays, strict=True)]
+    sides = [_Side(s, a, steps, at) for s, a in zip((*ins, *outs), arrays, strict=True)]
     return sides[: len(ins)], sides[len(ins) :]
 
 
@@ -166,6 +249,21 @@ def _is_spec(x: Any) -> bool:
 
 def _called(body: Callable[..., Any], args: Sequence[Any], carry: Any) -> Any:
     return body(*args) if carry is None else body(*args, carry)
+
+
+BODY_TAKES = (
+    "the body takes the indices, one ref per block, and a carry if there is one"
+)
+
+
+def _check_delay(delay: int, slots: int, at: Any) -> None:
+    if delay and delay >= slots:
+        raise SpecError(
+            "a plgpu pipeline needs more slots than steps for which they are kept",
+            [("delay_release", delay), ("max_concurrent_steps", slots)],
+            at,
+            fix=f"max_concurrent_steps={delay + 1} or more",
+        )
 
 
 def emit_pipeline(
@@ -195,7 +293,7 @@ def emit_pipeline(
     steps = _Steps(grid, max_concurrent_steps)
 
     def run(*arrays: Any) -> Any:
-        ins, outs = _sides(in_specs, out_specs, arrays, at)
+        ins, outs = _sides(in_specs, out_specs, arrays, steps, at)
         if any(side.axes for side in (*ins, *outs)):
             raise UnsupportedError(
                 "emit_pipeline: blocks of a cluster share no copies",
@@ -203,8 +301,13 @@ def emit_pipeline(
                 fix="use emit_pipeline_warp_specialized, or leave collective_axes out",
             )
         memory = [s.memory(steps.slots) for s in (*ins, *outs)]
-        barriers = gpu.Barrier(num_arrivals=max(1, len(ins)), num_barriers=steps.slots)
+        barriers = gpu_memory.Barrier(
+            num_arrivals=max(1, len(ins)), num_barriers=steps.slots
+        )
         delay = max((delay_release, *(s.delay for s in ins))) if ins else 0
+        _check_delay(delay, max_concurrent_steps, at)
+        given = 1 + len(ins) + len(outs) + (init_carry is not None)
+        _check_call(body, given, BODY_TAKES, at)
 
         def scoped(full: Any, *slots: Any) -> Any:
             def fetch(step: Any, slot: Any) -> None:
@@ -223,8 +326,13 @@ def emit_pipeline(
                 if outs:
                     gpu.commit_smem()
                     for side, ring in zip(outs, slots[len(ins) :], strict=True):
-                        target = side.block(indices)
-                        gpu.copy_smem_to_gmem(ring.at[slot], target, commit_group=False)
+                        left = side.is_left(steps, step)
+                        gpu.copy_smem_to_gmem(
+                            ring.at[slot],
+                            side.block(indices),
+                            None if left is True else left,
+                            commit_group=False,
+                        )
                     gpu.commit_smem_to_gmem_group()
                 ahead = step - delay + steps.slots
                 due = (step >= delay) & (ahead < steps.count)
@@ -235,7 +343,7 @@ def emit_pipeline(
 
             for n in range(steps.slots):
                 when(n < steps.count)(lambda n=n: fetch(n, n))
-            carry = steps.run(one, init_carry)
+            carry = steps.run(one, init_carry, at)
             if outs:
                 gpu.wait_smem_to_gmem(0)
             return carry
@@ -265,21 +373,21 @@ class WarpSpecializedPipeline:
     def get_allocations(self, *arrays: Any) -> Any:
         """The memory that the pipeline needs, for `pl.run_scoped`."""
         steps = _Steps(self.grid, self.max_concurrent_steps)
-        ins, outs = _sides(self.in_specs, self.out_specs, arrays, self.at)
+        ins, outs = _sides(self.in_specs, self.out_specs, arrays, steps, self.at)
         compute = self.num_compute_wgs
         consumed = len(ins) if self.manual_consumed_barriers else 1
-        free = gpu.Barrier(num_arrivals=compute, num_barriers=steps.slots)
+        free = gpu_memory.Barrier(num_arrivals=compute, num_barriers=steps.slots)
         axes = tuple(sorted({axis for side in ins for axis in side.axes}))
         if axes:  # a slot is free when no thread block reads it
-            free = gpu.ClusterBarrier(
+            free = gpu_memory.ClusterBarrier(
                 collective_axes=axes, num_arrivals=compute, num_barriers=steps.slots
             )
         return (
             tuple(side.memory(steps.slots) for side in ins),
             tuple(side.memory(1) for side in outs),
-            gpu.Barrier(num_arrivals=max(1, len(ins)), num_barriers=steps.slots),
+            gpu_memory.Barrier(num_arrivals=max(1, len(ins)), num_barriers=steps.slots),
             (free,) * consumed,
-            gpu.Barrier(num_arrivals=compute),
+            gpu_memory.Barrier(num_arrivals=compute),
         )
 
     def __call__(self, *arrays: Any, allocations: Any = None) -> None:
@@ -292,7 +400,8 @@ class WarpSpecializedPipeline:
 
     def _run(self, arrays: Sequence[Any], memory: Any) -> None:
         steps = _Steps(self.grid, self.max_concurrent_steps)
-        ins, outs = _sides(self.in_specs, self.out_specs, arrays, self.at)
+        ins, outs = _sides(self.in_specs, self.out_specs, arrays, steps, self.at)
+        self._check(ins, outs)
         rings, results, full, free, stored = memory
         thread = lax.axis_index(self.wg_axis)
         when(thread == self.memory_thread_idx)(
@@ -308,7 +417,7 @@ class WarpSpecializedPipeline:
                 one = lambda n, c: self._step(
                     steps, n, c, (ins, outs), rings, results, full, free, stored
                 )
-                carry = steps.run(one, carry)
+                carry = steps.run(one, carry, self.at)
                 delay = max((s.delay for s in ins), default=0)
                 if delay and not self.manual_consumed_barriers:
                     gpu.wgmma_wait(0)
@@ -324,6 +433,28 @@ class WarpSpecializedPipeline:
                 self.compute_context(pipeline)
 
         when(thread != self.memory_thread_idx)(compute)
+
+    def _check(self, ins: Sequence[_Side], outs: Sequence[_Side]) -> None:
+        threads, wanted = lax.axis_size(self.wg_axis), self.num_compute_wgs + 1
+        if threads != wanted or not 0 <= self.memory_thread_idx < wanted:
+            raise SpecError(
+                "one warpgroup of a warp specialized pipeline copies, all others "
+                "compute",
+                [
+                    (f"warpgroups ({self.wg_axis!r})", threads),
+                    ("num_compute_wgs", self.num_compute_wgs),
+                    ("memory_thread_idx", self.memory_thread_idx),
+                ],
+                self.at,
+                fix=f"plgpu.kernel(num_threads={wanted}), or "
+                f"num_compute_wgs={threads - 1}",
+            )
+        delay = max((s.delay for s in ins), default=0)
+        _check_delay(delay, self.max_concurrent_steps, self.at)
+        if self.compute_context is None:  # otherwise it determines the carry
+            barriers = len(ins) if self.manual_consumed_barriers else 0
+            given = 1 + len(ins) + len(outs) + barriers
+            _check_call(self.body, given, BODY_TAKES, self.at)
 
     def _copy(self, steps: _Steps, ins: Any, rings: Any, full: Any, free: Any) -> None:
         gpu.set_max_registers(self.memory_registers, action="decrease")
@@ -346,7 +477,7 @@ class WarpSpecializedPipeline:
                 )
             return carry
 
-        steps.run(one, ())
+        steps.run(one, (), self.at)
         # All slots must be free at the end, so that the memory can be reused.
         for n in range(steps.slots):
 

@@ -13,15 +13,34 @@ from typing import Any, cast
 import jax
 
 from pallasite.errors import KernelTypeError
+from pallasite.importer import gpu_checks as checks
 from pallasite.importer.importer import Importer
-from pallasite.importer.memory import view
+from pallasite.importer.memory import outside_warpgroups, view
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Op, Span, Value, walk
-from pallasite.ir.rule_table import RuleTable
+from pallasite.ir.rule_table import Rule, RuleTable
+from pallasite.ops.gpu import NOT_OUTSIDE
 from pallasite.passes.analysis.memory import VIEWS
 
 RULES = RuleTable()
+
+
+def _rule(primitive: str) -> Callable[[Rule], Rule]:
+    """A rule for a primitive that only kernels of warpgroups have."""
+
+    def add(fn: Rule) -> Rule:
+        @RULES.rule(f"pallasite_{primitive}")
+        def checked(im: Importer, eqn: Any, *operands: Value) -> Any:
+            if im.threads is None:
+                raise outside_warpgroups(im, f"plgpu.{primitive}")
+            return fn(im, eqn, *operands)
+
+        return fn
+
+    return add
+
+
 PARITIES = 32  # bits of a word
 SWIZZLED_ROWS = 8  # rows that a chip swizzles together
 WARPS = 4  # of a warpgroup
@@ -44,13 +63,21 @@ class Threads:
     parities: dict[int, dict[Value, Value]] = field(
         default_factory=dict[int, dict[Value, Value]]
     )
+    number: int = 0  # of the current warpgroup
     warp: int = -1
 
-    def allocate(self, variable: Any, type_: T.RefType) -> Value:
-        """Memory of all warpgroups: the same for each that gets there."""
+    def allocate(
+        self, im: Importer, variable: Any, type_: T.RefType, own: bool
+    ) -> Value:
+        """Memory of all warpgroups, the same for each that gets there, or of one."""
+        variable = (variable, self.number if own else None)
         if variable not in self.memory:
-            names = [next(self.names, "")]
+            held = [v.ref for v in self.memory.values()]
+            checks.room(im, held, type_)
+            names, before = [next(self.names, "")], self.shared.loc
+            self.shared.loc = im.where
             (ref,) = self.shared.emit("alloc", type=type_, names=names)
+            self.shared.loc = before
             self.memory[variable] = ref
         return self.memory[variable]
 
@@ -112,6 +139,7 @@ def import_threads(
     regions = []
     for number in range(count):
         threads.own, threads.parities = Builder(im.where), {}
+        threads.number = number
         with im.nested() as builder:
             if name is not None:
                 im.mesh_axes[name] = builder.index(number)
@@ -161,7 +189,7 @@ def _barrier(im: Importer, ref: Value, transforms: Any) -> Value:
     return found
 
 
-@RULES.rule("pallasite_barrier_arrive")
+@_rule("barrier_arrive")
 def _barrier_arrive(im: Importer, eqn: Any, *_: Value) -> None:
     ((ref, transforms),) = _parts(im, eqn)
     barrier, space = _barrier(im, ref, transforms), eqn.invars[0].aval.memory_space
@@ -173,7 +201,7 @@ def _barrier_arrive(im: Importer, eqn: Any, *_: Value) -> None:
         im.builder.emit("barrier_expect", barrier, bytes=0)
 
 
-@RULES.rule("pallasite_barrier_wait")
+@_rule("barrier_wait")
 def _barrier_wait(im: Importer, eqn: Any, *_: Value) -> None:
     ((ref, transforms),) = _parts(im, eqn)
     b, barrier = im.builder, _barrier(im, ref, transforms)
@@ -214,23 +242,24 @@ def _number(b: Builder, barriers: Value, one: Value) -> Value:
     return number
 
 
-@RULES.rule("pallasite_copy_gmem_to_smem")
+@_rule("copy_gmem_to_smem")
 def _load_to_smem(im: Importer, eqn: Any, *_: Value) -> None:
     source, target, (ref, transforms) = _parts(im, eqn)
     axes = im.threads.axes_of(im, eqn.params["axes"])
     if axes and eqn.params["first"] is not None:
         _load_counted_by_first(im, source, target, (ref, transforms), axes, eqn)
         return
-    source, target = _ends(im, source, target)
+    source, target = _ends(im, ("gmem", "smem"), source, target)
     barrier, b = _barrier(im, ref, transforms), im.builder
     b.emit("barrier_expect", barrier, bytes=_bytes(target))
+    notes: dict[str, Any] = {NOT_OUTSIDE: True} if eqn.params["inside"] else {}
     if not axes:
-        b.emit("copy_start", source, target, barrier, priority=0)
+        b.emit("copy_start", source, target, barrier, priority=0, **notes)
         return
     blocks, place = _place(im, axes)
     dim = _shared_dim(im, target.ref, blocks)
     source, target = (_part(b, ref, dim, blocks, place) for ref in (source, target))
-    b.emit("cluster_copy", source, target, barrier, axes=axes, to="all")
+    b.emit("cluster_copy", source, target, barrier, axes=axes, to="all", **notes)
 
 
 def _load_counted_by_first(
@@ -247,7 +276,7 @@ def _load_counted_by_first(
     along = eqn.params["first"].axis
     if along is not None and from_.ref.shape[along] == blocks * to.ref.shape[along]:
         from_ = _part(b, from_, along, blocks, place)
-    _check_ends(im, from_, to)
+    checks.ends(im, ("gmem", "smem"), from_, to)
     counted = _barrier(im, *barrier)
     with im.nested() as inner:
         inner.emit("barrier_expect", counted, bytes=blocks * _bytes(to))
@@ -258,7 +287,7 @@ def _load_counted_by_first(
 
 
 def _bytes(ref: Value) -> int:
-    return ref.ref.size * ref.ref.dtype.bits // 8
+    return checks.bytes_of(ref.ref)
 
 
 def _size(im: Importer, axis: int) -> int:
@@ -302,30 +331,18 @@ def _part(b: Builder, ref: Value, dim: int, blocks: int, place: Value) -> Value:
     return b.subview(ref, tuple(index), [b.mul(place, b.index(size))])
 
 
-@RULES.rule("pallasite_copy_smem_to_gmem")
+@_rule("copy_smem_to_gmem")
 def _store_to_gmem(im: Importer, eqn: Any, *_: Value) -> None:
-    source, target = _ends(im, *_parts(im, eqn))
+    source, target = _ends(im, ("smem", "gmem"), *_parts(im, eqn))
     im.builder.emit("copy_start", source, target, priority=0)
 
 
-def _ends(im: Importer, *ends: tuple[Value, Any]) -> tuple[Value, Value]:
+def _ends(
+    im: Importer, spaces: tuple[str, str], *ends: tuple[Value, Any]
+) -> tuple[Value, Value]:
     source, target = (_box(im, ref, transforms) for ref, transforms in ends)
-    _check_ends(im, source, target)
+    checks.ends(im, spaces, source, target)
     return source, target
-
-
-def _check_ends(im: Importer, source: Value, target: Value) -> None:
-    if source.ref.tile != target.ref.tile:
-        raise KernelTypeError(
-            "a copy needs a source and a destination of one shape and dtype",
-            [
-                ("kernel", im.kernel_name),
-                ("source", source.type),
-                ("destination", target.type),
-            ],
-            im.where,
-            "slice both with .at[...]",
-        )
 
 
 def _box(im: Importer, ref: Value, transforms: Any) -> Value:
@@ -388,23 +405,23 @@ def _plus(
     return None, b.add(left, b.mul(right, b.index(step)))
 
 
-@RULES.rule("pallasite_wait_smem_to_gmem")
+@_rule("wait_smem_to_gmem")
 def _wait_stores(im: Importer, eqn: Any) -> None:
     pending, read = eqn.params["pending"], eqn.params["read"]
     im.builder.emit("bulk_wait", pending=pending, read=read)
 
 
-@RULES.rule("pallasite_commit_smem_to_gmem_group")
+@_rule("commit_smem_to_gmem_group")
 def _commit_stores(im: Importer, eqn: Any) -> None:
     im.builder.emit("bulk_commit")
 
 
-@RULES.rule("pallasite_commit_smem")
+@_rule("commit_smem")
 def _commit_smem(im: Importer, eqn: Any) -> None:
     im.builder.emit("fence_async")
 
 
-@RULES.rule("pallasite_wgmma")
+@_rule("wgmma")
 def _wgmma(im: Importer, eqn: Any, *flat: Value) -> None:
     is_tile = eqn.params["is_tile"]
     (acc, at), *rest = _parts(im, eqn, int(is_tile))
@@ -421,6 +438,7 @@ def _wgmma(im: Importer, eqn: Any, *flat: Value) -> None:
         sides.insert(0, (flat[0], False))
     (lhs, left), (rhs, right) = sides
     contract = ((0 if left else 1,), (1 if right else 0,))
+    checks.product(im, sums, (lhs, left), (rhs, right))
     b = im.builder
     result = b.op("wgmma", b.load(sums), lhs, rhs, contract=contract)
     b.store(sums, result)
@@ -433,7 +451,7 @@ def _side(im: Importer, ref: Value, transforms: Any) -> tuple[Value, bool]:
     return view(im, ref, transforms[:-1] if turned else transforms), turned
 
 
-@RULES.rule("pallasite_wgmma_wait")
+@_rule("wgmma_wait")
 def _wgmma_wait(im: Importer, eqn: Any) -> None:
     im.builder.emit("wgmma_wait", pending=eqn.params["pending"])
 
@@ -441,7 +459,7 @@ def _wgmma_wait(im: Importer, eqn: Any) -> None:
 # --- single warps, tensor memory ---
 
 
-@RULES.rule("pallasite_warps")
+@_rule("warps")
 def _warps(im: Importer, eqn: Any, *captured: Value) -> None:
     jaxpr, axis, threads = eqn.params["jaxpr"], eqn.params["axis"], im.threads
     regions = []
@@ -457,7 +475,7 @@ def _warps(im: Importer, eqn: Any, *captured: Value) -> None:
     im.builder.ops.append(Op("warps", regions=tuple(regions), loc=im.where))
 
 
-@RULES.rule("pallasite_tcgen05_mma")
+@_rule("tcgen05_mma")
 def _tensor_mma(im: Importer, eqn: Any, adds: Value, *_: Value) -> None:
     (acc, at), *rest = _parts(im, eqn, 1)
     sums = view(im, acc, at)
@@ -494,24 +512,32 @@ def _pair(im: Importer, eqn: Any) -> tuple[int, ...]:
     return axes
 
 
-@RULES.rule("pallasite_tcgen05_commit_arrive")
+@_rule("tcgen05_commit_arrive")
 def _tensor_commit(im: Importer, eqn: Any, *_: Value) -> None:
     (part,) = _parts(im, eqn)
-    im.builder.emit("tensor_commit", _barrier(im, *part), axes=_pair(im, eqn))
+    barrier = _barrier(im, *part)
+    if not eqn.invars[0].aval.memory_space.orders_tensor_core:
+        raise KernelTypeError(
+            "a barrier that the tensor core arrives at must order its work",
+            [("kernel", im.kernel_name), ("barrier", barrier.type)],
+            im.where,
+            "plgpu.Barrier(orders_tensor_core=True)",
+        )
+    im.builder.emit("tensor_commit", barrier, axes=_pair(im, eqn))
 
 
-@RULES.rule("pallasite_async_copy_smem_to_tmem")
+@_rule("async_copy_smem_to_tmem")
 def _tensor_copy(im: Importer, eqn: Any, *_: Value) -> None:
-    source, target = _ends(im, *_parts(im, eqn))
+    source, target = _ends(im, ("smem", "tmem"), *_parts(im, eqn))
     im.builder.emit("tensor_copy", source, target, axes=_pair(im, eqn))
 
 
-@RULES.rule("pallasite_wait_tmem")
+@_rule("wait_tmem")
 def _tensor_wait(im: Importer, eqn: Any) -> None:
     im.builder.emit("tensor_wait", what=eqn.params["what"])
 
 
-@RULES.rule("pallasite_set_max_registers")
+@_rule("set_max_registers")
 def _set_registers(im: Importer, eqn: Any) -> None:
     count, more = eqn.params["count"], eqn.params["more"]
     im.builder.emit("set_registers", count=count, more=more)

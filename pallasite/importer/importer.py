@@ -71,6 +71,7 @@ class Importer:
         self.scopes: list[GridScope] = []
         self.mesh_axes: dict[str, Value] = {}
         self.env: dict[Any, Value] = {}
+        self.freed: set[Any] = set()  # variables of refs whose memory is gone
         self.hidden: dict[str, Value] = {}
         self.has_subcores = False  # of a SparseCore, which may meet
         self.sums: dict[Value, Any] = {}  # of matrix units (`matrix_units.py`)
@@ -84,6 +85,14 @@ class Importer:
         """The IR value of a jaxpr variable or literal."""
         if hasattr(atom, "val"):
             return self.constant(atom.val, atom.aval)
+        if atom in self.freed:
+            raise KernelTypeError(
+                "a ref is used after the run_scoped that allocated it",
+                [("kernel", self.kernel_name), ("ref", self.env[atom].type)],
+                self.where,
+                "use it inside the function that run_scoped calls, or allocate it "
+                "further out",
+            )
         return self.env[atom]
 
     def constant(self, value: Any, aval: Any) -> Value:
@@ -161,8 +170,9 @@ class Importer:
             else:
                 raise self.unsupported(eqn)
         except TypeRuleError as error:
+            called = name.removeprefix("pallasite_")
             raise KernelTypeError(
-                f"{name}: {error}", [("kernel", self.kernel_name)], self.where
+                f"{called}: {error}", [("kernel", self.kernel_name)], self.where
             ) from None
         if results is None:
             results = ()

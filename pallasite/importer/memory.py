@@ -90,6 +90,13 @@ def _expect_data(im: Importer, ref: Value) -> None:
             fix="hand over the ref itself (x_ref), not what was read from it "
             "(x_ref[...])",
         )
+    if ref.ref.space == "mbarrier":
+        raise KernelTypeError(
+            "a barrier cannot be read or written like memory",
+            [("kernel", im.kernel_name), ("barrier", ref.type)],
+            im.where,
+            "plgpu.barrier_arrive, plgpu.barrier_wait",
+        )
     if ref.ref.is_semaphore:
         raise KernelTypeError(
             "a semaphore cannot be read or written like memory",
@@ -239,6 +246,14 @@ def _span(
         span = Span(None, count, stride)
     else:
         span = Span(start, count, stride)
+    if start is None and span.extent > size:
+        raise RefIndexError(
+            f"a slice of {span.extent} elements is longer than dimension {d} of the "
+            f"ref, which has {size}",
+            [("kernel", im.kernel_name), ("ref", f"{ref.name or 'ref'}: {ref.type}")],
+            im.where,
+            f"at most {size} elements; a smaller block, or pad the array",
+        )
     first = start or 0
     if first < 0 or count < 0 or first + span.extent > size:
         raise _outside(im, ref, d, f"{first}:{first + span.extent}", size)
@@ -415,11 +430,13 @@ def _atomic_cas(im: Importer, eqn: Any, ref: Value, cmp: Value, val: Value, *res
 
 @RULES.rule("empty_ref")
 def _empty_ref(im: Importer, eqn: Any) -> Value:
+    im.freed.discard(eqn.outvars[0])  # a body is imported once per warpgroup
     type_ = _ref_type(im, eqn.outvars[0].aval)
     if type_.space == "device_barrier":
         return im.builder.op("barrier_semaphore")
     if im.threads is not None and type_.space in ("smem", "mbarrier", "tmem"):
-        return im.threads.allocate(eqn.outvars[0], type_)
+        own = getattr(eqn.outvars[0].aval.memory_space, "is_own", False)
+        return im.threads.allocate(im, eqn.outvars[0], type_, own)
     if type_.space == "vmem_shared":
         raise KernelTypeError(
             "memory that subcores share is there from the start",
@@ -451,6 +468,8 @@ def _ref_type(im: Importer, aval: Any) -> T.RefType:
     name = getattr(space, "value", None) or "vmem"
     layout = None
     if hasattr(space, "arrivals"):  # of barriers
+        if im.threads is None:
+            raise outside_warpgroups(im, "plgpu.Barrier")
         blocks = im.threads.blocks_along(im, space.collective_axes)
         orders = (1,) if space.orders_tensor_core else ()
         layout = T.Layout("arrivals", (space.arrivals * blocks, *orders))
@@ -458,6 +477,16 @@ def _ref_type(im: Importer, aval: Any) -> T.RefType:
         layout = T.Layout("swizzle", (space.swizzle,))
     tile = tile_type(aval.inner_aval, im.where)
     return T.RefType(tile.shape, tile.dtype, name, layout)
+
+
+def outside_warpgroups(im: Importer, what: str) -> KernelTypeError:
+    """The error where a kernel without warpgroups uses what only they have."""
+    return KernelTypeError(
+        f"{what} is for kernels that plgpu.kernel makes",
+        [("kernel", im.kernel_name)],
+        im.where,
+        "plgpu.kernel(body, out_shape=..., scratch_shapes=...) instead of pallas_call",
+    )
 
 
 @RULES.rule("freeze")
@@ -469,7 +498,7 @@ def _freeze(im: Importer, eqn: Any, ref: Value) -> Value:
 
 @RULES.rule("free_ref")
 def _free_ref(im: Importer, eqn: Any, ref: Value) -> None:
-    return None
+    im.freed.add(eqn.invars[0])
 
 
 # --- copies and semaphores ---

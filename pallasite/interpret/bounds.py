@@ -61,6 +61,27 @@ class Indices:
             plain.append((entry, operand))
         return plain, unsure
 
+    def copied(self, access: Access, entries: Sequence[Entry]) -> list[Entry]:
+        """Plain entries of what the copy engine copies: it may hang over the edge of
+        the array, but something of it is inside."""
+        plain: list[Entry] = []
+        for d, (entry, operand) in enumerate(entries):
+            if operand is not None and not isinstance(entry, Gather):
+                if type(operand) is Partly:
+                    self._undefined_place(access, operand.codes)
+                operand = int(value_of(operand))
+                self._look_past_edge(access, d, entry, operand)
+            plain.append((entry, operand))
+        return plain
+
+    def _look_past_edge(
+        self, access: Access, d: int, entry: At | Span, start: int
+    ) -> None:
+        n, size = access.ref.ref.shape[d], _extent(entry)
+        if size and (start >= n or start + size <= 0):
+            fix = f"start within 0..{n - 1}; a copy over the edge brings zeros"
+            self._outside(access, d, _span_text(entry, start), n, fix)
+
     def inside(self, access: Access, entries: Sequence[Entry]) -> np.ndarray | None:
         """Which elements of an access without a mask exist; None: all of them.
 
@@ -117,16 +138,13 @@ class Indices:
         if type(operand) is Partly:
             self._undefined_place(access, operand.codes)
         operand = value_of(operand)
-        start, size = int(operand), entry.extent if isinstance(entry, Span) else 1
+        start, size = int(operand), _extent(entry)
         if start >= 0 and start + size <= n:
             return operand
         if mask is None or isinstance(entry, At):
             if mask is None or mask.any():
-                text = (
-                    str(start) if isinstance(entry, At) else f"{start}:{start + size}"
-                )
                 fix = f"keep the start within 0..{n - size}, or mask the access"
-                self._outside(access, d, text, n, fix)
+                self._outside(access, d, _span_text(entry, start), n, fix)
             return operand
         places = start + np.arange(entry.size) * entry.stride
         bad = ((places < 0) | (places >= n)) & _on(mask, [axis])
@@ -171,6 +189,14 @@ class Indices:
                 at = _line_of(index_map) or op.loc
                 self.monitor.report("bounds", what, facts, fix, at)
         return plain
+
+
+def _extent(entry: At | Span) -> int:
+    return entry.extent if isinstance(entry, Span) else 1
+
+
+def _span_text(entry: At | Span, start: int) -> str:
+    return str(start) if isinstance(entry, At) else f"{start}:{start + entry.extent}"
 
 
 def _on(mask: np.ndarray, axes: Any) -> Array:

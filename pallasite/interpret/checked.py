@@ -322,6 +322,10 @@ class CheckedWalker(TensorWalker):
         )
         return view, entries
 
+    def _copied_entries(self, access: Access) -> tuple[View, list[Any]]:
+        view, entries = super()._copied_entries(access)
+        return view, self.index.copied(access, entries)
+
     def do_load(self, op: Op) -> tuple[Array]:
         if self.monitor.options.machine.reads_outside:
             value = self._load_partly_outside(op)
@@ -429,7 +433,8 @@ class CheckedWalker(TensorWalker):
         watched = bool(watched) and not self.moving
         shared = self.is_gpu and how != "reads" and root.ref.space == "smem"
         shared = shared and not self.moving
-        if writer is None and not watched and not shared:
+        tensor = root.ref.space == "tmem" and not self.moving
+        if writer is None and not watched and not shared and not tensor:
             return
         elements = self.touched
         if elements is None:
@@ -439,6 +444,8 @@ class CheckedWalker(TensorWalker):
             self._wrote(root, writer, elements, value)
         if shared:
             self.wrote_shared(root, elements)
+        if tensor:
+            self.touched_tensor_memory(root, how, elements)
         if not watched:
             return
         if self.copies.flying:

@@ -41,8 +41,57 @@ class ClusterWait(Pause):
         self.walker.monitor.report("copies", what, facts, fix)
 
 
+def _whole(source: View, target: View) -> Any:
+    """What a copy of which each block does a part copies: the same for each of them.
+
+    A part is at one place in the source and in the destination, so that the distance
+    of the two is that of the whole. None: not known.
+    """
+    if source.steps or target.steps:
+        return None
+    froms, tos = ([r for r in v.ranges if r.kept] for v in (source, target))
+    fixed = [int(r.start) for v in (source, target) for r in v.ranges if not r.kept]
+    if any(r.stride != 1 for r in (*froms, *tos)) or len(froms) != len(tos):
+        return None
+    apart = [int(a.start) - int(b.start) for a, b in zip(froms, tos, strict=True)]
+    return source.root, (*fixed, *apart)
+
+
 class ClusterWalker(GpuWalker):
     """The walker with what blocks of a cluster do to each other."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        # By op and blocks: what each block copied together with the others so far.
+        self.copied_together: dict[Any, dict[int, list[Any]]] = {}
+
+    def _look_at_sharing(self, op: Op, blocks: Sequence[int], target: End) -> None:
+        """Report blocks that do not copy parts of the same."""
+        context, source = self.schedule.current, self._end(op.operands[0])
+        assert context is not None and context.core is not None
+        of_op = self.copied_together.setdefault((op, tuple(blocks)), {})
+        mine = of_op.setdefault(context.core, [])
+        mine.append((_whole(source.view, target.view), source.elements.box))
+        what, box = mine[-1]
+        for other, theirs in of_op.items():
+            if len(theirs) < len(mine):
+                continue
+            whole, there = theirs[len(mine) - 1]
+            if whole is None or what is None or whole == what:
+                continue
+            facts = [
+                ("source", self.monitor.describe(source.root)),
+                ("part of this block", _box_text(box)),
+                ("other block", self.cores[other].name),
+                ("part of that block", _box_text(there)),
+            ]
+            self.monitor.report(
+                "copies",
+                "blocks of a cluster that share a copy start different ones",
+                facts,
+                "give each block the same source and destination, or leave "
+                "collective_axes out",
+            )
 
     def peers(self, op: Op) -> list[int]:
         """The blocks that differ from this one along the axes of an op only."""
@@ -92,6 +141,8 @@ class ClusterWalker(GpuWalker):
         assert context is not None and context.core is not None
         if op.attrs["to"] == "first":
             blocks = [context.core]
+        else:
+            self._look_at_sharing(op, blocks, target)
         for block, barrier in zip(blocks, barriers, strict=True):
             load: Load = self._started(Load, op, barrier.end)
             load.target = self.end_at(target, block)
@@ -104,3 +155,7 @@ class ClusterWalker(GpuWalker):
         "cluster_arrive": steps_cluster_arrive,
         "cluster_copy": steps_cluster_copy,
     }
+
+
+def _box_text(box: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{low}:{high}" for low, high in box)

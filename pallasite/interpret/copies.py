@@ -42,6 +42,7 @@ class InFlight:
 
     kind: str
     fix: str
+    fix_left: str = "wait() for it"  # where nothing waits for it
     op: Op
     starter: Context | None
     program: str | None
@@ -230,7 +231,7 @@ class Copies:
         ends = {**copy.reads, **copy.writes}
         facts = [(which, self.monitor.describe(e.ref)) for which, e in ends.items()]
         self.monitor.report(
-            "copies", what, facts, "wait() for it", copy.op.loc, copy.program
+            "copies", what, facts, copy.fix_left, copy.op.loc, copy.program
         )
 
 

@@ -63,6 +63,7 @@ class Load(Copy):
     """A copy to shared memory that a barrier counts."""
 
     fix = "wait for the phase of its barrier first"
+    fix_left = "wait for the phase of its barrier (plgpu.barrier_wait)"
     barrier: Barrier
     phase: int
 
@@ -70,7 +71,11 @@ class Load(Copy):
 class Store(Copy):
     """A copy from shared memory, in a group that its context waits for."""
 
-    fix = "bulk_commit its group and bulk_wait for it first"
+    fix = "wait for its group first (plgpu.wait_smem_to_gmem)"
+    fix_left = (
+        "commit its group and wait for it (plgpu.commit_smem_to_gmem_group, "
+        "plgpu.wait_smem_to_gmem)"
+    )
     semaphore_key = "bulk"  # type: ignore[assignment]  # no copy_wait is for it
     write_lane = 0
 
@@ -93,6 +98,7 @@ class Product(InFlight):
 
     kind: ClassVar[str] = "wgmma"
     fix: ClassVar[str] = "wgmma_wait for it first"
+    fix_left: ClassVar[str] = "wgmma_wait(0), or read the accumulator"
     through_window: ClassVar[bool] = False
     writes: ClassVar[dict[str, End]] = {}
 
@@ -119,6 +125,8 @@ class PhaseWait(Pause):
         same = barrier.phase % 2 == parity
         self.phase = barrier.phase if same else barrier.phase - 1
         self.is_over = False
+        # How many phases whoever waits has seen the end of; more may have ended.
+        self.seen = walker.phases_seen.get((walker.schedule.current, barrier), 0)
 
     def ready(self) -> bool:
         return self.barrier.phase > self.phase
@@ -130,19 +138,34 @@ class PhaseWait(Pause):
         name = self.walker.monitor.describe(self.barrier.end.ref)
         place = list(self.walker.place(self.barrier))
         b = self.barrier
-        missing = f", {b.missing} bytes missing" if b.missing else ""
+        missing = f", {b.missing} bytes missing" if b.missing > 0 else ""
+        if b.missing < 0:
+            missing = f", {-b.missing} bytes came that no copy here expects"
+        late = f"; {b.phase} ended, it saw {self.seen}" if self._is_late() else ""
         return (
             f"waits for phase {self.phase} (parity {self.phase % 2}) of {name} at "
-            f"{place}, which has {b.arrived} of {b.arrivals} arrivals{missing}"
+            f"{place}, which has {b.arrived} of {b.arrivals} arrivals{missing}{late}"
         )
+
+    def _is_late(self) -> bool:
+        """Phases have ended that it has not waited for: a wait sees parities only."""
+        return self.phase == self.barrier.phase and self.barrier.phase >= self.seen + 2
 
     def report(self) -> None:
         what = "a wait for a phase of a barrier that is never complete"
-        if self.barrier.arrived == self.barrier.arrivals:
+        if self._is_late():
+            what = "phases of a barrier have ended without a wait for each of them"
+            fix = (
+                "count every copy and arrival of a phase in num_arrivals, and let the "
+                "next phase end only after a wait for this one"
+            )
+        elif self.barrier.arrived == self.barrier.arrivals:
             fix = "expect as many bytes as the copies bring"
         else:
             fix = "arrive as often as the barrier counts, or wait for the other parity"
         facts = [("waits for", f"phase {self.phase} (parity {self.phase % 2})")]
+        if self._is_late():
+            facts = [("phases", f"{self.barrier.phase} ended, {self.seen} waited for")]
         self.walker.report_barrier(self.barrier, what, facts, fix)
 
 
@@ -185,6 +208,7 @@ class GpuWalker(DeviceWalker):
         super().__init__(*args)
         self.is_gpu = uses_gpu_level(self.kernel.body)
         self.barriers: dict[Any, Barrier] = {}
+        self.phases_seen: dict[Any, int] = {}  # by context and barrier
         self.meetings: dict[Any, Meeting] = {}
         self.warpgroups: dict[Context, int] = {}
         self.products: dict[Context | None, list[Product]] = {}
@@ -308,6 +332,7 @@ class GpuWalker(DeviceWalker):
         yield wait
         wait.is_over = True
         self.races.meet((barrier, wait.phase))
+        self.phases_seen[self.schedule.current, barrier] = wait.phase + 1
         self.phase_seen(barrier, wait.phase)
 
     def steps_named_barrier(self, op: Op) -> Steps:

@@ -121,8 +121,17 @@ class Monitor:
         while step is not None and not step.name:
             step = self.roots.parent.get(step)
         role = self.role(ref)
-        who = f"unnamed {role}" if step is None else f"{step.name} ({role})"
+        who = self._unnamed(ref, role) if step is None else f"{step.name} ({role})"
         return f"{who}, {ref.ref.tile}"
+
+    def _unnamed(self, ref: Value, role: str) -> str:
+        """Memory without a name, by the line that allocates it."""
+        while ref in self.roots.parent:
+            ref = self.roots.parent[ref]
+        maker = self._makers.get(ref)
+        if maker is None or maker.loc is None:
+            return f"unnamed {role}"
+        return f"{role} of {maker.loc}"
 
     def role(self, ref: Value) -> str:
         while True:

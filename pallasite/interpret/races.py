@@ -78,6 +78,7 @@ _FIX_BLOCKS = (
     "give each program its own block, or leave the axis out of "
     'dimension_semantics ("arbitrary")'
 )
+_FIX_PARTS = "give each block of threads its own part of the array"
 _FIX_ORDER = (
     "signal a semaphore, or arrive at a barrier, after the one and wait for it before "
     "the other"
@@ -323,7 +324,9 @@ class Races:
             ("element", element),
             ("other program", self.monitor.program_text(other)),
         ]
-        self.monitor.report("races", _what(how, earlier), facts, _FIX_BLOCKS)
+        of_gpu = memory.ref.ref.space == "gmem"  # whose blocks run at the same time
+        fix = _FIX_PARTS if of_gpu else _FIX_BLOCKS
+        self.monitor.report("races", _what(how, earlier), facts, fix)
 
     def _named(self, root: Value) -> Value:
         """An operand that is also a result is shown as the result."""

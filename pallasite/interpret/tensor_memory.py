@@ -14,6 +14,7 @@ from pallasite.interpret.clusters import ClusterWalker
 from pallasite.interpret.copies import End, InFlight
 from pallasite.interpret.gpu_level import Barrier
 from pallasite.interpret.numbers import run_pure
+from pallasite.interpret.numpy_memory import Elements
 from pallasite.interpret.schedule import Context, Pause, Steps
 from pallasite.interpret.shadow_tiles import value_of
 from pallasite.interpret.views import entries_of
@@ -64,6 +65,41 @@ def _named(name: str, ends: Sequence[End]) -> dict[str, End]:
     return {f"{name}{n or ''}": end for n, end in enumerate(ends)}
 
 
+class Unfinished:
+    """Loads or stores of tensor memory that were not waited for, by element."""
+
+    def __init__(self) -> None:
+        self.marks: dict[Value, np.ndarray] = {}  # numbers of accesses, 0 for none
+        self.accesses: dict[int, tuple[int, Op | None]] = {}  # lane, and where
+        self.count = 0
+
+    def add(self, root: Value, elements: Elements, lane: int, op: Op | None) -> None:
+        if root not in self.marks:
+            self.marks[root] = np.zeros(root.ref.shape, np.int32)
+        self.count += 1
+        elements.set(self.marks[root], self.count)
+        self.accesses[self.count] = lane, op
+
+    def end(self, lane: int) -> None:
+        """A lane has waited for its own."""
+        done = [n for n, (by, _) in self.accesses.items() if by == lane]
+        for root, marks in self.marks.items():
+            self.marks[root] = np.where(np.isin(marks, done), 0, marks)
+        for n in done:
+            del self.accesses[n]
+
+    def find(self, root: Value, elements: Elements) -> tuple[Any, Op | None] | None:
+        """The place of an element that one is in flight for, and the access."""
+        marks = self.marks.get(root)
+        if marks is None:
+            return None
+        found = np.ravel(np.asarray(elements.of(marks)))
+        if not found.any():
+            return None
+        n = int(np.argmax(found != 0))
+        return elements.position(marks.shape, n), self.accesses[int(found[n])][1]
+
+
 class TensorWalker(ClusterWalker):
     """The walker with tensor memory."""
 
@@ -72,12 +108,48 @@ class TensorWalker(ClusterWalker):
         self.queues: dict[Any, list[Work]] = {}
         self.tensor_lanes: dict[Any, int] = {}
         self._products: dict[Op, Block] = {}
+        self.tensor_loads, self.tensor_stores = Unfinished(), Unfinished()
 
     def steps_warps(self, op: Op) -> Steps:
         group = self.schedule.fork(
             [(f"warp {n}", self.steps(r)) for n, r in enumerate(op.regions)]
         )
         yield from self.side_by_side(op, group)
+
+    def allocate(self, root: Value) -> None:
+        super().allocate(root)
+        for unfinished in (self.tensor_loads, self.tensor_stores):
+            unfinished.marks.pop(root, None)
+
+    # --- loads and stores by threads ---
+
+    def touched_tensor_memory(self, root: Value, how: str, elements: Elements) -> None:
+        """A warpgroup loads or stores elements; either ends at a wait of its own."""
+        lane, op = self.races.lane, self.monitor.op
+        self._look_at_threads(root, how, elements)
+        kept = self.tensor_loads if how == "reads" else self.tensor_stores
+        kept.add(root, elements, lane, op)
+
+    def _look_at_threads(self, root: Value, how: str, elements: Elements) -> None:
+        """Report what is read before a store of it, or written before a load of it,
+        was waited for."""
+        unfinished = self.tensor_stores if how == "reads" else self.tensor_loads
+        found = unfinished.find(root, elements)
+        if found is None:
+            return
+        place, earlier = found
+        facts = [
+            ("ref", self.monitor.describe(root)),
+            ("element", place),
+            ("accessed at", earlier.loc if earlier is not None else None),
+        ]
+        if how == "reads":
+            what = "tensor memory is read before a store to it was waited for"
+            fix = "plgpu.commit_tmem() after plgpu.async_store_tmem"
+        else:
+            what = "tensor memory is written before a load of it was waited for"
+            fix = "plgpu.wait_load_tmem() after plgpu.async_load_tmem"
+        self.monitor.report("copies", what, facts, fix)
 
     # --- what is started ---
 
@@ -100,6 +172,9 @@ class TensorWalker(ClusterWalker):
         for end in reads.values():
             if end.root.ref.space == "smem":
                 self._look_at_fences(end, op)
+        for how, ends in (("reads", reads), ("writes", writes)):
+            for end in ends.values():
+                self._look_at_threads(end.root, how, end.elements)
         with races.as_lane(lane):
             for how, ends in (("reads", reads), ("writes", writes)):
                 for end in ends.values():
@@ -205,6 +280,8 @@ class TensorWalker(ClusterWalker):
         yield Pause(op)
 
     def steps_tensor_wait(self, op: Op) -> Steps:
+        is_load = op.attrs["what"] == "loads"
+        (self.tensor_loads if is_load else self.tensor_stores).end(self.races.lane)
         yield Pause(op)
 
     def signalling(self, barrier: Barrier) -> list[Any]:

@@ -92,6 +92,36 @@ def narrow(view: View, entries: Sequence[Entry], numbers: Numbers) -> View:
     return replace(view, ranges=tuple(ranges))
 
 
+# --- views of what the copy engine of a GPU brings ---
+
+
+def reach(view: View, entries: Sequence[Entry], numbers: Numbers) -> View:
+    """The view of a subview that is not clamped: outside are zeros, and nothing that
+    is written there stays."""
+    kept, ranges, bounds = iter(entries), [], []
+    for r in view.ranges:
+        if not r.kept:
+            ranges.append(r)
+            bounds.append(None)
+            continue
+        entry, operand = next(kept)
+        assert not isinstance(entry, Gather)
+        size, stride = (1, 1) if isinstance(entry, At) else (entry.size, entry.stride)
+        extent = (size - 1) * stride + 1
+        start = entry.start if operand is None else operand
+        low, high, ends = r.low, r.high, None
+        if not (isinstance(start, int) and 0 <= start <= r.size - extent):
+            ends = (r.start, numbers.add(r.start, (r.size - 1) * r.stride + 1))
+            low = ends[0] if low is None else numbers.larger(low, ends[0])
+            high = ends[1] if high is None else numbers.smaller(high, ends[1])
+        place = numbers.add(r.start, numbers.mul(start, r.stride))
+        keeps = isinstance(entry, Span)
+        ranges.append(Range(place, size, r.stride * stride, keeps, low, high))
+        bounds.append(ends)
+    fills = (*view.fills, Fill(0, tuple(bounds))) if any(bounds) else view.fills
+    return replace(view, ranges=tuple(ranges), fills=fills)
+
+
 def _run(entry: At | Span, operand: Any, extent: int, numbers: Numbers):
     """Start, size, stride and kept of a run inside `extent` elements, clamped."""
     size, stride = (1, 1) if isinstance(entry, At) else (entry.size, entry.stride)

@@ -18,6 +18,7 @@ from pallasite.interpret.views import (
     entries_of,
     narrow,
     picks_of,
+    reach,
     whole_picks,
 )
 from pallasite.interpret.windows import Padding, plan_padding, window_ranges
@@ -34,7 +35,7 @@ from pallasite.ir.nodes import (
 from pallasite.ir.roles import Loop, Pipeline, While
 from pallasite.ops.fused import written_out
 from pallasite.ops.gpu import product_of
-from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.analysis.memory import Roots, over_edges
 
 Rule = Callable[[Any, Op], Any]  # (walker, op) -> its results, None if it has none
 
@@ -57,6 +58,7 @@ class Walker:
         self.predicate: Array | None = None
         self._accesses: dict[Op, Access] = {}
         self._blocks: dict[Op, Block] = {}  # what fused ops stand for
+        self._over_edges = over_edges(kernel.body)
 
     # --- whole kernels ---
 
@@ -302,8 +304,16 @@ class Walker:
     # --- views ---
 
     def do_subview(self, op: Op) -> tuple[View]:
+        if op.result in self._over_edges:
+            view, entries = self._copied_entries(self.access(op))
+            if not view.steps:
+                return (reach(view, entries, self.numbers),)
         view, entries = self._entries(self.access(op))
         return (narrow(view, entries, self.numbers),)
+
+    def _copied_entries(self, access: Access) -> tuple[View, list[Any]]:
+        """Of a view that the copy engine uses."""
+        return Walker._entries(self, access)
 
     def _add_step(self, op: Op, kind: str, arg: Any) -> tuple[View]:
         view: View = self.env[op.operands[0]]

@@ -12,235 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.language import refs
+from pallasite.language.gpu_memory import CopyPartition, OOBFillMode
 from pallasite.language.helpers import when
-from pallasite.language.memory_spaces import MemoryRef, MemorySpace
 from pallasite.language.refs import flatten_views, kernel_primitive
 from pallasite.language.trace import trace, user_location
-
-# --- memory ---
-
-
-@dataclass(frozen=True)
-class BarrierSpace:
-    """The space of barriers; it includes the arrivals that complete a phase.
-
-    For a cluster's barriers, `arrivals` counts those of each thread block along
-    `collective_axes`.
-    """
-
-    arrivals: int
-    collective_axes: tuple[str, ...] = ()
-    is_first_only: bool = False  # only the first thread block's barrier counts
-    orders_tensor_core: bool = False
-    value: str = "mbarrier"
-
-
-@dataclass(frozen=True)
-class SwizzledSpace:
-    """Shared memory swizzled in rows of `swizzle` bytes."""
-
-    swizzle: int
-    value: str = "smem"
-
-
-def Barrier(
-    *,
-    num_arrivals: int = 1,
-    num_barriers: int | Sequence[int] = 1,
-    orders_tensor_core: bool = False,
-) -> MemoryRef:
-    """Barriers in shared memory: each phase ends after `num_arrivals` arrivals.
-
-    Args:
-        num_arrivals: from `barrier_arrive`, or one per copy that names the barrier.
-        num_barriers: how many barriers; `ref.at[i]` is one of them.
-        orders_tensor_core: for `tcgen05_mma` and for ordering accesses to TMEM.
-    """
-    return _barriers(
-        num_barriers, BarrierSpace(num_arrivals, orders_tensor_core=orders_tensor_core)
-    )
-
-
-def ClusterBarrier(
-    *,
-    collective_axes: str | Sequence[str],
-    num_barriers: int | Sequence[int] = 1,
-    num_arrivals: int = 1,
-    orders_tensor_core: bool = False,
-    leader_tracked: bool = False,
-) -> MemoryRef:
-    """Barriers in each thread block of a cluster; an arrival counts at all of them.
-
-    Args:
-        collective_axes: the cluster axes whose thread blocks arrive.
-        num_barriers: how many barriers.
-        num_arrivals: arrivals of each thread block that together complete a phase.
-        orders_tensor_core: as for `Barrier`.
-        leader_tracked: arrivals count only at the first thread block's barrier.
-    """
-    axes = (collective_axes,) if isinstance(collective_axes, str) else collective_axes
-    space = BarrierSpace(num_arrivals, tuple(axes), leader_tracked, orders_tensor_core)
-    return _barriers(num_barriers, space)
-
-
-def _barriers(count: int | Sequence[int], space: BarrierSpace) -> MemoryRef:
-    if space.arrivals < 1:
-        raise SpecError(
-            f"a barrier needs at least one arrival, got {space.arrivals}",
-            at=user_location(),
-            fix="plgpu.Barrier(num_arrivals=1)",
-        )
-    shape = (count,) if isinstance(count, int) else tuple(count)
-    return MemoryRef(shape, np.int32, space)
-
-
-@dataclass(frozen=True)
-class CopyPartition:
-    """What each thread block of a cluster copies if the first one counts the copies.
-
-    `CopyPartition.PARTITIONED(axis)`: its part along an axis;
-    `CopyPartition.REPLICATED`: the same as all others.
-    """
-
-    axis: int | None = None
-
-    @staticmethod
-    def PARTITIONED(axis: int) -> "CopyPartition":
-        return CopyPartition(axis)
-
-
-CopyPartition.REPLICATED = CopyPartition()  # type: ignore[attr-defined]
-
-
-class OOBFillMode(enum.Enum):
-    """What a copy reads outside an array: here zeros in every mode."""
-
-    UNDEFINED = 0
-    PROMISE_IN_BOUNDS = 1
-    ZEROS = 2
-
-
-@dataclass(frozen=True)
-class SharedMemory:
-    """`plgpu.SMEM`: a memory space; calling it describes shared memory."""
-
-    value: str = "smem"
-
-    def __call__(
-        self, shape: Sequence[int], dtype: Any, *, transforms: Any = (), **more: Any
-    ) -> MemoryRef:
-        """Shared memory of a shape. Transforms describe its layout and do not change
-        results; backends use only the swizzle."""
-        given = sorted(k for k, v in more.items() if v is not None)
-        if given:
-            raise UnsupportedError(
-                f"plgpu.SMEM({given[0]}=...) is not available",
-                at=user_location(),
-                fix="leave it out",
-            )
-        memory = MemorySpace.SMEM(shape, dtype)
-        swizzle = swizzle_of(transforms)
-        if swizzle is None:
-            return memory
-        return MemoryRef(memory.shape, memory.dtype, SwizzledSpace(swizzle))
-
-
-@dataclass(frozen=True)
-class TensorSpace:
-    """Tensor memory, possibly of two thread blocks that multiply together."""
-
-    collective: bool = False
-    packed: bool = False  # several small elements per word
-    value: str = "tmem"
-
-
-@dataclass(frozen=True)
-class TensorMemory:
-    """`plgpu.TMEM`: calling it describes tensor memory, for `tcgen05_mma`."""
-
-    value: str = "tmem"
-
-    def __call__(
-        self,
-        shape: Sequence[int],
-        dtype: Any,
-        *,
-        layout: Any = None,
-        collective: bool | None = None,
-        packed: bool | None = None,
-    ) -> MemoryRef:
-        """Tensor memory of a shape; `layout` does not change results."""
-        del layout
-        memory = MemorySpace.TMEM(shape, dtype)
-        space = TensorSpace(bool(collective), bool(packed))
-        return MemoryRef(memory.shape, memory.dtype, space)
-
-
-class Accumulator:
-    """`plgpu.ACC((m, n), dtype)`: an accumulator of `wgmma`, initially zero."""
-
-    def __call__(self, shape: Sequence[int], dtype: Any = jnp.float32) -> MemoryRef:
-        return MemorySpace.REGS(tuple(shape), dtype)
-
-    @staticmethod
-    def init(value: Any) -> "StartedAt":
-        """An accumulator for `pl.run_state` with an initial value."""
-        return StartedAt(value)
-
-
-@jax.tree_util.register_pytree_node_class
-class StartedAt:
-    """An accumulator's initial value."""
-
-    memory_space = MemorySpace.REGS
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def tree_flatten(self) -> Any:
-        return (self.value,), None
-
-    @classmethod
-    def tree_unflatten(cls, aux: Any, children: Any) -> "StartedAt":
-        return cls(*children)
-
-
-@dataclass(frozen=True)
-class TilingTransform:
-    """A tiled layout of shared memory. Does not change results."""
-
-    tiling: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class SwizzleTransform:
-    """A swizzled layout of shared memory. Does not change results."""
-
-    swizzle: int
-
-
-def swizzle_of(transforms: Sequence[Any]) -> int | None:
-    """The swizzle among transforms, in bytes; 16 means none."""
-    found = [t.swizzle for t in transforms if isinstance(t, SwizzleTransform)]
-    return found[-1] if found and found[-1] > 16 else None
-
-
-def find_swizzle(minor_dim_bits: int, what: str = "") -> int:
-    """The largest swizzle, in bytes, that divides a row of `minor_dim_bits`."""
-    for swizzle in (128, 64, 32, 16):
-        if minor_dim_bits % (swizzle * 8) == 0:
-            return swizzle
-    raise SpecError(
-        f"no swizzle fits rows of {minor_dim_bits} bits" + f" of {what}" * bool(what),
-        at=user_location(),
-        fix="make the last dimension a multiple of 16 bytes",
-    )
-
 
 # --- primitives ---
 
@@ -305,9 +84,9 @@ def copy_gmem_to_smem(
             receive the data, each copying a part of it.
         leader_tracked: each thread block copies its part or all of `src` for itself;
             the first one's barrier counts the copies of all.
-        oob_mode: elements outside the array are zeros in every mode.
+        oob_mode: elements outside the array are zeros in every mode; checked mode
+            reports a copy that leaves the array with `PROMISE_IN_BOUNDS`.
     """
-    del oob_mode
     if leader_tracked is not None and collective_axes is None:
         raise SpecError(
             "copy_gmem_to_smem: leader_tracked is for copies of several blocks",
@@ -316,7 +95,13 @@ def copy_gmem_to_smem(
         )
     axes = (collective_axes,) if isinstance(collective_axes, str) else collective_axes
     flat, tree = flatten_views(src, dst, barrier)
-    load_to_smem_p.bind(*flat, tree=tree, axes=tuple(axes or ()), first=leader_tracked)
+    load_to_smem_p.bind(
+        *flat,
+        tree=tree,
+        axes=tuple(axes or ()),
+        first=leader_tracked,
+        inside=oob_mode is OOBFillMode.PROMISE_IN_BOUNDS,
+    )
 
 
 def copy_smem_to_gmem(

@@ -6,6 +6,7 @@ that an operand has no window. Each space carries its name in the IR.
 
 import enum
 import operator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,3 +142,30 @@ def as_memory_ref(spec: Any) -> MemoryRef | None:
         space = space if isinstance(space, MemorySpace) else MemorySpace.VMEM
         return MemoryRef(tuple(spec.shape), np.dtype(spec.dtype), space)
     return None
+
+
+# --- memory private to one of several warpgroups ---
+
+# The warpgroup axis of the kernel being traced, if it has several warpgroups.
+warpgroup_axis: ContextVar[str | None] = ContextVar("warpgroup_axis", default=None)
+
+
+@dataclass(frozen=True)
+class OwnSpace:
+    """A memory space of which each warpgroup of a thread block has its own part."""
+
+    space: Any
+    is_own: bool = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "space"), name)
+
+
+def of_whom(memory: MemoryRef, collective_axes: Any) -> MemoryRef:
+    """Scoped memory, shared by all warpgroups if they allocate it together."""
+    axis, axes = warpgroup_axis.get(), collective_axes
+    axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
+    space = getattr(memory.memory_space, "value", None)
+    if axis is None or axis in axes or space not in ("smem", "mbarrier", "tmem"):
+        return memory
+    return MemoryRef(memory.shape, memory.dtype, OwnSpace(memory.memory_space))

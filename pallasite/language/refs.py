@@ -25,6 +25,7 @@ from pallasite.language.memory_spaces import (
     MemorySpace,
     SemaphoreType,
     as_memory_ref,
+    of_whom,
 )
 from pallasite.language.trace import innermost_grid, user_location
 
@@ -639,15 +640,15 @@ def run_scoped(f: Any, *types: Any, collective_axes: Any = (), **kw_types: Any) 
     Args:
         f: takes one ref per entry of `types` (pytrees allowed).
         types: `pltpu.VMEM(shape, dtype)`, `SemaphoreType.DMA`, or shape and dtype.
-        collective_axes: accepted for compatibility.
+        collective_axes: with the name of the axis of warpgroups, all of them get the
+            same memory; without it, in a `plgpu.kernel`, each gets its own.
         kw_types: like `types`, passed by keyword.
 
     Returns:
         What `f` returns.
     """
-    del collective_axes
     leaves, tree = jax.tree.flatten((types, kw_types), is_leaf=_is_memory)
-    refs = [allocate(leaf) for leaf in leaves]
+    refs = [allocate(leaf, collective_axes) for leaf in leaves]
     args, kwargs = jax.tree.unflatten(tree, refs)
     result = f(*args, **kwargs)
     if any(jaxcompat.is_ref(leaf) for leaf in jax.tree.leaves(result)):
@@ -679,7 +680,7 @@ def _is_memory(x: Any) -> bool:
     return as_memory_ref(x) is not None
 
 
-def allocate(spec: Any) -> Any:
+def allocate(spec: Any, collective_axes: Any = ()) -> Any:
     memory = as_memory_ref(spec)
     if memory is None:
         raise KernelTypeError(
@@ -687,7 +688,7 @@ def allocate(spec: Any) -> Any:
             at=user_location(),
             fix="pltpu.VMEM((128, 128), jnp.float32) or pltpu.SemaphoreType.DMA",
         )
-    return _empty_ref(memory)
+    return _empty_ref(of_whom(memory, collective_axes))
 
 
 def _empty_ref(memory: MemoryRef) -> Any:

@@ -360,6 +360,14 @@ def explain_trace_failure(
             "pass one array (jnp.asarray of a list of numbers), or take the refs one "
             "by one",
         )
+    if isinstance(error, NameError) and (axis := _UNBOUND_AXIS.search(text)):
+        return KernelTypeError(
+            f"no axis is called {axis[1]!r} here",
+            facts,
+            at,
+            "a name of grid_names, cluster_names or thread_name, of the mesh of "
+            "pl.kernel or pl.core_map, or of a jax.shard_map around the call",
+        )
     if "Out of bound slice" in text:
         return RefIndexError(
             "a slice reaches outside its ref",
@@ -590,6 +598,7 @@ _FIXES_BY_TEXT = {
     'pl.debug_print("{:.3f}", x)',
 }
 
+_UNBOUND_AXIS = re.compile(r"unbound axis name: ([^\s.]+)")
 _STORE_REFUSED = re.compile(
     r"Invalid (?P<what>shape|dtype) for `(?:swap|addupdate)`\. "
     r"(?:Ref shape: (?P<ref>\(.*?\))\. Expected shape: (?P<picked>\(.*?\))\. "

@@ -95,12 +95,18 @@ def _cluster_copy(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return barrier_rule((barrier,), attrs)
 
 
+# A note of a copy: the author promises that it stays inside of the array.
+NOT_OUTSIDE = "gpu.inside"
+GPU_LEVEL: set[str] = {"roles"}  # ops that only kernels of warpgroups have
+
+
 def gpu_row(
     name: str, rule: TypeRule, arity: int | None, attrs: tuple[str, ...], **kw: Any
 ) -> OpDef:
     kw = {"unit": Unit.MEMORY, **kw}
     row = OpDef(name, rule, arity, attrs=attrs, effect=Effect.WRITE, level=EXPLICIT,
                 layouts=True, **kw)  # fmt: skip
+    GPU_LEVEL.add(name)
     return register(row)
 
 

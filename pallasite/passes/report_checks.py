@@ -10,6 +10,7 @@ that every op of some kind gets: numbers that are NaN, quotients by zero, and in
 past the end of a ref.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
 from pallasite.ir.build import Builder
@@ -29,6 +30,7 @@ from pallasite.ir.opdef import table
 from pallasite.ir.rewrite import Rewriter, map_ops
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import I32, INDEX, RefType, TileType
+from pallasite.passes.analysis.memory import over_edges
 
 # Elementwise ops whose results are not NaN unless an operand is: not worth a check.
 _PASS_ON = {"neg", "abs", "sign", "max", "min", "select_n", "clamp", "cast", "bitcast"}
@@ -88,7 +90,7 @@ def report_checks(kernel: Kernel, kinds: frozenset[str]) -> Reporting | None:
         op.name in ("roles", "warps") for op in walk(pipeline.body)
     ):
         return None
-    inserted = _Inserted(kinds, kernel.num_outputs)
+    inserted = _Inserted(kinds, kernel.num_outputs, over_edges(pipeline.body))
     body = map_ops(pipeline.body, inserted.rewrite)
     if not inserted.reports:
         return None
@@ -134,8 +136,8 @@ def _own_element(grid: tuple[int, ...], ref: Value) -> tuple[Window, Block]:
 class _Inserted:
     """Puts code in place of checks, and around ops that are checked anyway."""
 
-    def __init__(self, kinds: frozenset[str], first_result: int):
-        self.kinds = kinds
+    def __init__(self, kinds: frozenset[str], first_result: int, may_leave: Set[Value]):
+        self.kinds, self.may_leave = kinds, may_leave  # views that leave their array
         self.reports: list[Report] = []
         self.first_result = first_result  # the position of the first ref's result
         self.refs = [Value(RefType((), I32, "block"), "failed")]
@@ -150,7 +152,8 @@ class _Inserted:
             divisor = op.operands[1]
             ok = _all(b, b.ne(divisor, b.like(0, divisor)))
             self.report(b, ok, Report("div", op.name))
-        if "index" in self.kinds and op.name in _ACCESSES:
+        is_inside = op.name != "subview" or op.result not in self.may_leave
+        if "index" in self.kinds and op.name in _ACCESSES and is_inside:
             self.check_indices(b, Access.of(op), op.name)
         makes_nan = "nan" in self.kinds and _may_make_nan(op)
         if not b.ops and not makes_nan:

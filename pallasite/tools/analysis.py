@@ -21,7 +21,7 @@ from pallasite.passes.analysis.grid import Axis, analyze
 from pallasite.passes.analysis.work import Work, count
 from pallasite.passes.run import run
 from pallasite.passes.tpu_blocks import why_small
-from pallasite.primitive import Call, Site, wants_emulation
+from pallasite.primitive import Call, Site, for_platform, wants_emulation
 from pallasite.target import Chip, Named
 from pallasite.tools.hints import Facts, hints
 from pallasite.tools.pass_notes import notes
@@ -133,6 +133,7 @@ def _compile(
 ) -> tuple[Made | None, str, tuple[str, ...], str]:
     """Compiles a call with the target's backends: the result, why that backend, its
     warnings, and why there is no result."""
+    call = for_platform(call, target.platform)
     if wants_emulation(call):
         return None, "the call asks for it", (), ""
     order, why = backends_for(call, target)

@@ -59,7 +59,7 @@ def ring(wrong=""):
 
                     @pl.when(i >= 2)
                     def _():
-                        plgpu.barrier_wait(empty.at[s])
+                        plgpu.barrier_wait(empty.at[s])  # empty
 
                 plgpu.copy_gmem_to_smem(x.at[:, part], a.at[s], full.at[s])  # load
                 if wrong != "bytes":
@@ -75,7 +75,9 @@ def ring(wrong=""):
                         plgpu.barrier_wait(full.at[s])  # full
                     plgpu.wgmma(acc, a.at[s], b.at[s])  # wgmma
                     plgpu.wgmma_wait(1 if wrong == "wait" else 0)
-                    if wrong != "arrive":
+                    if wrong == "once":
+                        pl.when(i == 0)(lambda: plgpu.barrier_arrive(empty.at[s]))
+                    elif wrong != "arrive":
                         plgpu.barrier_arrive(empty.at[s])
 
                 return acc[...]
@@ -92,14 +94,14 @@ def ring(wrong=""):
 
 def run_ring(wrong="", **options):
     x, y = operands((M, K), (K, N))
-    transforms = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+    tiled = lambda n: (plgpu.TilingTransform((8, n)), plgpu.SwizzleTransform(4 * n))
     kernel = ring(wrong)
     got = plgpu.kernel(
         kernel,
         out_type=out(M, N),
         scratch_types=[
-            plgpu.SMEM((2, M, BLOCK), F32, transforms=transforms),
-            plgpu.SMEM((2, BLOCK, N), F32, transforms=transforms),
+            plgpu.SMEM((2, M, BLOCK), F32, transforms=tiled(BLOCK)),
+            plgpu.SMEM((2, BLOCK, N), F32, transforms=tiled(N)),
             plgpu.SMEM((M, N), F32),
             plgpu.Barrier(num_arrivals=2, num_barriers=2),
             plgpu.Barrier(num_barriers=2),
@@ -123,13 +125,14 @@ def test_a_ring_is_right():
         ("bytes", "phase", "full"),
         ("full", "destination of a copy is read|at the same time|phase", "wgmma"),
         ("wait", "of a wgmma is written|at the same time", "load"),
-        ("arrive", "a deadlock", "full"),
+        ("arrive", "a barrier that nothing in it arrives at", "empty"),
+        ("once", "a deadlock", "full"),
         ("fence", "with no fence between", "store"),
         ("store", "still in flight|never waited for", "store"),
     ],
 )
 def test_what_is_left_out_is_found(wrong, message, mark):
-    with pytest.raises(CheckError) as raised:
+    with pytest.raises((CheckError, KernelTypeError)) as raised:
         run_ring(wrong)
     text = str(raised.value)
     assert any(part in text for part in message.split("|")), text

@@ -84,10 +84,26 @@ def test_a_copy_is_shared_by_the_blocks_of_a_cluster():
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("wrong", ["refill", "alone", "arrive"])
-def test_what_is_left_out_is_found(wrong):
-    with pytest.raises(CheckError):
+@pytest.mark.parametrize(
+    "wrong, error",
+    [("refill", CheckError), ("alone", CheckError), ("arrive", KernelTypeError)],
+)
+def test_what_is_left_out_is_found(wrong, error):
+    with pytest.raises(error):
         run(wrong)
+
+
+def test_blocks_that_share_a_copy_copy_the_same():
+    def kernel(x, o, buffer, full):
+        rank = lax.axis_index("pair")
+        plgpu.copy_gmem_to_smem(x.at[rank], buffer, full, collective_axes="pair")
+        plgpu.barrier_wait(full)
+        o[rank] = buffer[...]
+
+    memory = [plgpu.SMEM((8, 8), F32), plgpu.Barrier()]
+    x = jnp.ones((2, 8, 8), F32)
+    with pytest.raises(CheckError, match="share a copy start different ones"):
+        plgpu.kernel(kernel, x, scratch_shapes=memory, **PAIR)(x)
 
 
 def test_each_block_has_its_own_memory():

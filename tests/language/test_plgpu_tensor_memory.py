@@ -279,3 +279,52 @@ def test_refusals_say_what_is_wrong(product, message):
     memory = [plgpu.TMEM((16, 16), F32)] + [plgpu.SMEM((16, 16), F32)] * 2
     with pytest.raises(KernelTypeError, match=message):
         plgpu.kernel(kernel, out(16, 16), scratch_shapes=memory)()
+
+
+# --- loads and stores that are not waited for ---
+
+
+def through_tensor_memory(wrong):
+    def kernel(x, y, o, ys, held, sums, full, done):
+        plgpu.copy_gmem_to_smem(y, ys, full)
+        plgpu.async_store_tmem(held, x[...])
+        if wrong != "store":
+            plgpu.commit_tmem()
+        plgpu.barrier_wait(full)
+        plgpu.tcgen05_mma(sums, held, ys, done, accumulate=False)
+        plgpu.barrier_wait(done)
+        o[...] = plgpu.async_load_tmem(sums)
+        if wrong != "load":
+            plgpu.wait_load_tmem()
+        plgpu.tcgen05_mma(sums, held, ys, done, accumulate=False)
+        plgpu.barrier_wait(done)
+
+    x, y = operands((32, 32), (32, 32))
+    orders = dict(orders_tensor_core=wrong != "order")
+    memory = [
+        plgpu.SMEM((32, 32), F32),
+        plgpu.TMEM((32, 32), F32),
+        plgpu.TMEM((32, 32), F32),
+        plgpu.Barrier(),
+        plgpu.Barrier(**orders),
+    ]
+    got = plgpu.kernel(kernel, out(32, 32), scratch_shapes=memory)(x, y)
+    return got, x @ y
+
+
+def test_through_tensor_memory():
+    got, want = through_tensor_memory("")
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "wrong, error, message",
+    [
+        ("store", CheckError, "read before a store to it was waited for"),
+        ("load", CheckError, "written before a load of it was waited for"),
+        ("order", KernelTypeError, "must order its work"),
+    ],
+)
+def test_tensor_memory_that_is_not_waited_for(wrong, error, message):
+    with pytest.raises(error, match=message):
+        through_tensor_memory(wrong)

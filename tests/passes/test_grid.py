@@ -344,3 +344,25 @@ def test_two_unknown_offsets_are_not_taken_for_one():
         )
 
     assert analyze(rows("%a", "%b")).sequential == (0,)
+
+
+@pytest.mark.parametrize("space", ["any", "hbm", "gmem"])
+def test_a_result_without_a_window_that_every_step_writes(space):
+    """The last one stays: it is an array, not scratch that each step fills anew."""
+
+    def info(store: str):
+        return analyze(
+            parse_kernel(f"""
+        kernel @k(%o: ref<f32[4,8] {space}>) outputs 1 {{
+          pipeline {{grid=(4,), semantics=("arbitrary",), windows=()}}
+            body (%i: i32) {{
+              {store}
+            }}
+        }}
+    """)
+        )
+
+    all_rows = "%z: f32[4,8] = constant {value=0.0} store %o[:, :] = %z"
+    one_row = "%z: f32[8] = constant {value=0.0} store %o[%i, :] = %z"
+    assert info(all_rows).sequential == (0,)
+    assert info(one_row).parallel == (0,)

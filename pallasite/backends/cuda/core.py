@@ -71,6 +71,12 @@ class Tile:
         return halves and self.spread is not None and self.registers % 2 == 0
 
 
+ELSEWHERE = "use backend='triton', or interpret=True for this kernel"
+ONLY_HERE = (  # no other backend takes what `plgpu.kernel` makes
+    "write it otherwise; interpret=pl.Checked() runs plgpu kernels on any machine"
+)
+
+
 class Core:
     """Knows nothing of our ops."""
 
@@ -88,6 +94,7 @@ class Core:
         self.loops = 0  # how many loops are open
         self.arch = ""  # the only architecture that the code is for; empty: any
         self.approx_math = False  # the author wants speed, not the last digits
+        self.is_authored = False  # the roles are an author's, not `specialize`'s
 
     def refuse(self, op: Op, why: str = "", fix: str = "") -> NoReturn:
         """This backend does not have `op` on these operands."""
@@ -97,7 +104,7 @@ class Core:
             f"backend 'cuda' does not have {op.name} on {shapes}",
             [("op", print_op(op, regions=False)), ("why", why or None)],
             op.loc,
-            fix or "use backend='triton', or interpret=True for this kernel",
+            fix or (ONLY_HERE if self.is_authored else ELSEWHERE),
         )
 
     def type(self, dtype: DType, op: Op) -> str:

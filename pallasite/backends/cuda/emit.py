@@ -160,7 +160,11 @@ class Emitter(TensorMemory):
                     if not value.is_ref:
                         rows, columns = value.tile.shape
                         if rows % (64 * self.warpgroups) or columns % 8:
-                            self.refuse(op, f"a product of {rows} x {columns} elements")
+                            self.refuse(
+                                op,
+                                f"a product of {rows} x {columns} elements; rows come "
+                                f"by {64 * self.warpgroups}, columns by 8",
+                            )
                         found[value] = self.sums_spread(rows, columns)
         return found
 
@@ -179,7 +183,7 @@ class Emitter(TensorMemory):
                 f"a program, of {self.most_shared}",
                 [("kernel", kernel.name)],
                 kernel.loc,
-                "use smaller blocks, or backend='triton'",
+                "use smaller blocks" + ", or backend='triton'" * (not self.is_authored),
             )
         scratch = self.programs * MAP_BYTES * len(self.maps)
         if scratch:

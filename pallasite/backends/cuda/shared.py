@@ -77,7 +77,6 @@ class Shared(Memory):
         self.rings: dict[Value, Ring] = {}
         self.users: Mapping[Value, Sequence[Op]] = {}  # of values of the program
         self.in_role = False
-        self.is_authored = False  # the roles are an author's, not `specialize`'s
         self.rows_beside = False  # of products; see `accumulator`
         self.meetings = Meetings(Roots(Block()))
         self.accessed = NOTHING

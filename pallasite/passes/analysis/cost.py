@@ -13,9 +13,7 @@ from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.opdef import Unit, table
 from pallasite.ir.roles import Cond, Dot, Loop, Pipeline, While
 from pallasite.ir.types import Type
-from pallasite.passes.analysis.memory import VIEWS
-
-MAIN_MEMORY = frozenset({"any", "hbm", "host", "gmem"})
+from pallasite.passes.analysis.memory import MAIN_MEMORY, VIEWS
 
 
 @dataclass(frozen=True)

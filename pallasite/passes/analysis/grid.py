@@ -29,7 +29,7 @@ from pallasite.passes.analysis.carried import (
     is_overwritten,
     reads_unwritten,
 )
-from pallasite.passes.analysis.memory import Roots, read_refs
+from pallasite.passes.analysis.memory import MAIN_MEMORY, Roots, read_refs
 from pallasite.passes.place_windows import unclamped
 
 PARALLEL = ("parallel", "core_parallel", "subcore_parallel", "cluster")
@@ -440,7 +440,7 @@ class _Analysis:
                 continue
             if ref in mapped:
                 yield Carry(name, self.everything)
-            elif ref in self.outer or ref.ref.space not in ("any", "hbm", "host"):
+            elif ref in self.outer or ref.ref.space not in MAIN_MEMORY:
                 start = carried_from(self.body, ref, self.ids, self.grid)
                 yield Carry(name, frozenset(range(start, len(self.grid))))
             else:

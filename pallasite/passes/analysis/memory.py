@@ -1,12 +1,14 @@
 """Which memory each ref reaches, and which refs ops read and write (static facts)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.roles import DotStore, Pipeline
+from pallasite.ops.gpu import NOT_OUTSIDE
 
+MAIN_MEMORY = frozenset({"any", "hbm", "host", "gmem"})
 VIEWS = ("subview", "reshape_view", "bitcast_view", "transpose_view", "block_view")
 _SIGNALS = ("sem_signal", "sem_signal_core", "sem_signal_device")
 # Of a remote copy, what this device's memory is to it: every device runs the kernel.
@@ -212,3 +214,26 @@ def check_inputs_are_kept(
                     "alias it to a result with input_output_aliases, or use "
                     "interpret=True",
                 )
+
+
+# --- what the copy engine of a GPU reaches ---
+
+
+def over_edges(block: Block) -> frozenset[Value]:
+    """Views of main memory that only the copy engine uses: they may leave the array."""
+    views = {op.result: op for op in walk(block) if op.name == "subview"}
+    found: set[Value] = set()
+    for op in walk(block):
+        for value in _engine_ends(op):
+            while value in views and value.ref.space == "gmem":
+                found.add(value)
+                value = views[value].operands[0]
+    return frozenset(found)
+
+
+def _engine_ends(op: Op) -> Sequence[Value]:
+    if op.name not in ("copy_start", "cluster_copy") or op.attrs.get(NOT_OUTSIDE):
+        return ()
+    # A barrier counts the copy, or it is a store in a group.
+    of_gpus = len(op.operands) == 2 or op.operands[2].ref.space == "mbarrier"
+    return op.operands[:2] if of_gpus else ()

@@ -1,8 +1,8 @@
 """Waits that nothing can end are refused when a kernel is traced.
 
-On a TPU such a wait never returns; elsewhere a program is a single thread, and
-the wait would only change a count. Waits that come too early, or too often, depend on
-what runs: checked mode reports those.
+On a TPU, and among warpgroups of a GPU, such a wait never returns; elsewhere a program
+is a single thread, and the wait would only change a count. Waits that come too early,
+or too often, depend on what runs: checked mode reports those.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,18 @@ _SIGNALS = {
     "sem_signal": slice(0, 1),
     "sem_signal_core": slice(0, 1),
     "sem_signal_device": slice(0, 1),
+    # Barriers of a GPU.
+    "barrier_expect": slice(0, 1),
+    "barrier_arrive": slice(0, 1),
+    "cluster_arrive": slice(0, 1),
+    "cluster_copy": slice(2, 3),
+    "tensor_commit": slice(0, 1),
 }
-_WAITS = {"copy_wait": slice(2, 3), "sem_wait": slice(0, 1)}
+_WAITS = {
+    "copy_wait": slice(2, 3),
+    "sem_wait": slice(0, 1),
+    "barrier_wait": slice(0, 1),
+}
 
 
 def refuse_endless_waits(kernel: Kernel) -> None:
@@ -32,7 +42,7 @@ def refuse_endless_waits(kernel: Kernel) -> None:
     for op in ops:
         for ref in _semaphores(op, _WAITS):
             root = roots.of(ref)
-            waits = op.name == "copy_wait" or op.operands[1] not in zeros
+            waits = op.name != "sem_wait" or op.operands[1] not in zeros
             if waits and root in own and root not in counted:
                 raise _refusal(kernel, op, root)
 
@@ -55,6 +65,13 @@ def _refusal(kernel: Kernel, op: Op, root: Value) -> KernelTypeError:
             ],
             op.loc,
             "start() it first, with the same semaphore",
+        )
+    if op.name == "barrier_wait":
+        return KernelTypeError(
+            "the kernel waits for a barrier that nothing in it arrives at",
+            [("kernel", kernel.name), ("barrier", semaphore)],
+            op.loc,
+            "plgpu.barrier_arrive there, or start a copy that names the barrier",
         )
     return KernelTypeError(
         "the kernel waits for a semaphore that it never signals",

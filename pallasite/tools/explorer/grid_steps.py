@@ -19,8 +19,8 @@ from pallasite.backends.cpu.call.parallel_units import Sharing
 from pallasite.ir.nodes import Kernel, Op
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.passes.analysis.block_table import evaluate_map
-from pallasite.passes.analysis.cost import MAIN_MEMORY
 from pallasite.passes.analysis.grid import analyze
+from pallasite.passes.analysis.memory import MAIN_MEMORY
 from pallasite.passes.analysis.work import extent
 
 MOST_STEPS = 1024

@@ -12,7 +12,7 @@ import pallasite as pl
 from pallasite import mosaic_gpu as plgpu
 from pallasite.backends import base, cuda
 from pallasite.backends.cuda import nvrtc
-from pallasite.errors import UnsupportedError
+from pallasite.errors import ResourceError, UnsupportedError
 from pallasite.target import GPUS
 from tests.backends.cuda import host
 
@@ -712,7 +712,7 @@ def test_chips_that_have_no_such_instructions(monkeypatch):
 
 def test_more_shared_memory_than_there_is():
     x, y = operands((128, 192), (192, 128))
-    with pytest.raises(UnsupportedError, match="bytes of shared memory"):
+    with pytest.raises(ResourceError, match="294912 are needed"):
         text(lambda x, y: ring(x, y, slots=9), x, y)
 
 
@@ -720,3 +720,11 @@ def test_the_backend_takes_them():
     text(ring, *operands((128, 192), (192, 128)))
     (kernel,) = pl.lower(ring)(*operands((128, 192), (192, 128))).kernels
     assert base.defaults("cuda", kernel)[0] == "cuda"
+
+
+@needs_nvrtc
+def test_tools_ask_the_backend_for_gpus_that_are_not_here():
+    """Here such kernels run in checked mode, which nobody asked for."""
+    args = operands((128, 192), (192, 128))
+    report = pl.explain(ring, target="gpu:h200", measure=False)(*args)
+    assert report.kernels[0].backend == "cuda"

@@ -1,0 +1,147 @@
+"""What `plgpu` refuses when a kernel is traced: memory that no chip has, copies between
+the wrong memories, products that no matrix instruction makes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pallasite.errors import KernelTypeError, ResourceError
+from pallasite.ir import types as T
+from pallasite.ir.nodes import Value
+from pallasite.target.table import GPUS
+
+SHARED_BYTES = max(chip.shared.bytes for chip in GPUS.values())
+TENSOR_COLUMNS = 512  # of 32 bits, of a multiprocessor's tensor memory
+PLACES = {
+    "gmem": "main memory (GMEM)",
+    "smem": "shared memory (SMEM)",
+    "tmem": "tensor memory (TMEM)",
+    "regs": "an accumulator",
+    "mbarrier": "barriers",
+}
+# By the dtype of both sides of a wgmma: what it can add to.
+SUMS_OF = {
+    "bf16": ("f32",),
+    "f16": ("f32", "f16"),
+    "f32": ("f32",),
+    "i8": ("i32",),
+    "u8": ("i32",),
+    "f8e4m3fn": ("f32", "f16"),
+    "f8e5m2": ("f32", "f16"),
+}
+
+
+def bytes_of(ref: T.RefType) -> int:
+    return ref.size * ref.dtype.bits // 8
+
+
+def _columns_of(ref: T.RefType) -> int:
+    """At least: small elements may have a column each."""
+    return -(-ref.shape[-1] * ref.dtype.bits // 32) if ref.shape else 1
+
+
+def room(im: Any, held: Sequence[T.RefType], more: T.RefType) -> None:
+    """Refuse memory of a block of threads that no chip has."""
+    for space, unit, needed, most in (
+        ("smem", "bytes", bytes_of, SHARED_BYTES),
+        ("tmem", "columns of 32 bits", _columns_of, TENSOR_COLUMNS),
+    ):
+        before = sum(needed(ref) for ref in held if ref.space == space)
+        if more.space != space or before + needed(more) <= most:
+            continue
+        total = before + needed(more)
+        raise ResourceError(
+            f"a block of threads has {most} {unit} of {PLACES[space]}, "
+            f"and {total} are needed",
+            [
+                ("kernel", im.kernel_name),
+                ("this one", f"{more.tile}: {needed(more)} {unit}"),
+                ("allocated before it", f"{before} {unit}"),
+            ],
+            im.where,
+            "smaller blocks, or fewer slots (max_concurrent_steps)",
+        )
+
+
+def ends(im: Any, spaces: tuple[str, str], source: Value, target: Value) -> None:
+    """Refuse a copy between other memories, or of other shapes, than it is for."""
+    facts = [
+        ("kernel", im.kernel_name),
+        ("source", source.type),
+        ("destination", target.type),
+    ]
+    words = zip(("from", "to"), (source.ref, target.ref), spaces, strict=True)
+    for word, ref, space in words:
+        if ref.space != space:
+            found = PLACES.get(ref.space, ref.space)
+            fix = (
+                "copy_gmem_to_smem(src, dst, barrier) is to shared memory, "
+                "copy_smem_to_gmem(src, dst) from it"
+            )
+            raise KernelTypeError(
+                f"this copy is {word} {PLACES[space]}, not {word} {found}",
+                facts,
+                im.where,
+                fix,
+            )
+    if source.ref.tile != target.ref.tile:
+        raise KernelTypeError(
+            "a copy needs a source and a destination of one shape and dtype",
+            facts,
+            im.where,
+            "slice both with .at[...]",
+        )
+
+
+def product(
+    im: Any, sums: Value, left: tuple[Value, bool], right: tuple[Value, bool]
+) -> None:
+    """Refuse a wgmma of shapes or dtypes that do not go together.
+
+    Args:
+        im: the importer.
+        sums: the accumulator.
+        left, right: each side, and whether it is stored the other way round.
+    """
+    problem = _shape_problem(sums, left, right)
+    fix = "sums are plgpu.ACC((m, n), ...), sides (m, k) and (k, n)"
+    if problem is None:
+        problem, fix = _dtype_problem(sums, left[0].type.dtype, right[0].type.dtype)
+    if problem is not None:
+        facts = [
+            ("kernel", im.kernel_name),
+            ("sums", sums.type),
+            ("left", left[0].type),
+            ("right", right[0].type),
+        ]
+        raise KernelTypeError(problem, facts, im.where, fix)
+
+
+def _shape_problem(
+    sums: Value, left: tuple[Value, bool], right: tuple[Value, bool]
+) -> str | None:
+    lhs, rhs = (
+        side.type.shape[::-1] if turned else side.type.shape
+        for side, turned in (left, right)
+    )
+    for side in (left[0], right[0]):
+        if side.is_ref and side.ref.space != "smem":
+            return f"a wgmma multiplies what is in {PLACES['smem']}"
+    if len(lhs) != 2 or len(rhs) != 2:
+        return "a wgmma multiplies matrices"
+    if lhs[1] != rhs[0] or sums.ref.shape != (lhs[0], rhs[1]):
+        return "a product does not fit the sums that it is added to"
+    return None
+
+
+def _dtype_problem(sums: Value, lhs: T.DType, rhs: T.DType) -> tuple[str | None, str]:
+    of_bytes = lhs.bits == rhs.bits == 8 and lhs.is_float == rhs.is_float
+    if lhs != rhs and not of_bytes:
+        fix = "cast one of them; the left side may be a value, x[...].astype(...)"
+        return "the two sides of a wgmma have different dtypes", fix
+    known = SUMS_OF.get(lhs.name, ())
+    if sums.ref.dtype.name in known:
+        return None, ""
+    if not known:
+        return f"no wgmma multiplies {lhs}", "cast the sides to bfloat16 or float16"
+    wanted = f"plgpu.ACC({sums.ref.shape}, jnp.{T.DTYPES[known[0]].numpy_name})"
+    return f"a wgmma of {lhs} cannot add to {sums.ref.dtype}", wanted
