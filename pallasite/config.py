@@ -1,4 +1,4 @@
-"""Typed knobs: each an environment variable, a default and a line of documentation.
+"""Typed knobs, each with an environment variable, a default and a description.
 
 `config.get("verify")` reads one; `config.override(verify=True)` sets some for a block.
 """
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-VERSION = "0.1.0"  # of the package, also where it is not installed
-PACKAGE = Path(__file__).resolve().parent  # where the source of the package is
+VERSION = "0.1.0"  # of the package, even if it is not installed
+PACKAGE = Path(__file__).resolve().parent  # the package's source folder
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ _kept: dict[str, Any] = {}
 
 
 def get(name: str) -> Any:
-    """The value of a knob: override, else what was kept, else environment, else
-    default."""
+    """The value of a knob: override, else the value set by `keep`, else environment,
+    else default."""
     knob, overrides = KNOBS[name], _overrides.get() or {}
     for values in (overrides, _kept):
         if name in values:
@@ -104,7 +104,7 @@ def get(name: str) -> Any:
 
 
 def keep(name: str, value: Any) -> None:
-    """Set a knob for the rest of the process; None takes that back."""
+    """Set a knob for the rest of the process; None undoes that."""
     assert name in KNOBS
     _kept.pop(name, None)
     if value is not None:

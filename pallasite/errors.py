@@ -1,8 +1,8 @@
-"""Every exception Pallasite raises, and the one form their messages have.
+"""Every exception Pallasite raises, and the common form of their messages.
 
 Form: what is wrong; aligned facts (operand, numbers); the user's line; the fix. Each
-class also inherits the built-in a JAX user expects, so that libraries can catch it, and
-both where JAX itself raises either.
+class also inherits from the built-in exception a JAX user expects, so that libraries
+can catch it, and from both where JAX itself raises either.
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,22 +48,22 @@ class RefIndexError(PallasError, IndexError, ValueError):
 
 
 class UnsupportedError(PallasError, NotImplementedError):
-    """The language or a backend does not have an operation."""
+    """The language, or a backend, has no such operation."""
 
 
 class NotFusible(UnsupportedError):
-    """Blocks of a value do not pass through the function that makes or uses it."""
+    """A function that produces or uses a value cannot be computed on its blocks."""
 
 
 class NoBackwardKernel(UnsupportedError):
     """A kernel's cotangents cannot be computed by a generated kernel; `what` says why.
 
-    Not an answer to the user: the functional form takes over.
+    Users never see it: the functional form takes over.
     """
 
 
 def no_assembly(op: Any) -> UnsupportedError:
-    """What every way to run a kernel but a GPU's says of an `inline_asm` op."""
+    """The error for an `inline_asm` op anywhere but on a GPU."""
     return UnsupportedError(
         "PTX assembly (elementwise_inline_asm) runs on NVIDIA GPUs only",
         [("assembly", op.attrs["asm"])],
@@ -73,7 +73,7 @@ def no_assembly(op: Any) -> UnsupportedError:
 
 
 class UnknownBackendError(SpecError):
-    """`backend=` names nothing we have."""
+    """`backend=` names no known backend."""
 
     def __init__(self, name: object, known: tuple[str, ...], at: Any = None):
         super().__init__(
@@ -89,24 +89,24 @@ class ResourceError(PallasError):
 
 
 class ChipMemoryError(ResourceError):
-    """Blocks need more of a chip's own memory (shared memory, VMEM) than it has.
+    """Blocks need more on-chip memory (shared memory, VMEM) than the chip has.
 
-    Where no backend is named, the platform's next one is asked: it may do with less.
+    If no backend is named, the platform's next one is tried: it may need less.
     """
 
 
 class CompileError(PallasError, RuntimeError):
-    """The compiler that a backend uses refused generated code; its output is kept."""
+    """The compiler that a backend uses rejected the code; its output is kept."""
 
 
 class MissingPackageError(PallasError, ImportError):
-    """A package is not installed that only this feature needs."""
+    """A package that only this feature needs is not installed."""
 
 
 class CheckError(PallasError, RuntimeError):
     """Checked mode found a bug in the kernel.
 
-    `kind` is the field of `pl.Checked` that looks for it, "check" for a debug_check.
+    `kind` is the field of `pl.Checked` that detects it, "check" for a debug_check.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class CheckError(PallasError, RuntimeError):
 
 
 def failed_check(message: str, values: Sequence[Any], at: Any = None) -> str:
-    """What a failing debug_check says; values are for the fields of its message.
+    """The message of a failing debug_check, with values for its fields.
 
-    `at` is its line, where the error that gets the text has no place for that.
+    `at` is its line, if the error that gets the text cannot carry one.
     """
     shown = message.format(*values) if values else message
     where = f" at {at}" if at else ""
@@ -136,7 +136,7 @@ class VerifyError(PallasError):
 
 
 class ParseError(PallasError, ValueError):
-    """IR text that cannot be read."""
+    """IR text that cannot be parsed."""
 
 
 class InternalError(PallasError, AssertionError):
@@ -148,16 +148,16 @@ class PallasWarning(UserWarning):
 
 
 class KernelWarning(PallasWarning):
-    """A kernel is traced that is plainly wrong: its results are not defined."""
+    """A kernel is wrong in every run: its results are undefined."""
 
 
 class FallbackWarning(PallasWarning):
-    """A kernel runs through the emulation because no native backend took it."""
+    """A kernel runs through the emulation because no native backend accepted it."""
 
 
 class PerformanceWarning(PallasWarning):
-    """A kernel runs, but slower than with the change that the message names."""
+    """A kernel runs slower than it would with the change the message names."""
 
 
 class PartitionWarning(PallasWarning):
-    """A kernel under sharded `jit` needs whole operands that came in parts."""
+    """A kernel under sharded `jit` needs whole operands, but they are sharded."""

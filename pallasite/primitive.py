@@ -1,8 +1,8 @@
-"""The primitive of every kernel call, with its rules side by side.
+"""The primitive of every kernel call, with all its rules.
 
 Its one parameter, a `Call`, holds the Kernel IR: all rules act on IR, so they are
-exact about grids, windows and scratch. `batch.py` has the vmap rule's part on IR,
-`rules.py` has the rules of differentiation.
+exact about grids, windows and scratch. `batch.py` has the IR part of the vmap rule,
+`rules.py` the differentiation rules.
 """
 
 import contextlib
@@ -42,17 +42,17 @@ from pallasite.target import Chip, Host, chip, chip_of_device, host
 
 @dataclass(frozen=True)
 class Machine:
-    """What the evaluator does where a machine may choose (`pltpu.InterpretParams`).
+    """The evaluator's choices where machines may differ (`pltpu.InterpretParams`).
 
     Attributes:
         zeros: unwritten memory holds zeros, not NaN or the least integer.
         reads_outside: an element read past the end of a ref is like unwritten memory;
             otherwise an index past the end is clamped.
         skips_floats: floating-point values are not computed: all are infinity.
-        cores: programs along parallel axes are divided among that many.
-        seed: of a random order of programs along parallel axes.
-        recorder: called with the ids of each program and the number of its core.
-        warns_of_races: a race is a warning, and the run goes on.
+        cores: how many cores share the programs along parallel axes.
+        seed: seed of a random order of programs along parallel axes.
+        recorder: called with each program's ids and its core's number.
+        warns_of_races: a race is only a warning, and the run continues.
     """
 
     zeros: bool = False
@@ -68,28 +68,28 @@ class Machine:
 class Checked:
     """Checked mode: `pallas_call(..., interpret=pl.Checked())`.
 
-    Runs the kernel in numpy with shadow memory and reports, with the user's line and
-    the program's ids, the first bug it sees. Each kind can be switched off.
+    Runs the kernel in numpy with shadow memory and reports the first bug it finds, with
+    the user's line and the program's ids. Each kind of check can be disabled.
 
     Args:
         bounds: accesses outside a ref, and blocks outside the array.
-        uninitialised: unwritten values of outputs, scratch or edges, where they
-            matter: in a result, a branch, a loop's length or an index.
-        races: two programs along a parallel axis, or two cores that no signal orders,
-            touching the same memory.
+        uninitialised: unwritten values of outputs, scratch or edges where they
+            matter: in a result, a branch, a trip count or an index.
+        races: unordered accesses to the same memory, by two programs along a parallel
+            axis or by two cores.
         unwritten: outputs with elements never written.
         copies: async copies never waited for, or whose memory is used too early,
-            semaphores left over, and waits that never end (deadlock).
+            semaphores that are not zero at the end, and deadlocks.
         promises: broken promises of `pl.multiple_of`.
-        nan: the first op that makes a NaN from operands without (off by default).
-        inf: the first op that makes an infinity from finite operands (off by default:
-            masks of -inf are common).
+        nan: the first op to produce a NaN from operands without one (off by default).
+        inf: the first op to produce an infinity from finite operands (off by
+            default, as masks of -inf are common).
         orders: the orders in which copies, cores and roles are scheduled; a kernel that
-            has any is run once in each. "early" moves a copy's data at its start and
-            runs cores one after another, "late" moves it when it is waited for and runs
-            the last core first, a number is the seed of a random order. The first one's
-            results are those of the call.
-        machine: what `pltpu.InterpretParams` sets besides.
+            has any of these is run once in each. "early" performs a copy at its start
+            and runs cores one after another, "late" performs it when it is waited for
+            and runs the last core first, a number is the seed of a random order. The
+            call returns the results of the first order.
+        machine: further settings of `pltpu.InterpretParams`.
     """
 
     bounds: bool = True
@@ -106,19 +106,19 @@ class Checked:
 
 @dataclass(frozen=True)
 class CheckedElsewhere(Checked):
-    """Checked mode of a kernel for GPUs that is called where there is none: nobody
-    asked for it, so that tools may ask what a GPU's backend makes of the kernel."""
+    """Checked mode of a GPU kernel called where there is no GPU: not requested by the
+    user, so tools may still compile the kernel with a GPU's backend."""
 
 
 def for_platform(call: "Call", platform: str) -> "Call":
-    """The call as it is where operands are on a platform."""
+    """The call as it runs with operands on a platform."""
     if platform == "cuda" and isinstance(call.interpret, CheckedElsewhere):
         return replace(call, interpret=False)
     return call
 
 
 def interpreted(params: Any) -> Checked:
-    """The evaluator as a `pltpu.InterpretParams` asks for it."""
+    """Checked mode configured by a `pltpu.InterpretParams`."""
     late = params.random_seed if params.random_seed is not None else "late"
     return Checked(
         bounds=params.out_of_bounds_reads == "raise",
@@ -150,9 +150,9 @@ class Call:
     cost_estimate: Any = None
     debug: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
-    partition: bool | Partition | None = None  # under sharded jit; False: kept whole
+    partition: bool | Partition | None = None  # under sharded jit; False: not split
     fused: tuple[str, ...] = ()  # what `pl.fuse` did, and why not more
-    own: bool = False  # a kernel of the package's, whose blocks its users do not choose
+    own: bool = False  # one of the package's kernels, whose users do not choose blocks
 
     def __repr__(self) -> str:
         return f"Call({self.kernel.name})"
@@ -184,7 +184,7 @@ def interpret_mode(given: Any, at: Any) -> bool | Checked:
         if isinstance(forced, str):
             return bool(forced) and forced != "0"
         given = forced
-    if hasattr(given, "dma_execution_mode"):  # ours, or upstream's own
+    if hasattr(given, "dma_execution_mode"):  # ours or upstream's
         return interpreted(given)
     if given is True or type(given).__name__.endswith(("InterpretParams", "Params")):
         return True
@@ -200,7 +200,7 @@ call_p.multiple_results = True
 
 
 def bind_call(call: Call, operands: Sequence[Any]) -> list[Any]:
-    """Bind the primitive after the checks that need no operands."""
+    """Bind the primitive, after the checks that do not need operand values."""
     if call.backend is not None and call.backend not in (*base.names(), "interpret"):
         known = (*base.names(), "interpret")
         raise UnknownBackendError(call.backend, known, call.kernel.loc)
@@ -244,9 +244,9 @@ def _prints(kernel: Kernel) -> bool:
 @call_p.def_impl
 def _impl(*operands: Any, call: Call) -> list[Any]:
     if isinstance(call.interpret, Checked):
-        # Told the dtype, JAX moves them without a program per shape.
+        # With an explicit dtype, JAX transfers them without a program per shape.
         return [jax.numpy.asarray(x, x.dtype) for x in _run_checked(call, operands)]
-    # JAX's own checks would call this again, to find the op that made the NaN.
+    # JAX's own checks would rerun this to find the op that produced the NaN.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         results = _jitted(call, config.get("backend"))(*operands)
     _check_numbers(call, results)
@@ -255,7 +255,7 @@ def _impl(*operands: Any, call: Call) -> list[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _jitted(call: Call, named: str):
-    """The call compiled, once for each value of the knob that names a backend."""
+    """The compiled call, cached per value of the `backend` knob."""
 
     def run(*operands: Any) -> Any:
         return call_p.bind(*operands, call=call)
@@ -265,7 +265,7 @@ def _jitted(call: Call, named: str):
 
 
 def _check_numbers(call: Call, results: Sequence[Any]) -> None:
-    """What `jax_debug_nans` and `jax_debug_infs` ask for."""
+    """The checks that `jax_debug_nans` and `jax_debug_infs` request."""
     unwanted, settings = [], cast(Any, jax.config)
     if settings.jax_debug_nans:
         unwanted.append(("NaN", jax.numpy.isnan))
@@ -299,7 +299,7 @@ def _run_checked(call: Call, operands: Sequence[Any]) -> list[np.ndarray]:
 
 
 def partitions(ctx: Any, call: Call) -> bool:
-    """Whether XLA is to call back to partition the call over devices."""
+    """Whether XLA calls back to partition the call across devices."""
     if call.partition is False or jaxcompat.auto_devices(ctx) == 1:
         return False
     host_code = _is_checked(call) or _prints(call.kernel)
@@ -311,7 +311,7 @@ _recorded: ContextVar[list[Call] | None] = ContextVar("recorded", default=None)
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """Every call that is lowered in a `with` block, each once, in order."""
+    """Collects the calls lowered in a `with` block, each once, in order."""
     found: list[Call] = []
     token = _recorded.set(found)
     try:
@@ -321,11 +321,11 @@ def recorded() -> Iterator[list[Call]]:
 
 
 def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
-    """The rule of one platform (None: of those without one)."""
+    """The lowering rule of one platform (None: of platforms without their own)."""
     record = _recorded.get()
     if record is not None and call not in record:
         record.append(call)
-    # A branch for one of several platforms is lowered for all of them.
+    # A branch for one of several platforms is lowered for all of them, too.
     check_platform(call, ctx.module_context.platforms)
     if partitions(ctx, call):
         from pallasite.sharding.custom_call import call_task, lower_partitioned
@@ -347,9 +347,9 @@ class Choice:
 
     Attributes:
         backend: its name; "interpret" is the emulation.
-        refusals: the platform's other backends that were asked first, and what each
-            said.
-        launch: how XLA calls what the backend made; None for the emulation.
+        refusals: the platform's backends that were tried before, and why each rejected
+            the call.
+        launch: how XLA calls the compiled kernel; None for the emulation.
     """
 
     backend: str
@@ -362,15 +362,15 @@ class Choice:
 
 
 def choose(call: Call, platform: str | None, exporting: bool = False) -> Choice:
-    """The backend asked for, else the platform's first that can, else the emulation.
+    """The requested backend, else the platform's first able one, else the emulation.
 
     Args:
         call: the call.
         platform: what it is lowered for, as JAX's lowering rules name it.
-        exporting: whether for another process, which has none of this one's code.
+        exporting: whether it is for another process, which lacks this one's code.
 
     Raises:
-        UnsupportedError: the backend asked for cannot run the kernel.
+        UnsupportedError: the requested backend cannot run the kernel.
     """
     if wants_emulation(call):
         return Choice("interpret")
@@ -389,7 +389,7 @@ def choose(call: Call, platform: str | None, exporting: bool = False) -> Choice:
 
 
 def _is_here(platform: str | None) -> bool:
-    """Whether what is compiled now runs on a device of this process."""
+    """Whether code being compiled will run on a device of this process."""
     try:
         return bool(jax.devices(platform))
     except RuntimeError:
@@ -397,7 +397,7 @@ def _is_here(platform: str | None) -> bool:
 
 
 def _announce(chosen: Choice, call: Call, platform: str | None, ctx: Any) -> None:
-    """Say where a kernel is emulated that could have been expected not to be."""
+    """Warn if a kernel is emulated that was expected to be native."""
     if chosen.refusals:
         warn_fallback(call.kernel, *(error for _, error in chosen.refusals))
     elif not wants_emulation(call) and not base.DEFAULTS.get(platform or ""):
@@ -405,7 +405,7 @@ def _announce(chosen: Choice, call: Call, platform: str | None, ctx: Any) -> Non
 
 
 def _report_failures(chosen: Choice, kernel: Kernel) -> None:
-    """Say where a backend took a kernel and its code was then refused."""
+    """Warn if a backend accepted a kernel whose code was then rejected."""
     errors = [error for _, error in chosen.refusals if isinstance(error, CompileError)]
     if not errors or "failure" + kernel.text in _warned:
         return
@@ -424,28 +424,28 @@ def _launch(name: str, call: Call) -> base.Launch:
     options = replace(call.options, chip=_chip(backend))
     compiled = base.Compiled(backend, call.kernel, options)
     if config.get("dump"):
-        compiled.texts()  # written as they are made
+        compiled.texts()  # producing them writes the dumps
     return backend.launch(compiled)
 
 
 def _chip(backend: base.Backend) -> Chip | None:
-    """The accelerator to compile for: the knob's, else the one this process sees."""
+    """The accelerator to compile for: the `target` knob's, else the one present."""
     named = config.get("target")
     if named:
         return chip(named)
     for platform in backend.platforms:
         try:
             return chip_of_device(jax.devices(platform)[0].device_kind)
-        except RuntimeError:  # compiled here, to run elsewhere
+        except RuntimeError:  # compiling here to run elsewhere
             continue
     return None
 
 
 def chip_for(backend: str | None) -> Chip | Host:
-    """The chip that a call traced now is most likely for.
+    """The chip that a call being traced will most likely run on.
 
     Args:
-        backend: what the call names, if it names one.
+        backend: the backend the call names, if any.
     """
     named = backend or config.get("backend")
     if named in base.names():
@@ -458,12 +458,12 @@ def chip_for(backend: str | None) -> Chip | Host:
         platforms, found = (device.platform,), chip_of_device(device.device_kind)
     if found is not None or "cpu" in platforms:
         return found or host()
-    # Compiled here, to run elsewhere, or a chip that the table lacks.
+    # Compiling here to run elsewhere, or a chip missing from the table.
     return chip("v5e" if "tpu" in platforms else "h100")
 
 
 def check_platform(call: Call, platforms: Sequence[str]) -> None:
-    """The backend that the call names must run on one of them."""
+    """Checks that the backend the call names runs on one of the platforms."""
     if call.backend is None or wants_emulation(call):
         return
     usable = base.get(call.backend).platforms
@@ -482,7 +482,7 @@ def wants_emulation(call: Call) -> bool:
 
 
 def _asked_backend(call: Call, platform: str | None) -> str | None:
-    """The native backend that the call names, or else, where it can run, the knob."""
+    """The native backend the call names, else the knob's if it can run there."""
     named = config.get("backend")
     if call.backend or not named:
         return call.backend
@@ -504,7 +504,7 @@ _warned: set[str] = set()
 
 
 def warn_fallback(kernel: Kernel, *errors: Exception, what: str = "kernel") -> None:
-    """Say once per kernel what kept it, or its derivative, from being compiled."""
+    """Warn once per kernel why it, or its derivative, was not compiled."""
     if what + kernel.text in _warned:
         return
     _warned.add(what + kernel.text)
@@ -522,7 +522,7 @@ def _lower_emulation(ctx: Any, *operands: Any, call: Call) -> Any:
     from pallasite.emulation.emulate import emulate
     from pallasite.interpret.devices import talks_to_devices
 
-    # Roles, and blocks of a cluster, run side by side in checked mode only.
+    # Roles and thread blocks of a cluster run concurrently only in checked mode.
     alike = ("roles", "warps", "cluster_barrier", "tensor_commit")
     side_by_side = any(op.name in alike for op in walk(call.kernel.body))
     checked = _is_checked(call) or (side_by_side and not call.interpret)
@@ -545,7 +545,7 @@ def _lower_emulation(ctx: Any, *operands: Any, call: Call) -> Any:
         return mlir.lower_fun(run, multiple_results=True)(plain, *operands)
 
 
-# What the emulation reports of a kernel that the evaluator runs for it.
+# What the emulation reports about a kernel that the evaluator runs for it.
 _ONLY_COPIES = Checked(
     bounds=False,
     uninitialised=False,
@@ -574,7 +574,7 @@ def _checked_callback(call: Call):
         try:
             return tuple(_run_checked(call, arrays))
         except CheckError as error:
-            report = error.with_traceback(None)  # ours says nothing to the author
+            report = error.with_traceback(None)  # our frames mean nothing to the author
         raise report
 
     def run(*operands: Any) -> Any:
@@ -602,7 +602,7 @@ for _platform in base.DEFAULTS:
 def _batch(
     operands: Sequence[Any], dims: Sequence[int | None], *, call: Call
 ) -> tuple[list[Any], list[int]]:
-    """A new leading grid axis; operands that are not mapped stay as they are."""
+    """Adds a leading grid axis; operands that are not mapped are unchanged."""
     sizes = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
     (size,) = sizes
     if not isinstance(size, int):
@@ -620,7 +620,7 @@ def _batch(
 
 
 def batched(call: Call, mapped: Sequence[bool], size: int) -> Call:
-    """The call with one more leading grid axis, which the mapped operands follow."""
+    """The call with a new leading grid axis that indexes the mapped operands."""
     rule = call.partition
     if isinstance(rule, Partition):
         rule = rule.batched(mapped)
@@ -631,8 +631,8 @@ def batched(call: Call, mapped: Sequence[bool], size: int) -> Call:
 def _batch_symbolic(
     operands: Sequence[Any], dims: Sequence[int | None], call: Call
 ) -> tuple[list[Any], list[int]]:
-    """vmap over a symbolic size (`jax.export`): a kernel's grid must be numbers, so a
-    named backend runs once per element, and otherwise the emulation is mapped."""
+    """vmap over a symbolic size (`jax.export`): a kernel's grid must be concrete, so a
+    named backend runs once per element; otherwise the emulation is mapped."""
     if call.backend is None or wants_emulation(call):
         from pallasite.emulation.emulate import emulate
 
@@ -665,7 +665,7 @@ def _one_by_one(
 def _spread_changed(
     kernel: Kernel, operands: list[Any], mapped: list[bool], size: int
 ) -> tuple[list[Any], list[bool]]:
-    """An operand that is also a result, or is written, needs a copy per element."""
+    """Operands that are written, or aliased to a result, need a copy per element."""
     for source in changed_operands(kernel):
         if not mapped[source]:
             x = operands[source]
@@ -679,12 +679,12 @@ batching.primitive_batchers[call_p] = _batch
 
 @dataclass(frozen=True)
 class Site:
-    """A kernel call where a function makes it.
+    """A kernel call and its context in a function.
 
     Attributes:
         call: the call.
         inside: the control flow around it, outermost first ("scan", "shard_map").
-        times: how often one run of the function makes it; None: data decide.
+        times: how often one run of the function makes it; None: data-dependent.
         sources: per operand, the first operand that is the same array.
     """
 
@@ -695,12 +695,12 @@ class Site:
 
 
 _NOT_CONTROL = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call")
-# Primitives that stand for functions: from parameters to these. `autodiff` has some.
+# Primitives that stand for functions: maps parameters to them. `autodiff` adds some.
 MEANINGS: dict[Any, Callable[..., Callable[..., Any]]] = {}
 
 
 def jaxprs_inside(eqn: Any) -> list[Any]:
-    """The code in an equation's parameters, or that which it is lowered to."""
+    """The jaxprs in an equation's parameters, or what it is lowered to."""
     meaning = MEANINGS.get(eqn.primitive)
     if meaning is None:
         return list(jaxcompat.jaxprs_in_params(eqn.params))
@@ -709,16 +709,16 @@ def jaxprs_inside(eqn: Any) -> list[Any]:
 
 
 def sites_in(fn: Any, *args: Any, **kwargs: Any) -> list[Site]:
-    """The kernel calls of a JAX function, in order, and what is around each.
+    """The kernel calls of a JAX function, in order, and the context of each.
 
-    Arguments that are not arrays stay what they are to it.
+    Arguments that are not arrays are passed as they are.
     """
     given = Arguments(args, kwargs)
     return sites_of_jaxpr(jax.make_jaxpr(given.of_arrays(fn))(*given.arrays))
 
 
 def sites_of_jaxpr(jaxpr: Any) -> list[Site]:
-    """The kernel calls in a traced function, in order, and what is around each."""
+    """The kernel calls in a traced function, in order, and the context of each."""
     found: list[Site] = []
 
     def visit(jaxpr: Any, inside: tuple[str, ...], times: int | None) -> None:

@@ -76,7 +76,7 @@ ACC = AccumulatorSpace
 SEMAPHORE = MemorySpace.SEMAPHORE
 semaphore = MemorySpace.SEMAPHORE
 TPUMemorySpace = MemorySpace
-LoweringException = UnsupportedError  # what a backend cannot run
+LoweringException = UnsupportedError  # for what a backend cannot run
 
 
 class CoreType(enum.Enum):
@@ -94,7 +94,7 @@ class SideEffectType(enum.Enum):
     """What XLA must not do with a call: `CompilerParams(has_side_effects=...)`."""
 
     PURE = "pure"
-    DATAFLOW_SIDE_EFFECTING = "dataflow_side_effecting"  # join it with an equal one
+    DATAFLOW_SIDE_EFFECTING = "dataflow_side_effecting"  # merge it with an equal one
     SIDE_EFFECTING = "side_effecting"  # nor drop it
 
     def __bool__(self) -> bool:
@@ -115,10 +115,10 @@ class Tiling(enum.Enum):
 class GridDimensionSemantics(enum.Enum):
     """What the author knows about a grid axis."""
 
-    PARALLEL = "parallel"  # programs along it may run at once
+    PARALLEL = "parallel"  # programs along it may run concurrently
     CORE_PARALLEL = "core_parallel"
     SUBCORE_PARALLEL = "subcore_parallel"
-    ARBITRARY = "arbitrary"  # Pallasite finds out by itself
+    ARBITRARY = "arbitrary"  # Pallasite determines it by itself
 
 
 PARALLEL = GridDimensionSemantics.PARALLEL
@@ -164,27 +164,27 @@ TPUCompilerParams = CompilerParams
 class InterpretParams:
     """`interpret=pltpu.InterpretParams(...)`: one evaluator runs all devices and cores.
 
-    Copies and semaphores behave as on a chip. What is wrong is reported as in checked
-    mode, with the lines: copies that are not waited for, semaphores left over and
-    deadlocks always, the others as said here. `interpret=pl.Checked()` looks for more.
+    Copies and semaphores behave as on a chip. Bugs are reported with their lines, as in
+    checked mode: copies that are not waited for, semaphores left nonzero and deadlocks
+    always, others as set here. `interpret=pl.Checked()` checks more.
 
     Args:
-        dma_execution_mode: "eager": a copy's data moves when it starts; "on_wait": when
-            it is waited for.
-        detect_races: report two accesses that nothing orders.
-        on_race: "raise", or "warn" and go on.
-        out_of_bounds_reads: "raise": report an index past the end of a ref;
-            "uninitialized": what is read there is as in unwritten memory.
+        dma_execution_mode: "eager" performs a copy when it starts, "on_wait" when it is
+            waited for.
+        detect_races: report two unordered accesses to the same memory.
+        on_race: "raise", or "warn" and continue.
+        out_of_bounds_reads: "raise" reports an index past the end of a ref;
+            "uninitialized" reads it like unwritten memory.
         skip_floating_point_ops: every floating-point result is infinity.
-        uninitialized_memory: unwritten memory holds "nan" (the least number of integer
+        uninitialized_memory: unwritten memory holds "nan" (the least value of integer
             types) or "zero".
-        num_cores_or_threads: cores that programs along parallel axes are divided among.
-            Cores of a mesh run side by side, as many as the mesh has.
-        random_seed: of a random order of parallel programs, and of copies "on_wait".
-        grid_point_recorder: called with the ids of each program and its core's number.
-        allow_hbm_allocation_in_run_scoped, vector_clock_size, logging_mode: accepted;
-            nothing depends on them.
-        buffer_bounds: "logical": a ref ends where its shape says.
+        num_cores_or_threads: how many cores share the programs along parallel axes.
+            Cores of a mesh run concurrently, as many as the mesh has.
+        random_seed: seed of a random order of parallel programs and "on_wait" copies.
+        grid_point_recorder: called with each program's ids and its core's number.
+        allow_hbm_allocation_in_run_scoped, vector_clock_size, logging_mode: accepted
+            without effect.
+        buffer_bounds: "logical": a ref ends where its shape ends.
     """
 
     dma_execution_mode: str = "on_wait"
@@ -234,14 +234,14 @@ TPUInterpretParams = InterpretParams
 
 
 def repeat(x: Any, repeats: int, axis: int) -> jax.Array:
-    """`x` several times along an axis, one copy after the other."""
+    """`x` repeated along an axis, copy after copy (like `jnp.tile`)."""
     return jnp.concatenate([x] * repeats, axis=axis)
 
 
 def roll(
     x: Any, shift: Any, axis: int, *, stride: Any = None, stride_axis: Any = None
 ) -> jax.Array:
-    """Rotate along an axis; with `stride`, row n of `stride_axis` n*stride more."""
+    """Rotate along an axis; with `stride`, index n of `stride_axis` n*stride more."""
     if stride is None:
         return jnp.roll(x, shift, axis)
     rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, stride_axis)
@@ -251,7 +251,7 @@ def roll(
 
 
 def bitcast(x: Any, ty: Any) -> jax.Array:
-    """The same bits as another type; a width change moves along the second-last dim."""
+    """The same bits as another type; a width change resizes the second-last dim."""
     from pallasite.emulation.emulate import bitcast_rows
     from pallasite.ir import types as T
 
@@ -265,13 +265,13 @@ def bitcast(x: Any, ty: Any) -> jax.Array:
 
 
 def annotate(ref: Any, **assumptions: bool) -> Any:
-    """A promise how a ref is accessed; results do not depend on it."""
+    """A promise about how a ref is accessed; results do not depend on it."""
     del assumptions
     return ref
 
 
 def touch(ref: Any) -> None:
-    """A promise of a use; results do not depend on it."""
+    """Marks a ref as used; results do not depend on it."""
     del ref
 
 
@@ -281,34 +281,34 @@ def trace_value(label: str, value: Any) -> None:
 
 
 def is_tpu_device() -> bool:
-    """Whether calls run on a TPU when nothing else is said."""
+    """Whether calls run on a TPU by default."""
     return jax.default_backend() == "tpu"
 
 
 def force_tpu_interpret_mode(params: Any = None) -> contextlib.AbstractContextManager:
-    """Emulate every call of a `with` block, as `interpret=True` does for one, or run it
-    as the `InterpretParams` say."""
+    """Emulate every call in a `with` block, as `interpret=True` does for one, or run it
+    with the given `InterpretParams`."""
     return config.override(interpret=params or "1")
 
 
 def set_tpu_interpret_mode(params: Any = None) -> None:
-    """Emulate every call from now on, as `interpret=True` does for one, or run it as
-    the `InterpretParams` say. `params=False` ends that."""
+    """Emulate every call from now on, as `interpret=True` does for one, or run it with
+    the given `InterpretParams`. `params=False` ends that."""
     config.keep("interpret", None if params is False else params or "1")
 
 
 def reset_tpu_interpret_mode_state() -> None:
-    """The emulation keeps nothing between calls: there is nothing to reset."""
+    """Does nothing: the emulation keeps no state between calls."""
 
 
 def has_memory_space(ref: Any, memory_space: Any) -> jax.Array:
-    """Whether a ref in `pl.ANY` is in a memory space: there it is main memory."""
+    """Whether a ref in `pl.ANY` is in a memory space; here it is in main memory."""
     del ref
     return jnp.asarray(memory_space is HBM)
 
 
 def with_memory_space_constraint(x: Any, memory_space: Any) -> Any:
-    """A hint where an operand should live; results do not depend on it."""
+    """A hint about where an operand should live; results do not depend on it."""
     del memory_space
     return x
 

@@ -38,12 +38,12 @@ TritonCompilerParams = CompilerParams
 
 
 def approx_tanh(x: Any) -> jax.Array:
-    """`jnp.tanh`; the exact function, which is what every backend has."""
+    """`jnp.tanh`, the exact function, as every backend has it."""
     return jnp.tanh(x)
 
 
 def debug_barrier() -> None:
-    """Programs are single-threaded in the language: there is nothing to wait for."""
+    """Does nothing: programs are single-threaded in the language."""
 
 
 __all__ = ["CompilerParams", "multiple_of"]

@@ -1,1 +1,1 @@
-"""What an author calls: pallas_call, kernel over a mesh, emit_pipeline."""
+"""What authors call: pallas_call, kernels over a mesh, emit_pipeline."""

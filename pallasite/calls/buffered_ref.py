@@ -1,6 +1,6 @@
 """BufferedRef: the blocks of one ref of a pipeline, with their memory and copies.
 
-A kernel that leaves the copies as they are only names specs and directions with it: the
+In a kernel that keeps the default copies it only states specs and directions: the
 compiler places blocks better than a fixed number of slots would. A subclass may fetch
 and write back blocks in its own way; `own_copies.py` runs a pipeline with its methods.
 """
@@ -33,7 +33,7 @@ from pallasite.language.trace import user_location
 
 
 class BufferType(enum.Enum):
-    """Which way a block moves between main memory and the body."""
+    """The direction in which blocks move between main memory and the body."""
 
     INPUT = "input"
     OUTPUT = "output"
@@ -51,11 +51,11 @@ class BufferType(enum.Enum):
 
 
 class BufferedRefBase:
-    """What a pipeline asks of the blocks of one ref."""
+    """What a pipeline requires of the blocks of one ref."""
 
     spec: Any  # a BlockSpec
     buffer_type: Any
-    current_ref: Any  # the block that the body sees
+    current_ref: Any  # the block the body sees
 
     @property
     def is_buffered(self) -> bool:
@@ -86,12 +86,12 @@ class BufferedRefBase:
         return self.spec.index_map
 
     def at_block(self, number: Any) -> "BufferedRefBase":
-        """As they are while the block with this number is worked on."""
+        """The state while the block with this number is being processed."""
         del number
         return self
 
     def bind_existing_ref(self, window_ref: Any, indices: Any) -> "BufferedRefBase":
-        """The blocks of a step where the ref itself is their memory."""
+        """The blocks of a step when the ref itself is their memory."""
         del window_ref, indices
         return self
 
@@ -110,12 +110,12 @@ class BufferedRef(BufferedRefBase):
     As a pytree it holds the memory: allocate it with `run_scoped`, or as scratch.
 
     Attributes:
-        window_ref: slots for blocks, first dimension first (those of one-dimensional
-            blocks follow each other in one dimension); None: the ref itself.
+        window_ref: slots for blocks, along a new first dimension (one-dimensional
+            blocks are concatenated instead); None: the ref itself.
         copy_in_slot, wait_in_slot, copy_out_slot, wait_out_slot: how many copies in
-            have started and ended, and how many copies out. The slot of a block is
-            that number modulo the number of slots.
-        sem_recvs, sem_sends: a DMA semaphore per slot, for each direction.
+            have started and completed, and how many copies out. A block's slot is that
+            count modulo the number of slots.
+        sem_recvs, sem_sends: one DMA semaphore per slot and direction.
     """
 
     _spec: BlockSpec = field(metadata=_STATIC)
@@ -135,7 +135,7 @@ class BufferedRef(BufferedRefBase):
     is_trivial_windowing: bool = field(default=False, metadata=_STATIC)
     has_allocated_buffer: bool = field(default=False, metadata=_STATIC)
 
-    # --- making them ---
+    # --- creation ---
 
     @classmethod
     def create(
@@ -156,8 +156,8 @@ class BufferedRef(BufferedRefBase):
         Args:
             spec: block shape and index map.
             dtype_or_type: the element type, or a ref or array type that has it.
-            buffer_type: which way blocks move.
-            buffer_count: how many slots; a pair counts those for each direction.
+            buffer_type: the direction in which blocks move.
+            buffer_count: how many slots; a pair gives the number per direction.
             source_memory_space: where the ref is; blocks in the same space need no
                 memory of their own.
             is_trivial_windowing: the block is all of `dtype_or_type`.
@@ -227,14 +227,14 @@ class BufferedRef(BufferedRefBase):
         return replace(self, _spec=spec)
 
     def with_window_ref(self, window_ref: Any) -> "BufferedRef":
-        """Blocks fetched before the pipeline: it fetches the same ones itself."""
+        """Accepts prefetched blocks; the pipeline fetches the same ones itself."""
         del window_ref
         return self
 
     def with_next_fetch(self, next_fetch: Any = None) -> "BufferedRef":
         return replace(self, next_fetch=next_fetch)
 
-    # --- what they are ---
+    # --- properties ---
 
     @property
     def spec(self) -> BlockSpec:
@@ -266,13 +266,13 @@ class BufferedRef(BufferedRefBase):
 
     @property
     def buffer_count(self) -> int:
-        """How many slots there are; 0: the ref itself is the memory."""
+        """The number of slots; 0 if the ref itself is the memory."""
         return max(self._in_buffer_count, self._out_buffer_count)
 
     # --- slots ---
 
     def with_slot_index(self, **slots: Any) -> "BufferedRef":
-        """With other counts of blocks (`copy_in_slot=`, ...); None keeps one."""
+        """A copy with other counts (`copy_in_slot=`, ...); None keeps a count."""
         given = {name: count for name, count in slots.items() if count is not None}
         return replace(self, **given)
 
@@ -357,7 +357,7 @@ class BufferedRef(BufferedRefBase):
     # --- which part of the ref a block is ---
 
     def compute_slice(self, grid_indices: Sequence[Any]) -> tuple[Any, ...]:
-        """The block of a step as an index, whole even where it ends past the ref."""
+        """The block of a step as an index, not truncated where it ends past the ref."""
         return self._slices(grid_indices, None)
 
     def get_dma_slice(self, src_ty: Any, grid_indices: Sequence[Any]) -> tuple:
@@ -377,13 +377,13 @@ class BufferedRef(BufferedRefBase):
         return tuple(map(_block_slice, block, indices, sizes))
 
     def _to_window_slice(self, dma_slice: Sequence[Any]) -> tuple[Any, ...]:
-        """The same part of a block, counted from the block's own beginning."""
+        """The same slice relative to the start of the block."""
         return tuple(ds(0, s.size) for s in dma_slice if isinstance(s, Slice))
 
-    # --- the copies, which a subclass may write anew ---
+    # --- the copies, which a subclass may override ---
 
     def copy_in(self, src_ref: Any, grid_indices: Sequence[Any]) -> None:
-        """Begin to fetch the block of a step."""
+        """Start fetching the block of a step."""
         if self.is_buffered:
             slot = self.current_copy_in_slot
             block, window = self._ends(src_ref, grid_indices, slot)
@@ -393,14 +393,14 @@ class BufferedRef(BufferedRefBase):
             make_async_copy(block, window, self.sem_recvs.at[slot]).start()
 
     def wait_in(self, src_ref: Any, grid_indices: Sequence[Any]) -> None:
-        """Wait until the block of a step is there."""
+        """Wait until the block of a step has arrived."""
         if self.is_buffered:
             slot = self.current_wait_in_slot
             block, window = self._ends(src_ref, grid_indices, slot)
             make_async_copy(block, window, self.sem_recvs.at[slot]).wait()
 
     def copy_out(self, dst_ref: Any, grid_indices: Sequence[Any]) -> None:
-        """Begin to write the block of a step back."""
+        """Start writing back the block of a step."""
         if self.is_buffered:
             slot = self.current_copy_out_slot
             block, window = self._ends(dst_ref, grid_indices, slot)
@@ -419,7 +419,7 @@ class BufferedRef(BufferedRefBase):
 
 
 def _slots_shape(spec: BlockSpec, slots: int) -> tuple[int, ...] | None:
-    """The shape of memory for blocks as the body sees them, if the spec has any."""
+    """The shape of the slots for blocks as the body sees them; None without blocks."""
     if spec.block_shape is None:
         return None
     sizes = [getattr(d, "block_size", d) for d in spec.block_shape]
@@ -444,7 +444,7 @@ def _block_slice(dim: Any, index: Any, size: int | None) -> Any:
         start, count = index, dim.block_size
     else:
         count = dim.block_size if isinstance(dim, Blocked) else dim
-        if size is not None:  # block numbers out of range are the nearest block
+        if size is not None:  # indices out of range mean the nearest block
             index = _within(index, cdiv(size, count) - 1)
             if size % count == 0:
                 return ds(index * count, count)
@@ -464,7 +464,7 @@ def _least(a: Any, b: Any) -> Any:
 
 
 def differ(a: Any, b: Any) -> Any:
-    """Do two results of an index map name different blocks?"""
+    """Whether two results of an index map name different blocks."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return functools.reduce(operator.or_, (x != y for x, y in pairs), False)
 

@@ -1,7 +1,7 @@
-"""A call as Kernel IR: operands bound to their specs, the kernel traced, imported.
+"""Builds a call's Kernel IR: binds operands to specs, traces and imports the kernel.
 
-`Request` is what `pallas_call.py` was given; `build` makes the kernel of it for
-operands of some types.
+`Request` is what `pallas_call` was given; `build` makes the kernel from it for operands
+of given types.
 """
 
 import dataclasses
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 OTHER_DTYPE = "a real dtype; real and imaginary parts as two arrays"
 
-# Warpgroups (`plgpu.kernel`): the name of their axis, how many, names of their scratch,
-# and of the axes of a cluster.
+# Warpgroups (`plgpu.kernel`): the name of their axis, their number, the names of their
+# scratch, and the names of the cluster axes.
 Threads = tuple[str | None, int, tuple[str, ...], tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Everything `pallas_call` was given, once per wrapper."""
+    """Everything `pallas_call` was given; one per wrapper."""
 
     kernel: Callable[..., Any]
     grid_spec: GridSpec
@@ -83,8 +83,8 @@ class Bound:
 
 
 def build(request: Request, flat: Sequence[Any], tree: Any) -> tuple[Call, Any, bool]:
-    """Kernel IR for operands of these types; also captured values, and cacheability."""
-    # The importer and what it needs load with the first kernel, not with the package.
+    """Kernel IR for operands of these types, captured values, and cacheability."""
+    # The importer and its dependencies load with the first kernel, not the package.
     from pallasite.calls import checkify
     from pallasite.importer.importer import Captures, Importer
     from pallasite.importer.rules import RULES
@@ -415,7 +415,7 @@ def _scratch_type(memory: MemoryRef) -> T.RefType:
 
 
 def dynamic_sizes(request: Request) -> list[Any]:
-    """The sizes of the grid that are known when the call runs."""
+    """The grid sizes that are known only at run time."""
     return [
         jnp.asarray(g, jnp.int32)
         for g in request.grid_spec.grid

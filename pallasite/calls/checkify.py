@@ -1,7 +1,7 @@
 """The rule of `jax.experimental.checkify` for kernel calls.
 
-`passes/report_checks.py` makes the kernel's checks results of the call; here they
-become part of the error value that a checked function returns.
+`passes/report_checks.py` turns the kernel's checks into results of the call; this file
+adds them to the error value that a checkified function returns.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from pallasite.primitive import Call, call_p
 
 
 def register() -> None:
-    """`calls/build.py` does, with the first kernel."""
+    """Registers the rule; `calls/build.py` calls it with the first kernel."""
     jaxcompat.register_checkify(call_p, _checkify)
 
 
@@ -30,12 +30,12 @@ def _checkify(
     *operands: Any,
     call: Call,
 ) -> Any:
-    """Run the call so that it reports; the error with what it reports.
+    """Run the call with reporting; return the error extended by its reports.
 
     Args:
-        add: `add(error, happened, found)` is the error and one more.
+        add: `add(error, happened, found)` extends the error by one more.
         error: what was found before the call.
-        enabled: checkify's classes of errors that are wanted.
+        enabled: the checkify error classes requested.
         operands: of the call.
         call: the call.
     """
@@ -43,13 +43,13 @@ def _checkify(
     reporting = report_checks(call.kernel, frozenset(kinds))
     if reporting is None:
         return error, call_p.bind(*operands, call=call)
-    # A rule of the caller's says nothing about the results that are added.
+    # A partition rule from the caller does not cover the added results.
     rule = None if call.partition is None else False
     reporting_call = replace(call, kernel=reporting.kernel, partition=rule)
     results = call_p.bind(*operands, call=reporting_call)
     wanted = call.kernel.num_outputs
     numbers, grid = results[wanted], reporting.grid
-    # Without picking elements, which arrays divided among devices do not allow.
+    # Avoids indexing, which arrays sharded across devices do not allow.
     programs = jnp.arange(prod(grid), dtype=jnp.int32).reshape(grid)
     first = jnp.min(programs, where=numbers != 0, initial=prod(grid))
     is_first = programs == first
@@ -65,7 +65,7 @@ def _checkify(
 
 
 def _where_first(is_first: Any, result: Any) -> Any:
-    """What one program, or none, has stored in an array over the grid."""
+    """What at most one program has stored in an array over the grid."""
     rank = is_first.ndim
     mask = jnp.expand_dims(is_first, tuple(range(rank, result.ndim)))
     found = jnp.where(mask, result, jnp.zeros((), result.dtype))
@@ -76,7 +76,7 @@ def _where_first(is_first: Any, result: Any) -> Any:
 
 @cache
 def _categories() -> dict[str, frozenset[Any]]:
-    """The classes of checkify's errors, by the kinds of checks of `report_checks`."""
+    """Checkify's error classes, by the kind of check in `report_checks`."""
     from jax.experimental import checkify
 
     return {
@@ -89,8 +89,8 @@ def _categories() -> dict[str, frozenset[Any]]:
 
 @cache
 def _error_of(kind: str) -> Any:
-    """The class of errors of one kind in kernels: one of checkify's, of which it has
-    the type and the start of the text, and which says in addition where."""
+    """The error class of one kind of check in kernels: a subclass of checkify's, with
+    the same start of the message plus the location."""
     (base,) = _categories()[kind]
 
     class InKernel(base):
@@ -118,7 +118,7 @@ def _error_of(kind: str) -> Any:
 
 
 def _text(report: Report, kernel: Kernel, values: Sequence[Any]) -> str:
-    """What is said of a failure, with fields for its values."""
+    """The message of a failure, with fields for its values."""
     if report.kind == "check":
         plain = report.message.replace("{", "{{").replace("}", "}}")
         text = report.message if values else plain

@@ -1,7 +1,7 @@
 """emit_pipeline: a pipeline over refs inside a kernel.
 
-The same IR construct as `pallas_call`'s grid, bound as a primitive while the kernel is
-traced, imported by `PipelinePlan.emit`.
+It is the same IR construct as `pallas_call`'s grid, bound as a primitive while the
+kernel is traced and imported by `PipelinePlan.emit`.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,8 +48,8 @@ pipeline_p.def_effectful_abstract_eval(lambda *a, **_: ([], ref_effects(a)))
 class PipelinePlan:
     """An inner pipeline as the importer needs it.
 
-    Operands of the primitive, in order: dynamic grid sizes, where this core's share
-    begins and how large the shared axis is (if there is one and it is not known), the
+    Operands of the primitive, in order: dynamic grid sizes, the start of this core's
+    share and the size of the shared axis (if there is one and it is dynamic), the
     flattened views, then what the index maps and the body captured.
     """
 
@@ -109,7 +109,7 @@ class PipelinePlan:
 
 
 class PipelineStep(tuple):
-    """The indices of one step, as a tuple and as `.index` (both were upstream's)."""
+    """The indices of one step, as a tuple and as `.index` (upstream has used both)."""
 
     @property
     def index(self) -> Any:  # type: ignore[override]
@@ -134,12 +134,14 @@ def emit_pipeline(
 ) -> Callable[..., None]:
     """Run `body` over blocks of refs in main memory, from inside a kernel.
 
+    Inside the body, `pl.program_id` counts this pipeline's steps.
+
     Args:
         body: a function of block refs, inputs then outputs (then scratch).
         grid: iteration space; sizes may be values of the kernel.
         in_specs, out_specs: one BlockSpec per ref (pytrees that match the refs); the
             body gets None for a ref with `pl.no_block_spec`, and where both are None.
-        core_axis_name: axes of the mesh (`core_axis`: of the grid around) whose cores
+        core_axis_name: mesh axes (`core_axis`: axes of the enclosing grid) whose cores
             share the steps along one parallel axis.
         dimension_semantics: one per grid axis.
         tiling, trace_scopes, no_pipelining, output_wait_read_only: accepted for
@@ -148,13 +150,11 @@ def emit_pipeline(
     Returns:
         A function of refs: `pipeline(*in_refs, *out_refs, scratches=(),
         allocations=None, body_prologue=None)`. `scratches` are further arguments of
-        the body (pytrees of refs); the prologue runs before it at each step.
-        `allocations` has a BufferedRef per ref, whose specs count instead of the
-        pipeline's. A BufferedRef with methods of its own fetches and writes back its
-        blocks, and is given whatever is passed in place of its ref. The compiler
-        allocates memory for the other blocks.
-
-    Inside the body, `pl.program_id` counts this pipeline's steps.
+        the body (pytrees of refs); the prologue runs before the body at each step.
+        `allocations` has a BufferedRef per ref, whose specs replace the pipeline's. A
+        BufferedRef with overridden methods fetches and writes back its blocks itself,
+        and receives whatever is passed in place of its ref. The compiler allocates
+        memory for the other blocks.
     """
     del tiling, trace_scopes, no_pipelining, output_wait_read_only
     if unknown:
@@ -209,7 +209,7 @@ def emit_pipeline(
 def emit_pipeline_with_allocations(
     body: Callable[..., None], *, grid: Any, in_specs: Any = (), out_specs: Any = ()
 ) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """A pipeline, and a function of its refs that gives `allocations=` for it."""
+    """A pipeline, and a function of its refs that returns its `allocations=`."""
     pipeline = emit_pipeline(body, grid=grid, in_specs=in_specs, out_specs=out_specs)
 
     def make_allocations(*refs: Any, **other: Any) -> Any:
@@ -223,13 +223,13 @@ def _as_tuple(specs: Any) -> tuple[Any, ...]:
     return tuple(specs) if isinstance(specs, (list, tuple)) else (specs,)
 
 
-# --- the pipeline's refs, each with what describes its blocks ---
+# --- the pipeline's refs, each with the description of its blocks ---
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A ref of a pipeline. Its blocks are windows of the pipeline, or move by the
-    copies of a BufferedRef, or the body gets the ref as it is."""
+    """A ref of a pipeline. Its blocks are windows of the pipeline or moved by a
+    BufferedRef's copies, or the body gets the ref as it is."""
 
     ref: Any
     binding: pipeline_op.Binding | None = None
@@ -243,8 +243,8 @@ def _matched(
     name: str,
     at: Any,
 ) -> tuple[Any, list[tuple[Any, Any, str]]]:
-    """The structure of the body's arguments, and of each one the spec or BufferedRef,
-    the ref and which way its blocks go."""
+    """The structure of the body's arguments, and for each the spec or BufferedRef, the
+    ref, and the direction of its blocks."""
     if allocations is None:
         flat, tree = jax.tree.flatten((*specs[0], *specs[1]), is_leaf=is_spec)
         num_inputs = len(jax.tree.leaves(specs[0], is_leaf=is_spec))
@@ -270,7 +270,7 @@ def _matched(
 
 @dataclass(frozen=True, eq=False)
 class _Pipeline:
-    """A pipeline with its refs, on the way to its primitive."""
+    """A pipeline with its refs, before it is bound as a primitive."""
 
     body: Callable[..., None]
     prologue: Callable[[], None] | None
@@ -292,7 +292,7 @@ class _Pipeline:
         if not own:
             self._bind(sources, None)
             return
-        # Memory that has not been allocated with the BufferedRef is the pipeline's.
+        # The pipeline allocates memory that came unallocated with its BufferedRef.
         memory = [None if _is_allocated(s.buffered) else s.buffered for s in own]
 
         def with_memory(memory: list[Any], numbers_ref: Any) -> None:
@@ -309,7 +309,7 @@ class _Pipeline:
     def _source(
         self, n: int, num_inputs: int, spec: Any, ref: Any, mode: str
     ) -> _Source:
-        """How the body's argument comes from one ref."""
+        """How the body's argument is obtained from one ref."""
         if spec is no_block_spec or (spec is None and ref is None):
             return _Source(None)
         if isinstance(spec, BufferedRefBase):
@@ -341,7 +341,7 @@ class _Pipeline:
         dynamic = [g for g in steps if not isinstance(g, int)] + dynamic
         flat, views_tree = flatten_views(*(s.ref for s in windows))
         captured = [c for b in bindings if b.index_map for c in b.index_map.captured]
-        # What a step copies in may be what an earlier one copied out.
+        # A step may copy in what an earlier step copied out.
         ordered = ("arbitrary",) * len(steps)
         pipeline = PipelinePlan(
             tuple(g if isinstance(g, int) else None for g in steps),
@@ -411,7 +411,7 @@ class _Pipeline:
 
 
 def _is_allocated(buffered: Any) -> bool:
-    """Whether the memory of blocks is there; else they only say what they need."""
+    """Whether the blocks' memory is allocated, rather than only described."""
     leaves = jax.tree.leaves(buffered, is_leaf=jaxcompat.is_ref)
     return not any(isinstance(leaf, MemoryRef) for leaf in leaves)
 
@@ -436,7 +436,7 @@ def _operand(
 
 
 def _windowed(spec: BlockSpec | None) -> BlockSpec:
-    """A block that the author keeps in main memory is a window like any other."""
+    """A block that the author keeps in main memory, as an ordinary window."""
     spec = spec or BlockSpec()
     space = spec.memory_space
     stays = isinstance(space, MemorySpace) and not space.has_windows
@@ -446,7 +446,7 @@ def _windowed(spec: BlockSpec | None) -> BlockSpec:
 
 
 def _is_rectangle(ref: Any) -> bool:
-    """Whether blocks of a ref are rectangles of the memory under it."""
+    """Whether blocks of a ref are rectangles of the underlying memory."""
     kinds = {type(t).__name__ for t in jaxcompat.ref_and_transforms(ref)[1]}
     reordered = {"ReshapeTransform", "TransposeTransform", "BitcastTransform"}
     return not kinds & reordered

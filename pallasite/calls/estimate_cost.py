@@ -1,4 +1,4 @@
-"""estimate_cost: what a plain JAX function costs, for `cost_estimate=`."""
+"""estimate_cost: the cost of a plain JAX function, for `cost_estimate=`."""
 
 from collections.abc import Callable
 from functools import cache
@@ -22,12 +22,12 @@ def estimate_cost(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> CostEst
 
     Args:
         fun: a JAX function, usually the plain version of a kernel.
-        args, kwargs: arrays or `jax.ShapeDtypeStruct`s; anything else is handed to
+        args, kwargs: arrays or `jax.ShapeDtypeStruct`s; anything else is passed to
             `fun` as it is.
 
     Returns:
-        A CostEstimate of products and elementwise arithmetic, kernels with their own
-        estimates; bytes are those of the inputs and outputs.
+        A CostEstimate of matmuls, elementwise arithmetic and kernels (by their own
+        estimates); bytes are those of the inputs and outputs.
     """
     given = Arguments(args, kwargs)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given.arrays]
@@ -43,7 +43,7 @@ def estimate_cost(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> CostEst
 
 
 def _cost(jaxpr: Any) -> Cost:
-    """Products and elementwise arithmetic; what else there is moves data."""
+    """Counts matmuls and elementwise arithmetic; everything else only moves data."""
     total = Cost()
     for eqn in jaxpr.eqns:
         total += _cost_of(eqn)
@@ -59,7 +59,7 @@ def _cost_of(eqn: Any) -> Cost:
         return sum(inner, Cost()).times(params["length"])
     if name == "cond":
         return Cost.worst(inner)
-    if inner:  # a while loop counts as one step
+    if inner:  # a while loop counts as one iteration
         return sum(inner, Cost())
     size = max((prod(v.aval.shape) for v in eqn.outvars), default=0)
     if name == "dot_general":
@@ -86,11 +86,11 @@ def _cost_of_call(call: Call) -> Cost:
 
 
 def _multiplications(power: int) -> int:
-    """Of a power by squaring, where upstream counts a square per bit."""
+    """Multiplications of a power by squaring; as upstream, one square per bit."""
     return power.bit_length() + power.bit_count() - 1 if power > 1 else 0
 
 
 @cache
 def _rows() -> dict[str, OpDef]:
-    """Elementwise ops by the name of the primitive that imports to them."""
+    """Elementwise ops by the name of the primitive imported as them."""
     return {r.jax: r for r in table().values() if r.elementwise and r.jax}

@@ -1,4 +1,4 @@
-"""`plgpu.kernel`: a kernel of blocks of warpgroups that the author schedules."""
+"""`plgpu.kernel`: thread blocks of warpgroups, scheduled by the author."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from pallasite.language.trace import (
 )
 from pallasite.primitive import CheckedElsewhere
 
-MOST_WARPGROUPS = 8  # 1024 threads, the most that a block can have
+MOST_WARPGROUPS = 8  # 1024 threads, the limit of a thread block
 
 
 def kernel(
@@ -41,24 +41,25 @@ def kernel(
     name: str | None = None,
     **mesh_options: Any,
 ) -> Callable[..., Any]:
-    """Make a JAX function out of a kernel for blocks of warpgroups.
+    """Make a JAX function out of a kernel for thread blocks of warpgroups.
 
     The body sees whole arrays in main memory. On a GPU the backend `cuda` compiles it;
     elsewhere it runs in checked mode, which finds missing waits and fences.
 
     Args:
-        body: takes operand, result and scratch refs; left out as a decorator.
+        body: takes operand, output and scratch refs; omitted when used as a decorator.
         out_shape: shape and dtype of the results (`out_type` is the newer spelling).
-        scratch_shapes: memory that the warpgroups of a block share
+        scratch_shapes: memory shared by the warpgroups of a thread block
             (`scratch_types` is the newer spelling).
-        compiler_params: of these, `approx_math` lets a backend divide less exactly.
-        grid, grid_names: blocks, and names for `lax.axis_index`.
-        cluster, cluster_names: blocks that run at once, and share copies and barriers.
-        num_threads, thread_name: warpgroups of a block.
-        interpret: a `pl.Checked` that says what to look for; True is the emulation,
-            for kernels of one warpgroup.
-        name: of the kernel.
-        mesh_options: none is available.
+        compiler_params: only `approx_math` is used, which allows inexact division.
+        grid, grid_names: the thread blocks, and axis names for `lax.axis_index`.
+        cluster, cluster_names: thread blocks that run concurrently and share copies
+            and barriers.
+        num_threads, thread_name: the warpgroups of a thread block.
+        interpret: a `pl.Checked` with the checks to make; True runs the emulation, for
+            kernels of one warpgroup.
+        name: the kernel's name.
+        mesh_options: none is supported.
 
     Returns:
         A function from arrays to arrays.
@@ -145,7 +146,7 @@ def kernel(
 
 
 def _mode(interpret: Any) -> Any:
-    """A backend runs such kernels on GPUs only; elsewhere they are checked."""
+    """The mode to run in: native on GPUs, checked mode elsewhere."""
     if interpret or jax.default_backend() == "gpu":
         return interpret
     return CheckedElsewhere()
@@ -159,9 +160,9 @@ def _with_scratch(
     thread_name: str | None,
     at: Any,
 ) -> tuple[Callable[..., None], tuple[str, ...]]:
-    """The body with its scratch allocated inside it, per block; names of the scratch.
+    """The body with its scratch allocated inside, per thread block; and its names.
 
-    Barriers begin anew in each block, which scratch of the whole call would not.
+    Barriers must start afresh in each thread block; a call's scratch would not.
     """
     named = dict(scratch) if isinstance(scratch, Mapping) else {}
     memory = () if named else tuple(scratch)
@@ -185,7 +186,7 @@ def _with_scratch(
         for _ in jax.tree.leaves(types, is_leaf=lambda x: as_memory_ref(x) is not None)
     ]
     body.__wrapped__ = fn  # type: ignore[attr-defined]
-    body.__name__ = name_of(fn)  # what errors call the kernel
+    body.__name__ = name_of(fn)  # the kernel's name in errors
     positional = [
         inspect.Parameter(name or f"ref{n}", inspect.Parameter.POSITIONAL_ONLY)
         for n, name in enumerate(known[:refs])

@@ -1,7 +1,7 @@
-"""`plgpu.emit_pipeline` and its form with a warpgroup that only copies.
+"""`plgpu.emit_pipeline` and its variant with a warpgroup that only copies.
 
-Both are plain code over what authors could write themselves: a ring of slots in shared
-memory, copies that a barrier counts, and waits.
+Both are plain code that authors could write themselves: a ring of slots in shared
+memory, copies tracked by barriers, and waits.
 """
 
 import inspect
@@ -21,22 +21,22 @@ from pallasite.language.helpers import when
 from pallasite.language.refs import ds, run_scoped
 from pallasite.language.trace import location_of, user_location
 
-REGISTERS = 512  # of a multiprocessor, per thread of one warpgroup
-MAX_REGISTERS = 248  # that a thread can have, in steps of 8
+REGISTERS = 512  # of an SM, per thread of one warpgroup
+MAX_REGISTERS = 248  # per thread, in multiples of 8
 
 
 @dataclass(frozen=True, init=False)
 class BlockSpec:
-    """`plgpu.BlockSpec`: a block, where it is, and how long its slot is needed.
+    """`plgpu.BlockSpec`: a block, its memory space, and the lifetime of its slot.
 
     Args:
-        block_shape: ints; None takes one element, without the dimension.
+        block_shape: ints; None takes one element and drops the dimension.
         index_map: from grid indices to block indices.
         memory_space: shared memory.
-        transforms: how a chip lays the block out; changes no result.
-        delay_release: for how many more steps a product may read the slot; the slot is
-            filled again when at most that many products are in flight.
-        collective_axes: axes of the cluster whose blocks share what they load, in
+        transforms: the block's layout on chip; does not change results.
+        delay_release: for how many more steps a matmul may read the slot; the slot is
+            refilled when at most that many matmuls are in flight.
+        collective_axes: cluster axes whose thread blocks share what they load, in
             `emit_pipeline_warp_specialized`.
     """
 
@@ -103,7 +103,7 @@ class _Side:
         )
 
     def places(self, indices: Sequence[Any]) -> tuple[Any, ...]:
-        """The numbers of a step's block."""
+        """The block index of a step."""
         places = self.map(*indices)
         places = tuple(places) if isinstance(places, (tuple, list)) else (places,)
         if len(places) != len(self.sizes):
@@ -116,7 +116,7 @@ class _Side:
         return places
 
     def block(self, indices: Sequence[Any]) -> Any:
-        """Where a step's block is in the array."""
+        """The part of the array that is a step's block."""
         entries = [
             place if size is None else ds(place * size, size)
             for size, place in zip(self.sizes, self.places(indices), strict=True)
@@ -124,9 +124,9 @@ class _Side:
         return self.array.at[tuple(entries)]
 
     def is_left(self, steps: "_Steps", step: Any) -> Any:
-        """Whether a step is the last of those in a row that have its block.
+        """Whether a step is the last of consecutive steps with the same block.
 
-        True where no two have: each index is itself one of the block's numbers.
+        Plain True if no two steps share a block: the block index contains every index.
         """
         indices = steps.indices(step)
         places = self.places(indices)
@@ -145,10 +145,10 @@ def _is_one(size: Any) -> bool:
 
 
 def _check_call(fn: Callable[..., Any], count: int, what: str, at: Any) -> None:
-    """Refuse a function that does not take as many arguments as it will be given."""
+    """Reject a function that does not accept this number of arguments."""
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # it does not say what it takes
+    except (TypeError, ValueError):  # it has no signature
         return
     try:
         signature.bind(*(None,) * count)
@@ -162,7 +162,7 @@ def _check_call(fn: Callable[..., Any], count: int, what: str, at: Any) -> None:
 
 
 class _Steps:
-    """The steps of a grid, and slots that they take in turn."""
+    """The steps of a grid, and the slots they use in rotation."""
 
     def __init__(self, grid: Sequence[Any], most: int):
         self.grid, self.count = tuple(grid), math.prod(grid)
@@ -180,7 +180,7 @@ class _Steps:
         return lax.rem(jnp.int32(step), jnp.int32(self.slots))
 
     def run(self, body: Callable[..., Any], carry: Any, at: Any) -> Any:
-        """Call `body(step, carry)` for each step. Refs in the carry stay the same."""
+        """Call `body(step, carry)` for each step. Refs in the carry are unchanged."""
         leaves, tree = jax.tree.flatten(carry, is_leaf=jaxcompat.is_ref)
         is_ref = [jaxcompat.is_ref(leaf) for leaf in leaves]
         refs = [leaf for leaf, ref in zip(leaves, is_ref, strict=True) if ref]
@@ -276,18 +276,18 @@ def emit_pipeline(
     delay_release: int = 0,
     init_carry: Any = None,
 ) -> Callable[..., Any]:
-    """A loop over blocks in shared memory, copied while others are worked on.
+    """A loop over blocks in shared memory, copied while others are processed.
 
     Args:
         body: `body(indices, *in_blocks, *out_blocks[, carry])`.
         grid: the steps, last axis fastest.
         in_specs, out_specs: one `plgpu.BlockSpec` per array.
         max_concurrent_steps: slots per operand.
-        delay_release: of all `in_specs` that say less, as earlier versions spell it.
-        init_carry: given to the first step; each step returns the next one's.
+        delay_release: the minimum for all `in_specs`; the older spelling.
+        init_carry: passed to the first step; each step returns the next carry.
 
     Returns:
-        A function of the arrays, in main memory; it gives the last carry.
+        A function of the arrays, in main memory, that returns the final carry.
     """
     at = user_location()
     steps = _Steps(grid, max_concurrent_steps)
@@ -336,7 +336,7 @@ def emit_pipeline(
                     gpu.commit_smem_to_gmem_group()
                 ahead = step - delay + steps.slots
                 due = (step >= delay) & (ahead < steps.count)
-                if delay:  # the product that had the slot has ended
+                if delay:  # the matmul that used the slot is done
                     gpu.wgmma_wait(delay)
                 when(due)(lambda: fetch(ahead, steps.slot(ahead)))
                 return carry
@@ -371,14 +371,14 @@ class WarpSpecializedPipeline:
     at: Any
 
     def get_allocations(self, *arrays: Any) -> Any:
-        """The memory that it needs, for `pl.run_scoped`."""
+        """The memory that the pipeline needs, for `pl.run_scoped`."""
         steps = _Steps(self.grid, self.max_concurrent_steps)
         ins, outs = _sides(self.in_specs, self.out_specs, arrays, steps, self.at)
         compute = self.num_compute_wgs
         consumed = len(ins) if self.manual_consumed_barriers else 1
         free = gpu_memory.Barrier(num_arrivals=compute, num_barriers=steps.slots)
         axes = tuple(sorted({axis for side in ins for axis in side.axes}))
-        if axes:  # a slot is free when no block reads it
+        if axes:  # a slot is free when no thread block reads it
             free = gpu_memory.ClusterBarrier(
                 collective_axes=axes, num_arrivals=compute, num_barriers=steps.slots
             )
@@ -451,7 +451,7 @@ class WarpSpecializedPipeline:
             )
         delay = max((s.delay for s in ins), default=0)
         _check_delay(delay, self.max_concurrent_steps, self.at)
-        if self.compute_context is None:  # else it decides whether there is a carry
+        if self.compute_context is None:  # otherwise it determines the carry
             barriers = len(ins) if self.manual_consumed_barriers else 0
             given = 1 + len(ins) + len(outs) + barriers
             _check_call(self.body, given, BODY_TAKES, self.at)
@@ -478,7 +478,7 @@ class WarpSpecializedPipeline:
             return carry
 
         steps.run(one, (), self.at)
-        # All slots are free at the end, so that the memory can be used again.
+        # All slots must be free at the end, so that the memory can be reused.
         for n in range(steps.slots):
 
             @when(n < steps.count)
@@ -519,7 +519,7 @@ class WarpSpecializedPipeline:
         return carry
 
     def _store(self, indices: Any, outs: Any, results: Any, stored: Any) -> None:
-        """One warpgroup copies what all have stored, and then lets them go on."""
+        """One warpgroup copies out what all have stored, then releases the others."""
 
         def meet() -> None:
             gpu.barrier_arrive(stored)
@@ -557,15 +557,15 @@ def emit_pipeline_warp_specialized(
 
     Args:
         body, grid, in_specs, out_specs, max_concurrent_steps: as in `emit_pipeline`.
-        memory_registers: registers of each thread of the copying warpgroup; the others
-            share the rest. Changes no result.
+        memory_registers: registers per thread of the copying warpgroup; the others
+            share the rest. Does not change results.
         wg_axis: name of the axis of warpgroups.
-        num_compute_wgs: how many compute.
+        num_compute_wgs: how many warpgroups compute.
         pipeline_state: not available.
-        manual_consumed_barriers: the body gets one barrier per input, after the
-            blocks, and arrives there when it has read the slot.
-        compute_context: called with the pipeline, a function from the first carry to
-            the last.
+        manual_consumed_barriers: whether the body gets one barrier per input, after
+            the blocks, on which it arrives when it has read the slot.
+        compute_context: called with the pipeline, a function from the initial carry to
+            the final one.
         memory_thread_idx: which warpgroup copies; the last if None.
     """
     at = user_location()

@@ -1,4 +1,4 @@
-"""pl.kernel and pl.core_map: code over a mesh of cores, arrays whole in main memory."""
+"""pl.kernel and pl.core_map: code over a mesh of cores, on arrays in main memory."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -44,8 +44,8 @@ class CoreMesh:
 
 
 class TensorCoreMesh(CoreMesh):
-    """The TensorCores of one chip: `TensorCoreMesh(axis_name="core", num_cores=2)`, or
-    as before 0.11 `TensorCoreMesh(cores, axis_names)` with an array of cores."""
+    """The TensorCores of one chip: `TensorCoreMesh(axis_name="core", num_cores=2)`, or,
+    as before JAX 0.11, `TensorCoreMesh(cores, axis_names)` with an array of cores."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class TensorCoreMesh(CoreMesh):
 
 
 class ScalarSubcoreMesh(CoreMesh):
-    """The scalar subcores of SparseCores: one each, which copies and counts."""
+    """The scalar subcores of SparseCores: one per core, for copies and control."""
 
     def __init__(self, *, axis_name: str, num_cores: int | None = None):
         cores = _sparse_cores(num_cores)
@@ -110,7 +110,7 @@ def _sparse_cores(asked: int | None) -> int:
 def create_tensorcore_mesh(
     axis_name: str, devices: Sequence[Any] | None = None, num_cores: int | None = None
 ) -> CoreMesh:
-    """A mesh of the TensorCores of one chip; one core unless `num_cores` says more."""
+    """A mesh of one chip's TensorCores; by default one core."""
     del devices
     if not isinstance(axis_name, str):
         raise SpecError(
@@ -138,13 +138,13 @@ def kernel(
 ) -> Callable[..., Any]:
     """Make a JAX function out of a kernel that runs once per core of a mesh.
 
-    The body sees whole arrays in main memory; divide them into blocks with
+    The body sees whole arrays in main memory; process them in blocks with
     `pltpu.emit_pipeline` or copy parts with `pltpu.sync_copy`. `lax.axis_index(name)`
     is the core's number. Refs (`jax.new_ref`) among the operands are read and written
     in place, and a kernel without results may close over them.
 
     Args:
-        body: the kernel; left out when used as a decorator.
+        body: the kernel; omitted when used as a decorator.
         out_shape: shape and dtype of the results (`out_type` is the newer spelling).
         mesh: from `pltpu.create_tensorcore_mesh`.
         scratch_shapes: memory per core (`scratch_types` is the newer spelling).
@@ -174,7 +174,7 @@ def kernel(
                 own = {**options, "name": name or name_of(fn)}
                 return _on_refs(fn, args, out, mesh, scratch, own)
             whole = BlockSpec(memory_space=MemorySpace.ANY)
-            # Cores of a mesh run at once: the author says so by naming a mesh.
+            # Cores of a mesh run concurrently: naming a mesh declares that.
             call_ = pallas_call(
                 fn,
                 out,
@@ -202,7 +202,7 @@ def kernel(
 def _on_refs(
     fn: Callable[..., None], args: Any, out: Any, mesh: Any, scratch: Any, options: Any
 ) -> Any:
-    """Call a kernel some of whose operands are refs, or which closes over refs."""
+    """Call a kernel that has refs among its operands or closes over refs."""
     is_ref = jaxcompat.is_ref
     as_ref = lambda x: x if is_ref(x) else jax.new_ref(jnp.asarray(x))
     operands = jax.tree.map(as_ref, args, is_leaf=is_ref)
@@ -224,14 +224,14 @@ def _on_refs(
 def core_map(
     mesh: Any, *, scratch_shapes: Any = (), **call: Any
 ) -> Callable[[Callable[..., None]], None]:
-    """Run a function of no arguments at once, on every core of a mesh.
+    """Immediately run a function without arguments on every core of a mesh.
 
-    It reads and writes the refs that it closes over (`jax.new_ref`, or those of
-    `pl.run_state`), whole in main memory. `pl.kernel` says the same with arguments.
+    It reads and writes the refs it closes over (`jax.new_ref`, or those of
+    `pl.run_state`), whole in main memory. `pl.kernel` is the form with arguments.
 
     Args:
         mesh: from `pltpu.create_tensorcore_mesh`.
-        scratch_shapes: memory per core, given to the function as arguments.
+        scratch_shapes: memory per core, passed to the function as arguments.
         call: `compiler_params`, `interpret`, `cost_estimate`, `debug`, `name` and
             `metadata`, as for `pl.kernel`.
     """
@@ -249,7 +249,7 @@ def core_map(
         refs = [c for c in traced.captured if jaxcompat.is_ref(c)]
 
         def with_own_refs(*mine: Any) -> None:
-            """The function's code, with the call's refs for those closed over."""
+            """The function's code, with the call's refs replacing those closed over."""
             outputs = iter(mine[len(refs) :])
             consts = [
                 next(outputs) if jaxcompat.is_ref(c) else c for c in traced.captured

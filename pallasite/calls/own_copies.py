@@ -1,10 +1,11 @@
-"""Pipelines some of whose blocks move by copies that are part of the kernel.
+"""Pipelines in which the kernel itself copies some of the blocks.
 
-Two kinds of block do: those of a BufferedRef with methods of its own, and those of a
-reshaped, transposed or bitcast ref, which are no rectangle of the memory under it. The
-pipeline's body is wrapped: before the author's body a step fetches the blocks that came
-into view, after it the step writes back those that go out of view. The copies of a step
-begin and end within it, so that steps run as if one after another whatever they touch.
+Two kinds of block need this: those of a BufferedRef with overridden methods, and those
+of a reshaped, transposed or bitcast ref, which are not rectangles of the underlying
+memory. The pipeline's body is wrapped: a step first fetches the blocks that come into
+view, runs the author's body, then writes back those that go out of view. A step's
+copies start and complete within it, so steps run as if one after another whatever they
+access.
 """
 
 import functools
@@ -41,18 +42,18 @@ class Steps:
         return [first + count - 1 for first, count in pairs]
 
     def before(self, ids: Sequence[Any]) -> tuple[Any, ...]:
-        """The indices of the step before; before the first comes the last."""
+        """The indices of the previous step; the last one precedes the first."""
         return _moved(ids, -1, self.firsts, self._lasts())
 
     def after(self, ids: Sequence[Any]) -> tuple[Any, ...]:
-        """The indices of the step after; after the last comes the first."""
+        """The indices of the next step; the first one follows the last."""
         return _moved(ids, 1, self._lasts(), self.firsts)
 
 
 def _moved(
     ids: Sequence[Any], by: int, ends: Sequence[Any], begins: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """One step on, the last axis fastest: an axis at its end begins again."""
+    """The indices one step on, last axis fastest; an axis at its end wraps around."""
     moved: list[Any] = []
     carries: Any = True
     for i, end, begin in zip(*map(reversed, (ids, ends, begins)), strict=True):
@@ -71,7 +72,7 @@ def _all(conditions: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Held:
-    """A block in one step: does it come into view here, does it go out of view?"""
+    """A block in one step: whether it comes into view and goes out of view there."""
 
     buffered: Any  # has a BufferedRef's copy_in, wait_in, copy_out and wait_out
     ref: Any
@@ -90,7 +91,7 @@ def run_step(
     Args:
         body: called with the refs of the blocks.
         blocks: buffered refs, each with the ref (or refs) that its methods take.
-        numbers_ref: in scalar memory, the number of each one's block.
+        numbers_ref: the block number of each, in scalar memory.
         steps: the pipeline's steps.
     """
     ids = steps.ids()
@@ -109,7 +110,7 @@ def run_step(
         held.append(_Held(here.bind_existing_ref(ref, ids), ref, comes, goes))
     inputs = [h for h in held if h.buffered.is_input]
     outputs = [h for h in held if h.buffered.is_output]
-    # All copies of one direction are in flight before any of them is waited for.
+    # All copies in one direction start before any is waited for.
     for h in inputs:
         when(h.comes)(functools.partial(h.buffered.copy_in, h.ref, ids))
     for h in inputs:

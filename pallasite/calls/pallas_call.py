@@ -1,9 +1,9 @@
-"""pallas_call: check what it is given, build the kernel, bind the primitive.
+"""pallas_call: checks its arguments, builds the kernel, binds the primitive.
 
 The reading order of the package starts here. `build.py` makes the kernel:
 `language/specs.py` and `importer/pipeline_op.py` check and describe the windows,
-`language/trace.py` makes jaxprs, `importer/importer.py` makes IR. The primitive with
-all its rules is in `primitive.py`.
+`language/trace.py` makes jaxprs, `importer/importer.py` makes IR. The primitive and
+all its rules are in `primitive.py`.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ ref_transforms.register()
 first_derivative.register()
 
 
-_NOT_GIVEN: Any = object()  # None is a pytree: of no results
+_NOT_GIVEN: Any = object()  # None is a valid pytree, without results
 
 
 def pallas_call(
@@ -87,28 +87,28 @@ def pallas_call(
             It returns nothing; results are what it stores into the output refs.
         out_shape: shape and dtype of the result, or a pytree of them (`out_type` is
             the newer spelling). Like any pytree it may be empty, for a kernel that
-            prints or checks: None gives the kernel None in place of an output ref.
-        grid_spec: grid and specs in one object; excludes the next four arguments.
+            prints or checks: with None the kernel gets None in place of an output ref.
+        grid_spec: grid and specs in one object, instead of the next four arguments.
         grid: the iteration space; one program runs per index, as if one after another
             with the last axis fastest.
         in_specs, out_specs: one BlockSpec per operand (pytrees that match them).
-        scratch_shapes: memory the kernel gets besides, e.g. `pltpu.VMEM((8, 128),
+        scratch_shapes: additional memory for the kernel, such as `pltpu.VMEM((8, 128),
             jnp.float32)`; it keeps its contents from program to program
             (`scratch_types` is the newer spelling).
-        input_output_aliases: operand number -> result number: the same memory.
+        input_output_aliases: from operand numbers to the results sharing their memory.
         debug: print the kernel's IR when it is traced.
         interpret: True runs the emulation on any platform; `pl.Checked()` runs checked
             mode; False uses the platform's native backend.
         name: shown in errors, dumps and profiles.
         compiler_params: `pltpu.CompilerParams(...)`, or a dict.
         cost_estimate: for XLA's scheduler.
-        backend: name a backend instead of the platform's own.
+        backend: the name of a backend to use instead of the platform's default.
         metadata: strings attached to the call.
         axis_names: names of the grid axes, for `lax.axis_index` and `lax.axis_size` in
-            the kernel; `grid=(("i", 4), ("j", 2))` gives them, too.
+            the kernel; `grid=(("i", 4), ("j", 2))` also sets them.
         partition: how devices may share the call under sharded `jit`. By default as
             grid and specs allow; False keeps it whole; a `pl.Partition`, or its rule
-            alone (`"m k, k n -> m n"`), says it explicitly.
+            alone (`"m k, k n -> m n"`), states it explicitly.
 
     Returns:
         A function from arrays to arrays, usable under jit, vmap and shard_map.
@@ -152,7 +152,7 @@ def pallas_call(
             at=at,
             fix="put them into the grid_spec",
         )
-    if isinstance(out_shape, list):  # several results come back as a tuple
+    if isinstance(out_shape, list):  # several results are returned as a tuple
         out_shape = tuple(out_shape)
     out_leaves, out_tree = jax.tree.flatten(out_shape, is_leaf=is_shaped)
     request = Request(
@@ -225,7 +225,7 @@ _WITHOUT_SYMBOLS = (
 
 
 def _symbols(shape: Sequence[Any]) -> str:
-    """Which dimensions are no numbers (`jax.export`), in words; empty if all are."""
+    """The symbolic dimensions (`jax.export`) as text; empty if there are none."""
     found = [
         f"dimension {axis} is {size}"
         for axis, size in enumerate(shape)
@@ -298,7 +298,7 @@ def _shape_of(leaf: Any, n: int, out_shape: Any, at: Any) -> Any:
     return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
 
 
-# Fields of a CompilerParams: of `tpu`, `triton` and `mosaic_gpu`, now or in some JAX.
+# Fields of `tpu`, `triton` and `mosaic_gpu` CompilerParams, in any version of JAX.
 PARAMETERS = frozenset(
     {
         "allow_collective_id_without_custom_barrier",
@@ -337,7 +337,7 @@ PARAMETERS = frozenset(
 
 
 def params_of(given: Any, at: Any, what: str = "compiler_params") -> dict[str, Any]:
-    """Compiler parameters as one flat dict, whatever form they came in."""
+    """Compiler parameters as one flat dict, whatever their form."""
     if given is None:
         return {}
     if dataclasses.is_dataclass(given):
@@ -359,15 +359,15 @@ def params_of(given: Any, at: Any, what: str = "compiler_params") -> dict[str, A
 
 
 def _unknown_parameter(key: Any, at: Any) -> SpecError:
-    """The refusal of a parameter that would change nothing, such as a misspelt one."""
+    """The error for a parameter without effect, such as a misspelt one."""
     near = difflib.get_close_matches(str(key), PARAMETERS, 1)
     fix = f"{near[0]!r}" if near else f"one of {', '.join(sorted(PARAMETERS))}"
     return SpecError(f"compiler_params has an unknown key {key!r}", at=at, fix=fix)
 
 
 def _staged(x: Any) -> Any:
-    """`jnp.asarray(x)`, which compiles a program for each new shape if not told the
-    dtype; told it, numpy's arrays only move to the device."""
+    """`jnp.asarray(x)` with an explicit dtype: numpy arrays are then only transferred,
+    whereas without it each new shape compiles a program."""
     is_array = isinstance(x, np.ndarray)
     return jnp.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype) if is_array else None)
 
@@ -409,5 +409,5 @@ def _as_array(x: Any, n: int, request: Request) -> Any:
 
 
 def _stored(x: Any) -> Any:
-    """An operand as it is in memory: random keys are their words."""
+    """An operand as stored in memory: random keys become words."""
     return jax.random.key_data(x) if jaxcompat.is_key_dtype(x.dtype) else x

@@ -1,7 +1,7 @@
-"""A pipeline's grid shared by cores: each runs its own part of one parallel axis.
+"""Splits a pipeline's grid among cores: each runs its part of one parallel axis.
 
-`emit_pipeline(core_axis_name="core")` runs on every core of a mesh. `share` says which
-axis is split, how many of its steps this core runs and at which one it begins.
+`emit_pipeline(core_axis_name="core")` runs on every core of a mesh. `share` chooses the
+axis to split, how many of its steps this core runs, and the first of them.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ def share(
 ) -> Share | None:
     """The part of `grid` that this core runs; None: all of it.
 
-    `core_axis` is an axis of the grid around the pipeline, or a name of the mesh (or
-    several of either).
+    `core_axis` is an axis of the enclosing grid, or a name of a mesh axis (or several
+    of either).
     """
     cores, core = _number_and_place(core_axis)
     if not isinstance(cores, int):
@@ -62,7 +62,7 @@ def share(
 
 
 def _number_and_place(core_axis: Any) -> tuple[Any, Any]:
-    """How many cores there are, and which one this is."""
+    """The number of cores, and this core's number."""
     axes = core_axis if isinstance(core_axis, tuple) else (core_axis,)
     cores: Any = 1
     core: Any = 0
@@ -76,7 +76,7 @@ def _number_and_place(core_axis: Any) -> tuple[Any, Any]:
 
 
 def _axis_to_cut(grid: Sequence[Any], parallel: Sequence[int], cores: int) -> int:
-    """An axis that comes out even, else the longest, else one known at run time."""
+    """An axis that splits evenly, else the longest, else one of dynamic size."""
     known = [n for n in parallel if isinstance(grid[n], int)]
     even = [n for n in known if grid[n] % cores == 0]
     if even:

@@ -1,9 +1,9 @@
 """How blocks pass through JAX's primitives: one row per primitive.
 
-A kernel sees a block of a value. Where an equation made that value, its row says which
-blocks of the operands the block is made of (`pull`), which block of the result can be
-made of blocks of the operands (`push`), and computes the one from the others
-(`evaluate`). `propagate.py` applies the rows to whole functions.
+A kernel sees a block of a value. If an equation produces that value, its row says which
+operand blocks the block is computed from (`pull`), which result block can be computed
+from operand blocks (`push`), and computes it (`evaluate`). `propagate.py` applies the
+rows to whole functions.
 """
 
 import dataclasses
@@ -24,17 +24,17 @@ Indices = tuple[Any, ...]
 
 
 def _no_indices(*outer: Any) -> None:
-    """The indices of a value that has no blocks."""
+    """The indices of a value without blocks."""
 
 
 @dataclass
 class BlockIndexTransform:
-    """Blocks of a value: their shape, and which one belongs to a step.
+    """Blocks of a value: their shape, and the block of each step.
 
     Attributes:
         block_shape: as in a `BlockSpec`.
         block_index_transform: from the indices of a step (those of a grid, or of a
-            block of another value) to the index of the block.
+            block of another value) to the block index.
         memory_space, pipeline_mode: as in a `BlockSpec`.
     """
 
@@ -52,21 +52,21 @@ class BlockIndexTransform:
         return tuple(self.block_shape)
 
     def at(self, outer: Sequence[Any]) -> Indices:
-        """The index of the block at a step."""
+        """The block index at a step."""
         found = self.block_index_transform(*outer)
         return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
     def then(
         self, dims: Sequence[Any], indices: Callable[[Indices], Iterable[Any]]
     ) -> "BlockIndexTransform":
-        """Blocks of another value, whose indices follow from those of this one."""
+        """Blocks of another value, whose indices are computed from this one's."""
         return self.replace(
             block_shape=tuple(dims),
             block_index_transform=lambda *outer: tuple(indices(self.at(outer))),
         )
 
 
-Blocks = BlockIndexTransform | None  # None: a scalar, or a value used as a whole
+Blocks = BlockIndexTransform | None  # None: a scalar, or a value used whole
 
 
 @dataclass
@@ -75,10 +75,10 @@ class Equation:
 
     Attributes:
         primitive, params, shapes_in, shapes_out: what it computes.
-        scalars: from the indices of a step to the operands of the equation, where
-            those of block indices are known; None for the others.
+        scalars: from the indices of a step to the equation's operands: those that
+            block indices depend on, None for the others.
         ins, outs: the blocks of its operands and results (`evaluate` only).
-        outer: gives the indices of the step (`evaluate` only).
+        outer: returns the indices of the step (`evaluate` only).
     """
 
     primitive: Any
@@ -137,7 +137,7 @@ def seen_shape(dims: Sequence[Any]) -> tuple[int, ...]:
 
 
 def seen_axis(dims: Sequence[Any], axis: int) -> int:
-    """The axis of a block that a dimension of the array is."""
+    """The axis of a block that corresponds to a dimension of the array."""
     return axis - sum(map(is_squeezed, dims[:axis]))
 
 
@@ -151,14 +151,14 @@ def _one(dim: Any) -> Any:
 
 @dataclass(frozen=True)
 class Rule:
-    """What is known of a primitive.
+    """The rules of a primitive.
 
     Attributes:
-        pull: blocks of the results to blocks of the operands.
-        evaluate: blocks of the operands, as values, to those of the results.
-        push: blocks of the operands to those of the results; None: not known.
-        scalar_operands: operands that must be known as numbers.
-        is_indexed: whether block indices follow from those.
+        pull: from blocks of the results to blocks of the operands.
+        evaluate: from operand blocks, as values, to result blocks.
+        push: from blocks of the operands to blocks of the results; None: unknown.
+        scalar_operands: operands that must be known scalars.
+        is_indexed: whether block indices depend on those.
     """
 
     pull: Callable[[Equation, tuple[Blocks, ...]], Sequence[Blocks]]
@@ -202,7 +202,7 @@ def _pull_elementwise(eqn: Equation, outs: tuple[Blocks, ...]) -> list[Blocks]:
 def _pull_operand(
     out: BlockIndexTransform, shape: tuple[int, ...], result: tuple[int, ...]
 ) -> Blocks:
-    """The blocks of one operand: scalars and dimensions of size 1 are repeated."""
+    """The blocks of one operand; scalars and dimensions of size 1 broadcast."""
     if not shape:
         return None
     repeated = [n == 1 and r != 1 for n, r in zip(shape, result, strict=True)]
@@ -247,7 +247,7 @@ def _evaluate_block(eqn: Equation, x: Any, *_: Any) -> Any:
     return x
 
 
-# Says over which devices of a `shard_map` a value varies; of a block there is no need.
+# Marks how a value varies over a `shard_map`'s devices; blocks do not need it.
 RULES["pvary"] = RULES["pcast"] = dataclasses.replace(
     ELEMENTWISE, evaluate=_evaluate_block
 )
@@ -291,7 +291,7 @@ def _pull_broadcast(eqn: Equation, outs: tuple[Blocks, ...]) -> list[Blocks]:
 def _push_broadcast(eqn: Equation, ins: Sequence[Blocks]) -> list[Blocks]:
     x, shape = _first(ins), eqn.shapes_out[0]
     places = tuple(eqn.params["broadcast_dimensions"])
-    dims: list[Any] = list(shape)  # dimensions that are not the operand's are whole
+    dims: list[Any] = list(shape)  # dimensions not in the operand are whole
     for place, dim, n in zip(places, x.dims, eqn.shapes_in[0], strict=True):
         if n == shape[place]:
             dims[place] = dim
@@ -375,11 +375,11 @@ def _evaluate_reshape(eqn: Equation, x: Any, *_: Any) -> Any:
 RULES["squeeze"] = Rule(_pull_squeeze, _evaluate_reshape, _push_squeeze)
 
 
-# --- reshape: runs of dimensions that are one in the other shape ---
+# --- reshape: runs of dimensions merged into one in the other shape ---
 
 
 def _runs(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Dimensions of two shapes of one size, in runs with equal products."""
+    """The dimensions of two shapes of equal size, in runs with equal products."""
     runs, i, j = [], 0, 0
     while i < len(a) or j < len(b):
         left, right = [], []
@@ -431,7 +431,7 @@ def _reshaped(
 
 
 def _joined(eqn: Equation, dims: Sequence[Any], sizes: Sequence[int]):
-    """A block over several dimensions as one over their product, with its number."""
+    """A block over several dimensions as one over the merged one, with its index."""
     if any(n == 1 and size_of(d) != 1 for d, n in zip(dims, sizes, strict=True)):
         raise eqn.refuse("a block is larger than the array", block=tuple(dims))
     wide = [d for d in range(len(dims)) if sizes[d] != 1]
@@ -442,7 +442,7 @@ def _joined(eqn: Equation, dims: Sequence[Any], sizes: Sequence[int]):
         return dims[wide[0]], lambda idx: idx[wide[0]]
     if not all(is_numbered(dims[d]) or is_squeezed(dims[d]) for d in wide):
         raise eqn.refuse("blocks that begin at an element", block=tuple(dims))
-    # Leading dimensions of one element, then one in parts, then whole ones.
+    # Leading dimensions of one element, then a partial one, then whole ones.
     part = next((n for n, d in enumerate(wide) if size_of(dims[d]) != 1), len(wide) - 1)
     inner = [sizes[d] for d in wide[part + 1 :]]
     if [size_of(dims[d]) for d in wide[part + 1 :]] != inner:
@@ -470,7 +470,7 @@ def _joined(eqn: Equation, dims: Sequence[Any], sizes: Sequence[int]):
 
 
 def _split(eqn: Equation, dim: Any, sizes: Sequence[int], total: int):
-    """A block of one dimension over several whose product it is, with its indices."""
+    """A block of one dimension as one over the split ones, with its indices."""
     wide = [d for d in range(len(sizes)) if sizes[d] != 1]
     ones = [1] * len(sizes)
     if not wide:
@@ -587,7 +587,7 @@ RULES["dynamic_slice"] = Rule(
 
 
 def _spans(eqn: Equation) -> tuple[int, list[int], list[int]]:
-    """The dimension that a concatenation is along, where parts begin, their sizes."""
+    """The dimension of a concatenation, the starts of its parts, and their sizes."""
     d = eqn.params["dimension"]
     sizes = [shape[d] for shape in eqn.shapes_in]
     return d, [sum(sizes[:n]) for n in range(len(sizes))], sizes

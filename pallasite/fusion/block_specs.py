@@ -1,7 +1,7 @@
-"""BlockSpecs pulled and pushed through functions: what `pallasite.fuser` offers.
+"""Pulls and pushes BlockSpecs through functions, for `pallasite.fuser`.
 
-A kernel that takes functions in place of operands (`fusible.py`) asks here which blocks
-of their values it needs, and gets functions from those blocks to blocks of its operand.
+For a kernel that takes functions in place of operands (`fusible.py`), finds which
+blocks of their values it needs, and the functions from those to its operand's blocks.
 """
 
 import functools
@@ -31,10 +31,10 @@ _INDEX = jax.ShapeDtypeStruct((), "int32")
 
 
 def make_scalar_prefetch_handler(*path: Any) -> Callable[..., Any]:
-    """A function that picks one fusion's scalars from all of a kernel's.
+    """A function that selects one fusion's scalars from all of a kernel's.
 
     Args:
-        path: the indices or keys that lead to them, outermost first.
+        path: the indices or keys leading to them, outermost first.
 
     Returns:
         A function of the scalar-prefetch arguments of an index map or kernel.
@@ -47,7 +47,7 @@ def make_scalar_prefetch_handler(*path: Any) -> Callable[..., Any]:
 
 
 def block_spec_with_prefetch(block_specs: Any, refs: Sequence[Any]) -> Any:
-    """The specs with index maps that are given `refs` after the grid's indices."""
+    """The specs with index maps that receive `refs` after the grid indices."""
 
     def with_refs(spec: Any) -> Any:
         index_map = getattr(spec, "index_map", None)
@@ -59,18 +59,18 @@ def block_spec_with_prefetch(block_specs: Any, refs: Sequence[Any]) -> Any:
 
 
 def filter_no_block_specs(values: Any, block_specs: Any) -> tuple[Any, Any]:
-    """Values and specs with None in place of those that have no blocks."""
+    """Values and specs, with None in place of those without blocks."""
     has = lambda spec: spec is not no_block_spec
     kept = jax.tree.map(lambda v, s: v if has(s) else None, values, block_specs)
     return kept, jax.tree.map(lambda s: s if has(s) else None, block_specs)
 
 
 def evaluate(f: Callable[..., Any], *, allow_transpose: bool = True) -> Any:
-    """`f`, computed one primitive after another: without loops and branches.
+    """`f`, computed one primitive at a time, without loops and branches.
 
     Args:
         f: a function of arrays.
-        allow_transpose: False refuses transposes.
+        allow_transpose: False rejects transposes.
 
     Returns:
         A function of the same positional arguments.
@@ -107,7 +107,7 @@ def evaluate(f: Callable[..., Any], *, allow_transpose: bool = True) -> Any:
 def get_fusion_values(
     fusion: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """What a fusion closes over: arrays, and scalars that block indices follow from.
+    """What a fusion closes over: arrays, and scalars that block indices depend on.
 
     Args:
         fusion: a function, such as a `Fusion`.
@@ -147,14 +147,14 @@ def get_fusion_values(
 def get_stateful_input_fusion_values(
     fusion: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """`get_fusion_values`; a fusion that uses refs is refused."""
+    """`get_fusion_values`; rejects a fusion that uses refs."""
     return get_fusion_values(fusion, *args, **kwargs)
 
 
 def get_stateful_output_fusion_values(
     fusion: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], dict[int, int]]:
-    """`get_fusion_values`, and which results are refs written: none."""
+    """`get_fusion_values`, and which results are written refs: none."""
     return (*get_fusion_values(fusion, *args, **kwargs), {})
 
 
@@ -174,17 +174,17 @@ def pull_block_spec(
 
     Args:
         f: a function of arrays.
-        out_block_specs: the blocks wanted of its results.
-        scalar_prefetch_handler: picks the scalars of `f` from the kernel's.
-        grid_len: how many indices a step has; needed if blocks follow from scalars.
-        strict_mode: two uses of a value must need the same block of it; False: blocks
-            of one shape.
+        out_block_specs: the required blocks of its results.
+        scalar_prefetch_handler: selects the scalars of `f` from the kernel's.
+        grid_len: how many indices a step has; needed if blocks depend on scalars.
+        strict_mode: whether all uses of a value must need the same block of it, not
+            only blocks of the same shape.
         grid: the older spelling of `grid_len`.
 
     Returns:
-        A function of the types of `f`'s arguments. It gives `kernel_fn(program_ids,
-        scalar_prefetch, *blocks)`, which computes a block, the specs of the positional
-        and those of the keyword arguments.
+        A function of the types of `f`'s arguments. It returns `kernel_fn(program_ids,
+        scalar_prefetch, *blocks)`, which computes a block, and the specs of the
+        positional and of the keyword arguments.
     """
     length = len(grid) if grid is not None else grid_len
 
@@ -212,9 +212,9 @@ def pull_block_spec(
 
 
 class _Pulled:
-    """A function with the blocks that its values have.
+    """A function with the blocks of its values.
 
-    The indices of a step, to the rules, are those of the blocks of all results, then
+    For the rules, the indices of a step are those of the blocks of all results, then
     the scalars that the function closes over.
     """
 
@@ -232,7 +232,7 @@ class _Pulled:
         self.prefetched = [v for v, _ in graph.constants if v in needed]
         self.scalars = tuple(value for v, value in graph.constants if v in needed)
         self.blocks: dict[Val, Blocks] = {}
-        self.rank = 0  # how many indices the blocks of the results have
+        self.rank = 0  # number of indices of the results' blocks
         self._note_results()
         self._pull()
 
@@ -295,7 +295,7 @@ class _Pulled:
         return scalars_of(self.graph, given)
 
     def _outer(self, ids: Sequence[Any], prefetch: Sequence[Any]) -> tuple[Any, ...]:
-        """The indices of a step, as the rules count them."""
+        """The indices of a step, as the rules see them."""
         found: list[Any] = []
         seen: list[Any] = []
         for spec in self.specs:
@@ -384,11 +384,11 @@ def push_block_spec(
     Args:
         f: a function of arrays.
         in_spec_args, in_spec_kwargs: the blocks of its arguments.
-        scalar_prefetch_handler, grid_len, strict_mode: change nothing here.
-        return_out_type: give the types of the results, too.
+        scalar_prefetch_handler, grid_len, strict_mode: without effect here.
+        return_out_type: whether to return the types of the results, too.
 
     Returns:
-        A function of the types of `f`'s arguments. It gives the specs of the results.
+        A function of the types of `f`'s arguments that returns the results' specs.
     """
 
     def pushed(*args: Any, **kwargs: Any) -> Any:
@@ -418,7 +418,7 @@ def push_block_spec(
 
 def _push(graph: Graph, specs: Sequence[Any]) -> list[BlockSpec]:
     blocks: dict[Val, Blocks] = {}
-    given: dict[int, BlockSpec] = {}  # specs that come out as they went in
+    given: dict[int, BlockSpec] = {}  # specs returned unchanged
     for value, spec in zip(graph.inputs, specs, strict=True):
         if spec is no_block_spec:
             continue
@@ -443,7 +443,7 @@ def _push(graph: Graph, specs: Sequence[Any]) -> list[BlockSpec]:
 
 
 def as_blocks(spec: BlockSpec) -> BlockIndexTransform:
-    """A spec as the rules see it: its steps are those of the grid."""
+    """A spec as the rules see it, with the grid's steps."""
     shape = spec.block_shape or ()
     return BlockIndexTransform(
         spec.block_shape,
@@ -470,17 +470,17 @@ def push_pull_block_spec(
     grid_len: int | None = None,
     **block_spec_kwargs: Any,
 ) -> Callable[..., Any]:
-    """The blocks of what an output fusion makes, and of what it takes besides.
+    """The blocks of an output fusion's results, and of its other arguments.
 
     Args:
         f: `f(values, *results)`, from the results of a kernel and other values.
         block_specs, block_spec_kwargs: the blocks of the kernel's results.
-        scalar_prefetch_handler, grid_len: as `pull_block_spec` takes them.
+        scalar_prefetch_handler, grid_len: as for `pull_block_spec`.
 
     Returns:
-        A function of the types of `f`'s arguments. It gives `kernel_fn` as
+        A function of the types of `f`'s arguments. It returns `kernel_fn` as
         `pull_block_spec` does, the specs of `values` and of the keyword arguments, and
-        the types and specs of what `f` makes.
+        the types and specs of `f`'s results.
     """
 
     def both(values: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
-"""Whether every block of a result is sure to be shown to a program, and to be stored.
+"""Whether every block of a result is certain to be shown to a program, and stored.
 
-What follows a kernel is computed everywhere, also where the kernel leaves its result
-undefined: `jnp.where(rows < length, call(x), 0)`. Computed where the kernel stores, it
-must not miss a block.
+Unfused, what follows a kernel is computed everywhere, even where the kernel leaves its
+result undefined: `jnp.where(rows < length, call(x), 0)`. Fused into the kernel's
+stores, it must not miss a block.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ def shows_every_block(pipeline: Pipeline, shown: Shown) -> bool:
 
 
 def _follows_axes(pipeline: Pipeline, shown: Shown, last: list[int]) -> bool:
-    """Whether each dimension with several blocks has an axis that counts them."""
+    """Whether each dimension with several blocks has an axis that indexes them."""
     params, followed = shown.index_map.params, set()
     for index, number in zip(shown.index_map.yields, last, strict=True):
         if number == 0:
@@ -49,8 +49,8 @@ def is_surely_stored(pipeline: Pipeline, block: Value, staying: set[int]) -> boo
 
     Args:
         pipeline: the programs.
-        block: of a result, in the body.
-        staying: axes along which it is the same block.
+        block: a result's block, in the body.
+        staying: axes along which it stays the same block.
     """
     stores = _Stores(pipeline, block, staying)
     return stores.in_block(pipeline.body, {})
@@ -78,7 +78,7 @@ class _Stores:
     def step(
         self, parts: tuple[Part, ...], at: Mapping[int, int]
     ) -> dict[int, int] | None:
-        """The step, along axes where the block stays, at which all parts hold."""
+        """The step, along axes where the block stays, at which all conditions hold."""
         found = dict(at)
         for part in parts:
             op = self.producers.get(part.value)

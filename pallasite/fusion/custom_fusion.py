@@ -1,4 +1,4 @@
-"""`custom_fusion`: a function whose author says how blocks pass through it."""
+"""`custom_fusion`: a function whose author defines how it acts on blocks."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ custom_fusion_p.multiple_results = True
 
 @dataclass(frozen=True)
 class CustomEvalContext:
-    """What an evaluation rule knows of the block it makes.
+    """What an evaluation rule knows about the block it computes.
 
     Attributes:
         out_block_specs: the specs of the results.
-        out_block_indices: which blocks of them.
+        out_block_indices: their block indices.
         scalar_prefetch, scalar_prefetch_handler: not used.
     """
 
@@ -38,14 +38,14 @@ class CustomEvalContext:
 
 
 class custom_fusion:
-    """A function with rules of its own for blocks.
+    """A function with custom rules for blocks.
 
-    `def_pull_block_spec` and `def_eval_rule` are needed; `def_push_block_spec` for a
-    function of a kernel's results, and `def_pallas_impl` where a kernel computes the
-    function another way.
+    `def_pull_block_spec` and `def_eval_rule` are required; `def_push_block_spec` is for
+    a function of a kernel's results, and `def_pallas_impl` for one that kernels compute
+    differently.
 
     Args:
-        fun: the function, as it is outside of kernels.
+        fun: the function, as computed outside kernels.
     """
 
     def __init__(self, fun: Callable[..., Any]):
@@ -57,17 +57,17 @@ class custom_fusion:
         self.pallas_impl: Callable[..., Any] | None = None
 
     def def_eval_rule(self, rule: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
-        """`rule(ctx, *blocks)`: the blocks of the results, flat."""
+        """`rule(ctx, *blocks)` returns the flat blocks of the results."""
         self.eval_rule = rule
         return rule
 
     def def_pull_block_spec(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-        """`rule(blocks)`: `BlockIndexTransform`s of results to those of operands."""
+        """`rule(blocks)`: from results' `BlockIndexTransform`s to the operands'."""
         self.pull_block_spec_rule = rule
         return rule
 
     def def_push_block_spec(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-        """`rule(specs)`: `BlockSpec`s of operands to those of results."""
+        """`rule(specs)`: from the operands' `BlockSpec`s to the results'."""
         self.push_block_spec_rule = rule
         return rule
 

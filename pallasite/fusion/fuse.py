@@ -1,4 +1,4 @@
-"""`pl.fuse(f)`: what a function does around its kernel calls, done in the kernels."""
+"""`pl.fuse(f)`: fuses the code around a function's kernel calls into the kernels."""
 
 import functools
 import types
@@ -18,26 +18,26 @@ from pallasite.language.arguments import Arguments
 if TYPE_CHECKING:
     from pallasite.fusion.graph import Graph
 
-MOST_KEPT = 256  # traced programs of one function
-# Arguments besides arrays that cannot change: with one of another kind a function is
-# traced at each call.
+MOST_KEPT = 256  # traced programs per function
+# Immutable arguments besides arrays: with any other kind, a function is retraced at
+# each call.
 _NUMBERS = (bool, int, float, complex, str, bytes)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type(jax.jit(len)))
 _CONSTANTS = (type, np.dtype, Enum, *_FUNCTIONS)
 
 
 def fuse(function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Compute what is around kernel calls on the blocks of the kernels.
+    """Fuse what surrounds kernel calls into the kernels, block by block.
 
-    Functions that make an operand of a kernel (elementwise, casts, broadcasts,
-    transposes, reshapes, slices, reductions) move into its loads, those of its results
-    into its stores, where that moves fewer bytes. Arrays between them are not made.
-    `pl.explain` says what was fused, and what was not and why.
+    Functions that produce a kernel's operand (elementwise, casts, broadcasts,
+    transposes, reshapes, slices, reductions) move into its loads, functions of its
+    results into its stores, where that moves fewer bytes. The arrays in between are
+    never materialised. `pl.explain` says what was fused, what was not, and why.
 
     Args:
         function: any JAX function; kernel calls in its loops and branches stay as they
-            are. It is traced once for each kind of arguments, as by `jax.jit`;
-            arguments that are not arrays stay what they are to it.
+            are. It is traced once per kind of arguments, as by `jax.jit`; arguments
+            that are not arrays are passed as they are.
 
     Returns:
         A function of the same arguments. Its derivatives are those of `function`,
@@ -68,7 +68,7 @@ def fuse(function: Callable[..., Any] | None = None) -> Callable[..., Any]:
 
 
 def _key(given: Arguments) -> Any:
-    """What tracing depends on; None where an argument may change and stay the same."""
+    """What tracing depends on; None if an argument is mutable."""
     others = []
     for x in given.others:
         if isinstance(x, _NUMBERS):
@@ -82,7 +82,7 @@ def _key(given: Arguments) -> Any:
     key = given.form, types, tuple(others), knobs, jaxcompat.trace_context()
     try:
         hash(key)
-    except TypeError:  # a tree with a node that has none
+    except TypeError:  # a pytree with an unhashable node
         return None
     return key
 
@@ -91,7 +91,7 @@ class _Program:
     """A function, traced and fused for one kind of arguments.
 
     Attributes:
-        is_closed: whether it may run again: no value of its is of a trace.
+        is_closed: whether it can be reused: none of its values belongs to a trace.
     """
 
     def __init__(self, function: Callable[..., Any], given: Arguments):
@@ -133,7 +133,7 @@ class _Program:
         def fused(*both: Any) -> list[Any]:
             held = [value for _, value in graph.constants[count:]]
             results = graph.run([*both[:count], *held], both[count:])
-            # Kernels give no weak types; what follows is promoted as without them.
+            # Kernels return no weak types; later code must promote as if unfused.
             return [
                 jaxcompat.weakly_typed(x) if var.aval.weak_type else x
                 for x, var in zip(results, self._jaxpr.outvars, strict=True)
@@ -147,7 +147,7 @@ class _Program:
 
 
 def _noted(jaxpr: Any, note: str) -> Any:
-    """A jaxpr whose kernel calls say what was not fused, and why."""
+    """A jaxpr whose kernel calls note what was not fused, and why."""
     from pallasite.fusion.graph import INLINED
     from pallasite.primitive import call_p
 
@@ -163,7 +163,7 @@ def _noted(jaxpr: Any, note: str) -> Any:
 
 
 def _planned(jaxpr: Any, constants: list[Any]) -> "Graph | None":
-    """The fused graph; None where there is nothing to fuse."""
+    """The fused graph; None if there is nothing to fuse."""
     from pallasite.fusion.graph import Graph
     from pallasite.fusion.plan import plan
     from pallasite.primitive import call_p

@@ -1,8 +1,8 @@
 """Kernels that take functions in place of operands: `fusible`, `Fusion` and `fuse`.
 
-`fusible` marks a function that calls a kernel. Inside of `fuse` it is given, for each
-operand, the function that makes it (a `Fusion`), and one that makes of its results what
-the caller wants; elsewhere trivial ones.
+`fusible` marks a function that calls a kernel. Inside `fuse` it receives, for each
+operand, the function that produces it (a `Fusion`), and one from its results to what
+the caller wants; elsewhere it receives trivial ones.
 """
 
 import functools
@@ -29,9 +29,9 @@ class Fusion(Generic[P, R]):
 
     Attributes:
         func: the function.
-        in_type: the types of its arguments: positional and by keyword.
+        in_type: the types of its positional and keyword arguments.
         out_type: the type of its result.
-        strict_mode: as `pull_block_spec` takes it.
+        strict_mode: as for `pull_block_spec`.
     """
 
     func: Callable[P, R]
@@ -73,8 +73,8 @@ fusible_p.multiple_results = True
 class _Fusible:
     """What the primitive stands for."""
 
-    function: Callable[..., Any]  # of fusions
-    unfused: Any  # the jaxpr of operands, without the constants it uses
+    function: Callable[..., Any]  # a function of fusions
+    unfused: Any  # the jaxpr from operands, without its constants
     num_constants: int
     in_tree: Any
     out_tree: Any
@@ -119,12 +119,12 @@ def fusible(f: Any = None, *, output_fusion_prefix: Any = True) -> Any:
 
     Args:
         f: called as `f(*fusions, output_fusions)`: a `Fusion` for each operand, and for
-            the results a `Fusion`, or None where there is nothing to do.
-        output_fusion_prefix: a pytree whose leaves are groups of results; each has an
-            output fusion of its own.
+            the results a `Fusion`, or None if there is nothing to do.
+        output_fusion_prefix: a pytree whose leaves are groups of results; each has its
+            own output fusion.
 
     Returns:
-        A function of arrays; a decorator, if `f` is not given.
+        A function of arrays, or a decorator if `f` is not given.
     """
     if f is None:
         return functools.partial(fusible, output_fusion_prefix=output_fusion_prefix)
@@ -166,16 +166,16 @@ def fuse(
     debug: bool = False,
     strict_mode: bool = True,
 ) -> Any:
-    """Fuse what a function does around its one `fusible` into that.
+    """Fuse what a function does around its one `fusible` into that `fusible`.
 
     Args:
         f: the function.
-        resolve_fusion_dtypes: changes nothing: there are no other dtypes here.
+        resolve_fusion_dtypes: without effect, as there are no special dtypes here.
         debug: print what there is to fuse.
-        strict_mode: as `pull_block_spec` takes it, for the kernel to pass on.
+        strict_mode: as for `pull_block_spec`; the kernel passes it on.
 
     Returns:
-        A function of the same arguments; a decorator, if `f` is not given.
+        A function of the same arguments, or a decorator if `f` is not given.
     """
     if f is None:
         return functools.partial(fuse, debug=debug, strict_mode=strict_mode)

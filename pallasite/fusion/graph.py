@@ -1,7 +1,7 @@
-"""A traced function as a graph of equations, its inner functions inlined.
+"""A traced function as a graph of equations, with inner functions inlined.
 
-Fusion moves equations; a jaxpr's variables are unique only within one jaxpr, and inner
-functions (`jit`, `custom_jvp`) would hide what to move.
+Fusion moves equations. A jaxpr does not suit it: variables are unique only within one
+jaxpr, and inner functions (`jit`, `custom_jvp`) would hide what to move.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import jax
 
 from pallasite import jaxcompat
 
-# Calls that are what they call. The rules of differentiation of a custom_jvp are lost.
+# Calls to inline. The differentiation rules of a custom_jvp are lost.
 _INLINED = "jit pjit closed_call core_call remat2 checkpoint remat "
 _INLINED += "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"
 INLINED = frozenset(_INLINED.split())
@@ -38,7 +38,7 @@ class Val:
 
 @dataclass(eq=False)
 class Const:
-    """A number that an equation was traced with."""
+    """A literal in an equation."""
 
     value: Any
     aval: Any
@@ -68,10 +68,10 @@ class Node:
 
 @dataclass
 class Graph:
-    """Equations in an order in which they can run.
+    """Equations in an executable order.
 
     Attributes:
-        constants: the values the function closes over, and what they are.
+        constants: the variables the function closes over, and their values.
         inputs, outputs: of the function, flat.
         nodes: the equations.
     """
@@ -103,7 +103,7 @@ class Graph:
         return graph
 
     def _constants(self, jaxpr: Any, values: Sequence[Any]) -> list[Val]:
-        """The constants of a jaxpr; a value that is known already is not added."""
+        """The constants of a jaxpr; a value already known is not added again."""
         found = []
         for var, value in zip(jaxpr.constvars, values, strict=True):
             known = [val for val, other in self.constants if other is value]
@@ -116,7 +116,7 @@ class Graph:
     def _add(
         self, jaxpr: Any, consts: Sequence[Atom], args: Sequence[Atom]
     ) -> list[Atom]:
-        """Append the equations of a jaxpr; its results."""
+        """Append the equations of a jaxpr; return its results."""
         env: dict[Any, Atom] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
 
@@ -138,7 +138,7 @@ class Graph:
         return [read(v) for v in jaxpr.outvars]
 
     def sort(self) -> None:
-        """Drop what no output needs, and put the rest in an order that can run."""
+        """Drop what no output needs, and put the rest in an executable order."""
         makers = {value: node for node in self.nodes for value in node.results}
         done: dict[Node, None] = {}
         for value in self.outputs:
@@ -170,7 +170,7 @@ class Graph:
         return kept[::-1]
 
     def run(self, constants: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The results, every equation bound again."""
+        """The results, by binding every equation again."""
         env: dict[Val, Any] = dict(zip(self.inputs, args, strict=True))
         env.update(zip((v for v, _ in self.constants), constants, strict=True))
         read = lambda atom: atom.value if isinstance(atom, Const) else env[atom]

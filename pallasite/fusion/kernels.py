@@ -1,8 +1,8 @@
-"""Expressions computed in a kernel: windows of their leaves, code at loads and stores.
+"""Inserts expressions into a kernel: windows of leaves, code at loads and stores.
 
-An operand's loads become loads of the leaves and the expression; a result's stores
-become the expression of what was stored. Where a kernel does more with a block than
-load or store it as a whole, the block is memory of the kernel.
+An operand's loads become loads of the leaves followed by the expression; a result's
+stores become the expression of what was stored. If a kernel does more with a block than
+load or store it whole, the block becomes memory of the kernel.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ def pipeline_of(kernel: Kernel) -> Pipeline:
     """The one pipeline of a kernel that fusion can change.
 
     Raises:
-        NotFusible: it is another kind of kernel.
+        NotFusible: the kernel has another form.
     """
     found = [op for op in kernel.body.ops if op.name == "pipeline"]
     others = {op.name for op in kernel.body.ops} - {"pipeline", "alloc", "load"}
@@ -54,7 +54,7 @@ def pipeline_of(kernel: Kernel) -> Pipeline:
 
 
 def shown_of(kernel: Kernel, param: Value, mode: str) -> Shown:
-    """The window of an operand or result, which nothing else uses.
+    """The window of an operand or result that nothing else uses.
 
     Raises:
         NotFusible: it has no such window.
@@ -76,7 +76,7 @@ def shown_of(kernel: Kernel, param: Value, mode: str) -> Shown:
 
 
 def dims_of(window: Window) -> list[Any]:
-    """A window's blocks as BlockSpecs spell them."""
+    """A window's block dimensions as in a BlockSpec."""
     kinds: dict[str, Callable[[int], Any]] = {
         "blocked": int,
         "squeezed": lambda n: None,
@@ -96,7 +96,7 @@ def _window(dims: Sequence[Any], mode: str, like: Window) -> Window:
 
 
 class _Fuser:
-    """The parts that both ways of fusing share, for one window of a kernel."""
+    """What both directions of fusion share, for one window of a kernel."""
 
     def __init__(self, kernel: Kernel, shown: Shown, expression: Expression):
         from pallasite.importer.rules import RULES
@@ -129,7 +129,7 @@ class _Fuser:
         self.params[leaf], self.blocks[leaf] = array, block
 
     def index_map(self, value: Atom) -> Block:
-        """The index map of a value, from that of the window."""
+        """The index map of a value, derived from the window's."""
         blocks = self.expression.blocks[value]
         assert blocks is not None
         old = self.shown.index_map
@@ -145,7 +145,7 @@ class _Fuser:
         return builder.cast(builder.load(self.params[scalar]), T.I32)
 
     def emit(self, builder: Builder, given: Sequence[Value] = ()) -> list[Value]:
-        """The expression at a place in the body."""
+        """Emit the expression at a point in the body."""
         jaxpr, _ = jaxcompat.opened(self.traced)
         rank = self.expression.rank
         indices = jaxpr.invars[:rank]
@@ -200,15 +200,15 @@ def _uses(body: Block, block: Value) -> list[Op]:
 
 
 def with_producers(kernel: Kernel, number: int, expression: Expression) -> Kernel:
-    """The kernel with leaves of an expression in place of an operand.
+    """The kernel with an operand replaced by the leaves of an expression.
 
     Raises:
-        NotFusible: the kernel does more than to read the operand's blocks.
+        NotFusible: the kernel does more than read the operand's blocks.
     """
     param = kernel.inputs[number]
     if param in kernel.aliased_results:
         raise NotFusible("it is the memory of a result")
-    kernel = place_windows(kernel)  # numbers out of range are clamped to this operand
+    kernel = place_windows(kernel)  # clamps indices to this operand's range
     shown = shown_of(kernel, param, "in")
     fuser = _Fuser(kernel, shown, expression)
     body = _body_with_producers(fuser, shown.block)
@@ -250,13 +250,13 @@ def _body_with_producers(fuser: _Fuser, block: Value) -> Block:
 def with_consumers(
     kernel: Kernel, number: int, expression: Expression, keeps: bool
 ) -> Kernel:
-    """The kernel with what an expression makes of a result in place of that.
+    """The kernel with a result replaced by an expression of it.
 
     Args:
         kernel: the kernel.
-        number: of the result.
-        expression: of that result.
-        keeps: whether the result itself is wanted, too.
+        number: the result's number.
+        expression: the expression of that result.
+        keeps: whether the result itself is also needed.
 
     Raises:
         NotFusible: it is not known when a block of the result is complete.
@@ -264,7 +264,7 @@ def with_consumers(
     param = kernel.outputs[number]
     if param in kernel.aliased_results.values():
         raise NotFusible("it is the memory of an operand")
-    kernel = place_windows(kernel)  # numbers out of range are clamped to this result
+    kernel = place_windows(kernel)  # clamps indices to this result's range
     shown = shown_of(kernel, param, "out")
     fuser = _Fuser(kernel, shown, expression)
     if not shows_every_block(fuser.pipeline, shown):
@@ -303,7 +303,7 @@ def _output(fuser: _Fuser, n: int) -> Shown:
 def _body_with_consumers(
     fuser: _Fuser, block: Value, outputs: Sequence[Shown], keeps: bool
 ) -> tuple[Block, list[Op]]:
-    """The body, and memory it needs."""
+    """The body, and the memory it needs."""
     body = fuser.pipeline.body
     uses = _uses(body, block)
     if any(op.name not in ("load", "store", *VIEWS) for op in uses):
@@ -316,7 +316,7 @@ def _body_with_consumers(
     is_stored_whole = all(op.name == "store" and _is_whole(op, block) for op in uses)
     staying = {*range(len(fuser.pipeline.grid))} - _moves(fuser).axes
     if is_stored_whole and is_surely_stored(fuser.pipeline, block, staying):
-        # The last store of a block is what counts, of the expression as of the block.
+        # Only a block's last store counts, for the expression as for the block.
 
         def rewrite(op: Op, builder: Builder) -> Sequence[Value] | None:
             if op.name != "store" or op.operands[0] is not block:
@@ -357,7 +357,7 @@ def _axes_to_wait_for(fuser: _Fuser) -> list[int]:
     """The axes at whose last step a block of the result is complete.
 
     Raises:
-        NotFusible: programs come back to a block after others were seen.
+        NotFusible: programs revisit a block after seeing others.
     """
     moves = _moves(fuser)
     several = [a for a, n in enumerate(fuser.pipeline.grid) if n != 1]

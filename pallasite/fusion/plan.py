@@ -1,7 +1,7 @@
-"""Which functions around the kernel calls of a graph are fused into them.
+"""Decides which functions around a graph's kernel calls are fused into them.
 
-Results come before operands: what follows a kernel is computed once for each block
-there, but perhaps many times in the kernel that reads it.
+Results come before operands: what follows a kernel is computed once per block in that
+kernel, but perhaps many times in a kernel that reads it.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from pallasite.passes.analysis.work import Work, count, short
 from pallasite.primitive import Call, call_p
 from pallasite.sharding.rule import Partition
 
-# What chips compute, elementwise, in the time that they move a byte, roughly.
+# Roughly, elementwise operations in the time it takes to move a byte.
 OPERATIONS_PER_BYTE = 16
 OPERATIONS_OF_A_FUNCTION = 8  # an exp or a tanh
 
@@ -34,7 +34,7 @@ def plan(graph: Graph) -> None:
 
 
 class _FusedCall:
-    """One call that grows."""
+    """One call that other functions are fused into."""
 
     def __init__(self, graph: Graph, node: Node):
         self.graph, self.node = graph, node
@@ -148,12 +148,12 @@ class _FusedCall:
     def _saving(
         self, old: Kernel, new: Kernel, outside: int, reasons: list[str]
     ) -> str | None:
-        """What fusing saves, in words; None if it does not.
+        """A description of what fusing saves; None if it saves nothing.
 
         Args:
             old, new: the kernel before and after.
-            outside: bytes moved outside of the kernel before, and not after.
-            reasons: gets why it does not.
+            outside: bytes moved outside the kernel before fusing, but not after.
+            reasons: receives the reason if it saves nothing.
         """
         before, after = count(old), count(new)
         moved = before.bytes + outside
@@ -171,7 +171,7 @@ class _FusedCall:
         params = tuple(
             (k, v) for k, v in self.call.compiler_params if k != "allow_input_fusion"
         )
-        # What the author says it costs is of the kernel as it was.
+        # The author's cost estimate describes the unfused kernel.
         call = replace(
             self.call, kernel=kernel, compiler_params=params, cost_estimate=None
         )

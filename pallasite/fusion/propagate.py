@@ -1,4 +1,4 @@
-"""Blocks pulled and pushed through whole functions, by the rows of `block_rules.py`."""
+"""Pulls and pushes blocks through whole functions, by the rows of `block_rules.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ def equation(node: Node, **more: Any) -> Equation:
 
 
 def scalar_values(graph: Graph) -> set[Val]:
-    """The values that block indices, or blocks of one repeated number, follow from."""
+    """Scalars that block indices, or blocks of one repeated number, depend on."""
     needed: set[Val] = set()
     for node in reversed(graph.nodes):
         if any(v in needed for v in node.results):
@@ -48,7 +48,7 @@ def scalar_values(graph: Graph) -> set[Val]:
 
 
 def scalars_of(graph: Graph, values: Mapping[Val, Any]) -> dict[Val, Any]:
-    """What follows from some values of a graph alone."""
+    """The values of a graph computable from the given ones alone."""
     env = dict(values)
     read = lambda atom: atom.value if isinstance(atom, Const) else env[atom]
     for node in graph.nodes:
@@ -73,7 +73,7 @@ def _known_operands(node: Node, scalars: Scalars) -> Callable[..., list[Any]]:
 def pull_through(
     node: Node, outs: tuple[Blocks, ...], scalars: Scalars | None = None
 ) -> Sequence[Blocks]:
-    """The blocks of a node's operands that blocks of its results are made of.
+    """The blocks of a node's operands from which its results' blocks are computed.
 
     Raises:
         NotFusible: there are none.
@@ -84,7 +84,7 @@ def pull_through(
 
 
 def push_through(node: Node, ins: Sequence[Blocks]) -> Sequence[Blocks]:
-    """The blocks of a node's results that blocks of its operands make.
+    """The blocks of a node's results computed from its operands' blocks.
 
     Raises:
         NotFusible: there are none.
@@ -97,7 +97,7 @@ def push_through(node: Node, ins: Sequence[Blocks]) -> Sequence[Blocks]:
 
 
 def is_scalar_arithmetic(node: Node) -> bool:
-    """Whether a node computes a number from numbers."""
+    """Whether a node computes a scalar from scalars."""
     if any(v.shape for v in (*node.operands, *node.results)):
         return False
     try:
@@ -125,12 +125,12 @@ def evaluate(
 def same_blocks(
     a: Blocks, b: Blocks, outer: Sequence[Any] | None, exact: bool = True
 ) -> bool:
-    """Whether two descriptions always mean the same block.
+    """Whether two descriptions always denote the same block.
 
     Args:
         a, b: the descriptions.
-        outer: types of the indices of a step; None: not known.
-        exact: compare indices, too, not only shapes.
+        outer: types of the indices of a step; None: unknown.
+        exact: whether to compare indices as well as shapes.
     """
     if a is b or a is None or b is None:
         return a is b

@@ -1,8 +1,8 @@
-"""What around a kernel call can be computed on its blocks.
+"""Finds what around a kernel call can be computed on its blocks.
 
 `producers_of` starts at an operand and follows blocks back through the equations that
-make it; `consumers_of` starts at a result and follows blocks on, then back to what else
-those equations use. Both give an `Expression`.
+produce it; `consumers_of` starts at a result and follows blocks forward, then back to
+the equations' other operands. Both return an `Expression`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,21 +37,21 @@ from pallasite.ir import types as T
 from pallasite.language.specs import Element
 
 INDEX = jax.ShapeDtypeStruct((), "int32")
-MOST_STEPS = 1 << 20  # that are looked at one by one
+MOST_STEPS = 1 << 20  # that are compared one by one
 
 
 @dataclass(frozen=True)
 class Expression:
-    """Equations that are computed on blocks.
+    """Equations to compute on blocks.
 
     Attributes:
-        rank: how many indices the block has that all others follow from.
+        rank: number of indices of the block that determines all others.
         nodes: the equations, in order.
-        given: a value whose block is there: the kernel's result; None for operands.
+        given: the value whose block is available: the result; None for operands.
         leaves: the values it reads.
-        results: the values it makes.
-        blocks: of all these values; None for scalars.
-        scalars: the leaves that block indices follow from.
+        results: the values it computes.
+        blocks: the blocks of all these values; None for scalars.
+        scalars: the leaves that block indices depend on.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class Expression:
 
     @property
     def names(self) -> str:
-        """The primitives, as reports name them."""
+        """The names of its primitives, for reports."""
         return ", ".join(dict.fromkeys(node.primitive.name for node in self.nodes))
 
     def block_type(self, value: Atom) -> jax.ShapeDtypeStruct:
@@ -73,7 +73,7 @@ class Expression:
         return jax.ShapeDtypeStruct(shape, value.aval.dtype)
 
     def traced(self) -> Any:
-        """The jaxpr from indices, blocks of leaves and the given block to results."""
+        """The jaxpr from indices, leaf blocks and the given block to results."""
 
         def run(*args: Any) -> list[Any]:
             indices, pending = args[: self.rank], iter(args[self.rank :])
@@ -105,15 +105,15 @@ class Region:
     """Blocks of values around a call, found by walking the graph backwards.
 
     Attributes:
-        reasons: why an equation was left out, the first of each kind.
+        reasons: why equations were left out, the first of each kind.
     """
 
     def __init__(self, graph: Graph, value: Val, dims: Sequence[Any]):
         self.graph, self.rank = graph, len(dims)
-        self.counts = block_counts(value.shape, dims)  # steps: blocks of that value
+        self.counts = block_counts(value.shape, dims)  # one step per block
         self.nodes: list[Node] = []
         self.blocks: dict[Atom, Blocks] = {}
-        self.scalars: list[Val] = []  # that block indices follow from
+        self.scalars: list[Val] = []  # that block indices depend on
         self.reasons: list[str] = []
 
     def walk_back(
@@ -123,16 +123,17 @@ class Region:
         given: Val | None = None,
         shrinking: bool = True,
     ) -> None:
-        """Follow blocks from results to operands, through all equations that let them.
+        """Follow blocks from results to operands, through all equations that allow it.
 
         Args:
-            needed: equations that must.
-            barred: values of the call itself and what follows from it.
+            needed: equations that must allow it.
+            barred: values of the call itself and what depends on it.
             given: where to stop.
-            shrinking: go through equations that make less than they read, too.
+            shrinking: also go through equations whose results are smaller than their
+                operands.
 
         Raises:
-            NotFusible: one of `needed` does not.
+            NotFusible: one of `needed` does not allow it.
         """
         must = set(needed)
         for node in reversed(self.graph.nodes):
@@ -185,7 +186,7 @@ class Region:
         return dict(zip(self.scalars, outer[self.rank :], strict=False))
 
     def same(self, value: Atom, a: Blocks, b: Blocks) -> bool:
-        """Whether two descriptions mean the same block of a value at every step."""
+        """Whether two descriptions denote the same block of a value at every step."""
         if a is None or b is None or tuple(a.dims) != tuple(b.dims):
             return a is b
         if self.scalars or prod(self.counts) > MOST_STEPS:
@@ -223,7 +224,7 @@ def block_counts(shape: Sequence[int], dims: Sequence[Any]) -> list[int]:
 
 
 def _numbered_alike(blocks: BlockIndexTransform, outs: Sequence[Blocks]) -> bool:
-    """Whether blocks begin at elements only where those they come from do."""
+    """Whether blocks are indexed by element only if those they come from are."""
     starts = lambda b: any(isinstance(d, Element) for d in b.dims)
     return not starts(blocks) or any(b is not None and starts(b) for b in outs)
 
@@ -234,20 +235,20 @@ def _shrinks(node: Node) -> bool:
 
 
 def whole(dims: Sequence[Any]) -> BlockIndexTransform:
-    """Blocks that are what all others follow from."""
+    """The blocks that determine all others."""
     return BlockIndexTransform(tuple(dims), lambda *outer: outer[: len(dims)])
 
 
 def producers_of(
     graph: Graph, value: Val, dims: Sequence[Any], shrinking: bool
 ) -> tuple[Expression, list[str]]:
-    """What makes an operand, from blocks; and why it is not more.
+    """The equations that produce an operand block by block, and why not more.
 
     Args:
-        graph: where the call is.
+        graph: the graph with the call.
         value: the operand.
         dims: its blocks.
-        shrinking: go through reductions and slices, too.
+        shrinking: also go through reductions and slices.
     """
     region = Region(graph, value, dims)
     region.blocks[value] = whole(dims)
@@ -258,13 +259,13 @@ def producers_of(
 def consumers_of(
     graph: Graph, call: Node, value: Val, dims: Sequence[Any]
 ) -> tuple[Expression | None, list[str]]:
-    """What is made of a result, from blocks; and why it is not more.
+    """The equations that use a result block by block, and why not more.
 
     Args:
-        graph: where the call is.
+        graph: the graph with the call.
         call: the call.
         value: its result.
-        dims: the blocks of that.
+        dims: the result's blocks.
     """
     after = _downstream(graph, call)
     refused: set[Node] = set()
@@ -282,7 +283,7 @@ def consumers_of(
             if value not in back.blocks:
                 raise NotFusible("what follows the result does not use its elements")
         except NotFusible as error:
-            # The last equation of the region that leads there cannot be part of it.
+            # The region's last equation that leads there must be excluded.
             reasons.append(error.what)
             refused.add(region[-1])
             continue
@@ -305,7 +306,7 @@ def _pushed(
     refused: set[Node],
     reasons: list[str],
 ) -> tuple[list[Node], dict[Atom, Blocks]]:
-    """The equations that blocks of a result reach, and the blocks of what they make."""
+    """The equations that a result's blocks reach, and the blocks they produce."""
     blocks: dict[Atom, Blocks] = {value: whole(dims)}
     region: list[Node] = []
     for node in graph.nodes:
@@ -334,7 +335,7 @@ def _pushed(
 
 
 def _escaping(graph: Graph, region: Sequence[Node]) -> list[Val]:
-    """What a region makes and others use."""
+    """The values a region produces that others use."""
     inside = set(region)
     used = {v for v in graph.outputs if isinstance(v, Val)}
     for node in graph.nodes:
@@ -344,7 +345,7 @@ def _escaping(graph: Graph, region: Sequence[Node]) -> list[Val]:
 
 
 def _check_blocks(region: Region, pushed: Mapping[Atom, Blocks]) -> None:
-    """Blocks that are needed must be those that are there."""
+    """Checks that the blocks needed are those available."""
     for value, blocks in pushed.items():
         needed = region.blocks.get(value)
         if needed is not None and not region.same(value, needed, blocks):
@@ -352,7 +353,7 @@ def _check_blocks(region: Region, pushed: Mapping[Atom, Blocks]) -> None:
 
 
 def index_jaxpr(blocks: BlockIndexTransform, rank: int, scalars: int) -> Any:
-    """The jaxpr from `rank` indices, and scalars, to the indices of other blocks."""
+    """The jaxpr from `rank` indices and scalars to other block indices."""
 
     def run(*outer: Any) -> list[Any]:
         return [jnp.asarray(i, jnp.int32) for i in blocks.at(outer)]

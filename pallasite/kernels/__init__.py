@@ -1,7 +1,7 @@
 """Ready-made operations, one portable source each: `from pallasite import kernels`.
 
-Each is an ordinary JAX function: it works under jit, vmap, grad and on sharded arrays,
-on every chip the language runs on. This file lists the public names.
+Each is an ordinary JAX function: it works under jit, vmap and grad, on sharded arrays,
+and on every chip the language supports. This file lists the public names.
 """
 
 from pallasite.kernels import masks as masks

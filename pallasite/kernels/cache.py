@@ -1,4 +1,4 @@
-"""`update_pages`: new keys and values written into the pages of a cache, in place."""
+"""`update_pages`: writes new keys and values into the pages of a cache, in place."""
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,15 @@ def update_pages(
     *,
     implementation: common.Implementation = "pallasite",
 ) -> jax.Array:
-    """`pages` with row t of `new` at slot `slots[t]`: page * page_size + offset.
+    """`pages` with row t of `new` in slot `slots[t]` (page * page_size + offset).
 
-    The buffer of `pages` is reused where it is donated to the jitted function, so that
-    only the new rows move.
+    If `pages` is donated to the jitted function, its buffer is reused and only the new
+    rows are copied.
 
     Args:
         pages: (pages, page_size, kv_heads, width).
         new: (tokens, kv_heads, width); converted to the dtype of the pages.
-        slots: (tokens,) different integers. One that is no slot of the pages, such as
+        slots: (tokens,) distinct integers. A value outside the pages' slots, such as
             -1 or pages * page_size, is padding: its row is dropped.
     """
     operation = "update_pages"
@@ -39,7 +39,7 @@ def update_pages(
 
 def _plain(pages, new, slots):
     flat = pages.reshape(-1, *pages.shape[2:])
-    slots = jnp.where(slots < 0, len(flat), slots)  # past the end is dropped
+    slots = jnp.where(slots < 0, len(flat), slots)  # slots past the end are dropped
     return flat.at[slots].set(new.astype(pages.dtype), mode="drop").reshape(pages.shape)
 
 
@@ -51,7 +51,7 @@ def _stored(pages, new, slots):
         return (slot >= 0) & (slot < len(flat))
 
     def kernel(slots_ref, new_ref, flat_ref, o_ref):
-        del flat_ref  # the result's own buffer
+        del flat_ref  # aliased to the output
 
         @pl.when(is_slot(slots_ref[pl.program_id(0)]))
         def _():

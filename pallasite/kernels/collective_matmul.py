@@ -1,9 +1,9 @@
-"""Products of matrices that devices hold parts of: `all_gather_matmul` and
-`matmul_reduce_scatter`, which are each other's backward.
+"""Matmuls of matrices split across devices: `all_gather_matmul` and
+`matmul_reduce_scatter`, each the backward pass of the other.
 
 Blocks travel around the ring of devices while those that have arrived are multiplied.
-`_gathered`, `_scattered` and `_outer` are the three products that both operations and
-their gradients are made of; `remote_matmul.py` has the first two as kernels that copy
+Both operations and their gradients are built from three matmuls, `_gathered`,
+`_scattered` and `_outer`; `remote_matmul.py` has the first two as kernels that copy
 between devices themselves.
 """
 
@@ -26,10 +26,10 @@ class CollectiveMatmulConfig:
     """How each device multiplies, and how rows travel between devices.
 
     Attributes:
-        blocks: of a product; by default `matmul`'s own choice, or that of the kernels
-            with copies of their own.
-        transport: "remote": by copies between devices in the kernel, which TPUs have.
-            "collective": by collectives of XLA. "auto": "remote" on a TPU.
+        blocks: block sizes of a matmul; by default those `matmul` or the kernels with
+            remote copies would choose.
+        transport: "remote": copies between devices inside the kernel (TPUs only).
+            "collective": XLA collectives. "auto": "remote" on a TPU.
     """
 
     blocks: MatmulConfig | None = None
@@ -45,12 +45,12 @@ def all_gather_matmul(
     implementation: common.Implementation = "pallasite",
     config: CollectiveMatmulConfig | None = None,
 ) -> jax.Array:
-    """`all_gather(x) @ y` inside `shard_map`, rows multiplied while others travel.
+    """`all_gather(x) @ y` in `shard_map`, multiplying rows while others travel.
 
     Args:
         x: (..., rows, k), floating point: this device's rows of the whole x.
-        y: (k, n): this device's columns of the whole y, usually.
-        axis: the mesh axis along which devices have the rows of x.
+        y: (k, n), usually this device's columns of the whole y.
+        axis: the mesh axis along which the rows of x are split.
         out_dtype: the result's dtype; by default x's.
 
     Returns:
@@ -68,7 +68,7 @@ def all_gather_matmul(
         out_dtype=common.result_dtype(out_dtype, x),
         config=config,
     )
-    # (devices, batch * rows, n) with the devices' rows beside each other.
+    # From (devices, batch * rows, n), make the devices' rows adjacent.
     out = out.reshape(ring.size, math.prod(batch), rows, n)
     return out.swapaxes(0, 1).reshape(*batch, ring.size * rows, n)
 
@@ -82,16 +82,16 @@ def matmul_reduce_scatter(
     implementation: common.Implementation = "pallasite",
     config: CollectiveMatmulConfig | None = None,
 ) -> jax.Array:
-    """This device's rows of the sum over devices of `x @ y`, inside `shard_map`.
+    """This device's rows of the sum of `x @ y` over devices, in `shard_map`.
 
-    Rows are multiplied while the sums of others travel; sums travel as float32.
+    Rows are multiplied while the sums of other rows travel in float32.
 
     Args:
-        x: (..., devices * rows, k), floating point: this device's columns of the whole
-            x, usually.
-        y: (k, n): this device's rows of the whole y, usually.
-        axis: the mesh axis along which the products are added, and along which devices
-            have the rows of the result.
+        x: (..., devices * rows, k), floating point, usually this device's columns of
+            the whole x.
+        y: (k, n), usually this device's rows of the whole y.
+        axis: the mesh axis over which products are summed and along which the rows of
+            the result are split.
         out_dtype: the result's dtype; by default x's.
 
     Returns:
@@ -117,7 +117,7 @@ def matmul_reduce_scatter(
 
 
 def _check(operation: str, x, y, config: CollectiveMatmulConfig) -> tuple[int, ...]:
-    """The shape of x, if everything fits."""
+    """Checks the operands and returns the shape of x."""
     known = get_args(Transport)
     common.check_option(operation, "transport", config.transport, known)
     common.check_floats(operation, x=x, y=y)
@@ -131,14 +131,14 @@ def _check(operation: str, x, y, config: CollectiveMatmulConfig) -> tuple[int, .
 
 
 def _plain_gathered(x, y, *, ring, out_dtype, config):
-    del config  # blocks are a kernel's
+    del config  # only kernels have blocks
     everyone = lax.all_gather(x, ring.axis)
     wide = common.statistics_dtype(x.dtype)
     return jnp.dot(everyone, y, preferred_element_type=wide).astype(out_dtype)
 
 
 def _plain_scattered(x, y, *, ring, out_dtype, config):
-    del config  # blocks are a kernel's
+    del config  # only kernels have blocks
     wide = common.statistics_dtype(x.dtype)
     partial = jnp.dot(x, y, preferred_element_type=wide)
     return lax.psum_scatter(partial, ring.axis).astype(out_dtype)
@@ -149,7 +149,7 @@ def _plain_scattered(x, y, *, ring, out_dtype, config):
 
 @dataclasses.dataclass(frozen=True)
 class _How:
-    """What decides the code of a product besides its operands."""
+    """What determines the code of a matmul besides its operands."""
 
     ring: Ring
     out_dtype: Any
@@ -191,19 +191,19 @@ def _gathered(x, y, how: _How):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _scattered(x, y, how: _How):
-    """The sum over devices of `x[this device] @ y`: (rows, n) of (devices, rows, k)."""
+    """Sum over devices of `x[this device] @ y`: (devices, rows, k) to (rows, n)."""
     ring = how.ring
     if _remote(how, x, y):
         return remote_matmul.scattered(x, y, ring, how.out_dtype, how.config.blocks)
     wide = common.statistics_dtype(x.dtype)
 
     def partial(number):
-        # The sum that is on this device now belongs to the one where it ends.
+        # The sum now on this device belongs to the device where it ends up.
         block = lax.dynamic_index_in_dim(x, ring.source(number), 0, keepdims=False)
         return _product(block, y, wide, how)
 
     def step(number, total):
-        # The product needs nothing of what arrives.
+        # The product does not depend on what arrives.
         return ring.pass_on(total) + partial(number + 1)
 
     (first,) = ring.varying(partial(1))
@@ -212,9 +212,9 @@ def _scattered(x, y, how: _How):
 
 
 def _outer(x, y, how: _How):
-    """The sum over devices of their `x.T @ y[device]`, while x travels.
+    """The sum over devices of their `x.T @ y[device]`, computed while x travels.
 
-    (k, n) of (rows, k) and (devices, rows, n).
+    Takes (rows, k) and (devices, rows, n), returns (k, n).
     """
     ring = how.ring
     wide = common.statistics_dtype(x.dtype)
@@ -238,7 +238,7 @@ def _product(x, y, out_dtype, how: _How):
 
 
 def _remote(how: _How, x, y) -> bool:
-    """Whether a kernel with copies of its own computes a product."""
+    """Whether a kernel with its own remote copies computes the matmul."""
     has_work = how.ring.size > 1 and x.size > 0 and y.size > 0
     return has_work and by_remote_copies(how.config.transport)
 

@@ -1,10 +1,10 @@
-"""What the operations of the library share: choosing an implementation, checking, rows.
+"""Shared by all operations: choice of implementation, checks, kernels over rows.
 
 Every operation takes `implementation=`:
 
-- "pallasite": the kernel of its file, on whatever chip the operands are on.
-- "xla": plain jnp as one writes it without kernels, for comparing speed.
-- "reference": plain jnp in float32 throughout, for comparing numbers.
+- "pallasite": the operation's kernel, on whatever chip the operands are on.
+- "xla": plain jnp, as written without kernels, for comparing speed.
+- "reference": plain jnp in float32 throughout, for comparing results.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ Implementation = Literal["pallasite", "xla", "reference"]
 def choose(implementation: str, kernel: Callable, plain: Callable) -> Callable:
     """The function that computes an operation: its kernel or its plain form.
 
-    `plain` computes in the dtypes it is given, so that the reference is the same
-    function on wider operands.
+    `plain` computes in the dtypes it is given, so the reference is the same function
+    on wider operands.
     """
     if implementation not in get_args(Implementation):
         raise SpecError(
@@ -48,19 +48,19 @@ def choose(implementation: str, kernel: Callable, plain: Callable) -> Callable:
 
 
 def _of_jax(x: Any) -> Any:
-    """numpy's float64 is float32 to JAX, unless 64 bits are switched on."""
+    """JAX treats numpy's float64 as float32 unless x64 is enabled."""
     return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def result_dtype(given: Any, x: Any) -> np.dtype:
-    """The dtype asked for, or else that of an operand."""
+    """The requested dtype, or else the operand's."""
     return jnp.dtype(given or jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def in_float32(plain: Callable) -> Callable:
-    """`plain` on operands widened to float32; results have the dtypes of `plain`'s.
+    """`plain` on operands widened to float32; results keep the dtypes of `plain`.
 
-    Products are of float32 in full, which they are not on every chip by default.
+    Matmuls use full float32 precision, which is not every chip's default.
     """
 
     def widened(*operands, **options):
@@ -74,13 +74,13 @@ def in_float32(plain: Callable) -> Callable:
 
 
 def statistics_dtype(dtype: Any) -> Any:
-    """The dtype of sums and exponentials: float32, or float64 for such operands."""
+    """The dtype of sums and exponentials: float32, or float64 for float64 operands."""
     is_double = jax.dtypes.canonicalize_dtype(dtype) == jnp.float64
     return jnp.float64 if is_double else jnp.float32
 
 
 def check_floats(operation: str, **operands: Any) -> None:
-    """Every operand that is given has floating-point elements."""
+    """Checks that every operand given has floating-point elements."""
     for name, x in operands.items():
         if x is None:
             continue
@@ -94,7 +94,7 @@ def check_floats(operation: str, **operands: Any) -> None:
 
 
 def check_array(operation: str, name: str, x: Any) -> None:
-    """An operand is an array, not a list or a number."""
+    """Checks that an operand is an array, not a list or a number."""
     if not hasattr(x, "dtype"):
         raise KernelTypeError(
             f"{operation}: {name} is no array",
@@ -104,7 +104,7 @@ def check_array(operation: str, name: str, x: Any) -> None:
 
 
 def check_rows(operation: str, name: str, x: Any) -> None:
-    """An operand is rows of floating-point elements: it has a last dimension."""
+    """Checks that an operand is rows of floats: it has a last dimension."""
     check_floats(operation, **{name: x})
     if not x.ndim:
         raise SpecError(
@@ -115,7 +115,7 @@ def check_rows(operation: str, name: str, x: Any) -> None:
 
 
 def check_soft_cap(operation: str, soft_cap: Any) -> None:
-    """A cap is a positive number: capped by 0, all scores would be alike."""
+    """Checks that a cap is positive: a cap of 0 would make all scores equal."""
     if soft_cap is None or not jaxcompat.is_concrete(soft_cap) or soft_cap > 0:
         return
     raise SpecError(
@@ -125,7 +125,7 @@ def check_soft_cap(operation: str, soft_cap: Any) -> None:
 
 
 def check_shape(operation: str, name: str, x: Any, wanted: Sequence[int]) -> None:
-    """An operand (or None) has the shape that the others ask for."""
+    """Checks that an operand (or None) has the shape the others require."""
     if x is not None and _shape(x) != tuple(wanted):
         raise SpecError(
             f"{operation}: {name} does not fit the other operands",
@@ -135,7 +135,7 @@ def check_shape(operation: str, name: str, x: Any, wanted: Sequence[int]) -> Non
 
 
 def check_rank(operation: str, name: str, x: Any, layout: str) -> tuple[int, ...]:
-    """The shape of an operand that has the dimensions `layout` names."""
+    """Checks that an operand has the dimensions `layout` names; returns its shape."""
     shape, rank = _shape(x), len(layout.split(","))
     if len(shape) != rank:
         raise SpecError(
@@ -147,12 +147,12 @@ def check_rank(operation: str, name: str, x: Any, layout: str) -> tuple[int, ...
 
 
 def _shape(x: Any) -> tuple[int, ...]:
-    """Of an array, or of what stands for one: quantised weights."""
+    """The shape of an array, or of quantised weights in its place."""
     return tuple(x.shape if hasattr(x, "shape") else jnp.shape(x))
 
 
 def check_integers(operation: str, **operands: Any) -> None:
-    """Every operand that is given has integer elements."""
+    """Checks that every operand given has integer elements."""
     for name, x in operands.items():
         if x is None:
             continue
@@ -165,7 +165,7 @@ def check_integers(operation: str, **operands: Any) -> None:
 
 
 def check_option(operation: str, name: str, value: Any, known: Sequence[Any]) -> None:
-    """An option has one of the values that the operation knows."""
+    """Checks that an option has one of the values the operation accepts."""
     if value not in known:
         raise SpecError(
             f"{operation} has no {name} {value!r}",
@@ -176,7 +176,7 @@ def check_option(operation: str, name: str, value: Any, known: Sequence[Any]) ->
 def cost(
     flops: int, arrays: Sequence[Any], transcendentals: int = 0
 ) -> pl.CostEstimate:
-    """What a kernel costs that reads or writes each of `arrays` once."""
+    """The cost of a kernel that reads or writes each of `arrays` once."""
     moved = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
     return pl.CostEstimate(
         flops=flops, transcendentals=transcendentals, bytes_accessed=moved
@@ -185,13 +185,13 @@ def cost(
 
 @dataclasses.dataclass(frozen=True)
 class RowConfig:
-    """How rows are divided into programs: `block_rows` whole rows each."""
+    """How rows are split among programs: `block_rows` whole rows each."""
 
     block_rows: int
 
 
 def row_config(x: Any) -> RowConfig:
-    """Blocks of rows that suit an operand (..., width)."""
+    """Block sizes suited to the rows of an operand (..., width)."""
     return RowConfig(rows_per_block(x.shape))
 
 
@@ -206,8 +206,8 @@ def over_rows(
 ) -> list[jax.Array]:
     """Runs `kernel(*row_refs, *shared_refs, *out_refs)` on blocks of whole rows.
 
-    `rows` have one shape (..., width), and so has each result; their leading
-    dimensions are one dimension for the kernel. Each of `shared` has shape (width,).
+    `rows` and the results all have one shape (..., width), whose leading dimensions
+    are flattened for the kernel. Each of `shared` has shape (width,).
     """
     shape = rows[0].shape
     width = shape[-1]
@@ -220,7 +220,7 @@ def over_rows(
         grid=(pl.cdiv(count, block_rows),),
         in_specs=[row_spec] * len(rows) + [shared_spec] * len(shared),
         out_specs=[row_spec] * len(out_dtypes),
-        # A few operations and one transcendental per element: bytes decide.
+        # Memory-bound: a few operations and one transcendental per element.
         cost_estimate=cost(
             8 * count * width,
             [*rows, *shared, *(jax.ShapeDtypeStruct(shape, d) for d in out_dtypes)],
@@ -232,10 +232,10 @@ def over_rows(
 
 
 def rows_per_block(shape: Sequence[int]) -> int:
-    """A multiple of eight rows: about 256 KB of f32, and enough blocks to share.
+    """A multiple of eight rows: about 256 KB of f32, and enough blocks to share out.
 
-    All rows if they are fewer. Backends make of such blocks what their chip wants;
-    devices share whole blocks.
+    All rows if there are fewer. Backends resize such blocks for their chip; devices
+    share whole blocks.
     """
     count, width = math.prod(shape[:-1]), max(shape[-1], 1)
     fitting = 256 * 1024 // (4 * width)
@@ -248,9 +248,9 @@ def _widen(x: Any) -> Any:
 
 
 def differentiated_as(function: Callable, same: Callable, *operands: Any) -> Any:
-    """`function(*operands)`, with the derivative of another one that computes the same.
+    """`function(*operands)` with the derivative of `same`, which computes the same.
 
-    For kernels whose best blocks are not those that backward kernels are to have. The
+    For kernels whose best blocks differ from those backward kernels should have. The
     operands are pytrees.
     """
     call = jax.custom_jvp(function)

@@ -1,4 +1,4 @@
-"""Which configuration an operation of the library takes."""
+"""Choosing the configuration of an operation."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from pallasite.target import Gpu, Host, Tpu
 from pallasite.tune import choices
 from pallasite.tune.space import Space
 
-WIDE = 1024  # elements of a row that is worth a program by itself
+WIDE = 1024  # elements that make a row worth its own program
 
 C = TypeVar("C")  # a configuration: a frozen dataclass
 
@@ -29,15 +29,15 @@ PRODUCT = {
 
 
 def traced_for(kind: type[Host | Gpu | Tpu]) -> bool:
-    """Is a call traced now for a chip of this kind?"""
+    """Whether the current call is being traced for a chip of this kind."""
     return isinstance(chip_for(None), kind)
 
 
 def hopper() -> Gpu | None:
-    """The GPU that a call is traced for now, if it multiplies by warpgroups.
+    """The GPU the current call is being traced for, if it multiplies by warpgroups.
 
-    That is what `cuda` does on chips of that generation, where no other backend is
-    asked for.
+    The `cuda` backend does so on chips of that generation, unless another backend is
+    requested.
     """
     chip = chip_for(None)
     if not isinstance(chip, Gpu) or chip.arch != "sm_90":
@@ -56,12 +56,12 @@ def tuned(
     """The configuration of a call: the caller's, else a tuned one, else the default.
 
     Args:
-        kernel: what tables call the operation.
+        kernel: the operation's name in tuning tables.
         given: what the caller passed as `config=`.
         default: the configuration of calls that were never tuned.
-        space: the values of its fields that the tuner tries; others stay as they are.
-        operands: arrays whose shapes and dtypes decide (None: not given).
-        options: whatever else decides the kernel's code.
+        space: per field, the values the tuner tries; other fields keep the default.
+        operands: arrays whose shapes and dtypes matter (None: not given).
+        options: whatever else determines the kernel's code.
     """
     if given is not None:
         return checked(kernel, given, default)
@@ -72,7 +72,7 @@ def tuned(
 
 
 def checked(operation: str, given: C, like: C) -> C:
-    """The caller's configuration: of the operation's class, its sizes positive."""
+    """The caller's configuration, checked: the right class, and positive sizes."""
     if not isinstance(given, type(like)):
         raise KernelTypeError(
             f"{operation}: config is no {type(like).__name__}",
@@ -99,7 +99,7 @@ def tuned_rows(
     *operands: Any,
     default: common.RowConfig | None = None,
 ) -> common.RowConfig:
-    """The configuration of an operation on rows; the first operand has them."""
+    """The configuration of an operation on the rows of the first operand."""
     default = default or common.row_config(operands[0])
     if traced_for(Host):
         default = _even(default, operands[0].shape)
@@ -107,9 +107,9 @@ def tuned_rows(
 
 
 def _even(config: common.RowConfig, shape: Sequence[int]) -> common.RowConfig:
-    """Blocks that divide the rows, if they are not much smaller, or rows are wide.
+    """Blocks that divide the rows, if those are not much smaller or rows are wide.
 
-    A CPU copies a block that hangs over the edge, and has no need of eight rows.
+    A CPU copies a block that extends past the edge, and does not need eight rows.
     """
     count, wanted = math.prod(shape[:-1]), config.block_rows
     if not count:

@@ -1,4 +1,4 @@
-"""`causal_conv1d`: a short convolution along time, each channel by itself (Mamba)."""
+"""`causal_conv1d`: a short depthwise convolution along time (Mamba)."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from pallasite.kernels.glu import ACTIVATIONS
 
 @dataclasses.dataclass(frozen=True)
 class ConvConfig:
-    """How a convolution is divided: positions and channels of a program."""
+    """How a convolution is split: positions and channels per program."""
 
     block_length: int = 128
     block_channels: int = 128
@@ -33,13 +33,13 @@ def causal_conv1d(
     """`activation(sum(weights[i] * x[:, t - taps + 1 + i] for i) + bias)`.
 
     Args:
-        x: (batch, length, channels), floating point; before its start are zeros.
-        weights: (taps, channels): the last tap is that of the position itself.
+        x: (batch, length, channels), floating point; zero-padded at its start.
+        weights: (taps, channels); the last tap applies to the position itself.
         bias: (channels,), or None for zeros.
-        activation: a name of `gated_linear_unit`'s activations.
+        activation: one of `gated_linear_unit`'s activations.
 
     Returns:
-        Like x; sums are float32.
+        Like x; sums are accumulated in float32.
     """
     operation = "causal_conv1d"
     *_, channels = common.check_rank(operation, "x", x, "batch, length, channels")
@@ -60,7 +60,7 @@ def causal_conv1d(
 
 
 def _summed(parts, weights, bias, activation):
-    """Shifted positions, first tap first, times their weights."""
+    """Sum of the shifted positions, first tap first, times their weights."""
     wide = common.statistics_dtype(parts[0].dtype)
     total = bias.astype(wide)
     for part, weight in zip(parts, weights, strict=True):
@@ -69,7 +69,7 @@ def _summed(parts, weights, bias, activation):
 
 
 def _plain(x, weights, bias, *, activation, config):
-    del config  # blocks are a kernel's
+    del config  # only kernels have blocks
     taps, length = len(weights), x.shape[1]
     padded = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0)))
     parts = [padded[:, i : i + length] for i in range(taps)]

@@ -1,11 +1,11 @@
 """`linear_softmax_cross_entropy_loss`: the loss of a language model's last layer.
 
-The logits are never in memory as a whole. Forward, one product leaves three numbers
-per token and block of the vocabulary: maximum, sum of exponentials, the label's logit.
-Backward, the logits are computed again, `block_vocab` columns at a time; what is kept
-of them is their cotangent in x's dtype, for the two products of a linear layer's
-gradient. A CPU, to which a product costs more than memory, keeps logits from the
-forward pass if they take no more than that.
+The logits are never in memory as a whole. The forward pass is one matmul that leaves
+three numbers per token and vocabulary block: maximum, sum of exponentials, the label's
+logit. The backward pass recomputes the logits, `block_vocab` columns at a time, and
+stores only their cotangent in x's dtype, for the two matmuls of a linear layer's
+gradient. On a CPU a matmul costs more than memory, so logits are kept from the forward
+pass if they take no more space than that.
 """
 
 import dataclasses
@@ -35,19 +35,19 @@ from pallasite.kernels.matmul import (
 )
 from pallasite.target import Host
 
-# Exponentials are of base two, as chips have them: a multiplication and a subtraction
-# are then one instruction.
+# Exponentials are base two, as in hardware: a multiplication and a subtraction then
+# fuse into one instruction.
 LOG2_E = math.log2(math.e)
-# Bytes of the sums for x that a CPU's threads have each in the gradient.
+# Most bytes of partial sums for x, over a CPU's threads, in the gradient.
 MOST_SUMS = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropyConfig:
-    """How the loss is divided.
+    """How the loss is split into blocks.
 
     Attributes:
-        block_tokens, block_columns, block_hidden: blocks of the logits' product.
+        block_tokens, block_columns, block_hidden: block sizes of the logits' matmul.
         block_vocab: columns of logits that the gradient holds at a time.
     """
 
@@ -79,11 +79,11 @@ def linear_softmax_cross_entropy_loss(
     implementation: common.Implementation = "pallasite",
     config: CrossEntropyConfig | None = None,
 ) -> jax.Array:
-    """`-log_softmax(x @ weights)[labels]`, without the logits in memory.
+    """`-log_softmax(x @ weights)[labels]`, without storing the logits.
 
     Args:
         x: (tokens, hidden), floating point.
-        labels: (tokens,) integers. A label outside the vocabulary (-1, say) is
+        labels: (tokens,) integers. A label outside the vocabulary (such as -1) is
             padding: its token's loss is 0, and a mean does not count it.
         weights: (hidden, vocabulary).
         reduction: over tokens: "sum", "mean", or "none" for a loss per token.
@@ -112,7 +112,7 @@ def linear_softmax_cross_entropy_loss(
     compute = common.choose(implementation, _streamed, _plain)
     default = CrossEntropyConfig()
     if configs.traced_for(Host):
-        # Weights are packed for every block of tokens, or once for all.
+        # Weights are packed either for each block of tokens or once for all.
         columns = max(narrow(tokens, vocabulary, default.block_columns), 128)
         default = CrossEntropyConfig(block_tokens=256, block_columns=columns)
     config = configs.tuned(operation, config, default, SPACE, (x, weights))
@@ -132,7 +132,7 @@ def _capped(logits, soft_cap: float | None):
 
 
 def _plain(x, weights, labels, *, soft_cap, config):
-    del config  # blocks are a kernel's
+    del config  # only kernels have blocks
     wide = common.statistics_dtype(x.dtype)
     logits = _capped(jnp.dot(x, weights, preferred_element_type=wide), soft_cap)
     found = jnp.take_along_axis(
@@ -155,7 +155,7 @@ def _statistics(x, weights, labels, soft_cap, config):
 
 
 def _with_logits(x, weights, labels, soft_cap, config, keep: bool):
-    """The statistics, and the logits if they are to be kept."""
+    """The statistics, and the logits if `keep` is set."""
     tokens, vocabulary = len(x), weights.shape[1]
     blocks = fitted(config.blocks, tokens, vocabulary, x.shape[1])
     ragged = vocabulary % blocks.block_n != 0
@@ -176,7 +176,7 @@ def _with_logits(x, weights, labels, soft_cap, config, keep: bool):
         maximum = LOG2_E * jnp.max(logits, axis=1, keepdims=True)
         shifted = LOG2_E * logits - maximum
         total = jnp.sum(jnp.exp2(shifted), axis=1, keepdims=True)
-        # All stores come last: nothing that is computed waits behind one.
+        # All stores come last, so that no computation waits behind one.
         max_ref[...], sum_ref[...], found_ref[...] = maximum, total, found
 
     partial = jax.ShapeDtypeStruct(
@@ -192,7 +192,7 @@ def _with_logits(x, weights, labels, soft_cap, config, keep: bool):
         config=blocks,
         name="cross_entropy",
     )
-    # XLA's CPU takes ten times as long for the same with a last dimension of one.
+    # With a last dimension of one, XLA on a CPU takes ten times as long.
     maxima, sums, found = (each[:, :, 0] for each in (maxima, sums, found))
     maximum = jnp.max(maxima, axis=0, initial=LOWEST)
     total = jnp.sum(sums * jnp.exp2(maxima - maximum), axis=0)
@@ -201,7 +201,7 @@ def _with_logits(x, weights, labels, soft_cap, config, keep: bool):
 
 
 def _inside(labels, vocabulary: int):
-    """Labels as a column; padding equals no column, also not one past the last."""
+    """Labels as a column; padding matches no column, even past the vocabulary."""
     return jnp.where(labels < vocabulary, labels, -1)[:, None]
 
 
@@ -231,7 +231,7 @@ def _statistics_bwd(soft_cap, config, kept, cotangents):
 
 
 def _by_columns(x, weights, rows, logits, soft_cap, config):
-    """Cotangents of x (float32) and the weights: three products per `block_vocab`."""
+    """Cotangents of x (float32) and the weights: three matmuls per `block_vocab`."""
     vocabulary = weights.shape[1]
     block = min(config.block_vocab, max(vocabulary, 1))
     wide = common.statistics_dtype(x.dtype)
@@ -267,15 +267,15 @@ def _by_columns(x, weights, rows, logits, soft_cap, config):
 
 
 def _parts(chip: Host, x, weights, config) -> SplitSum:
-    """Blocks of the vocabulary, in two parts for each thread: cores differ in speed."""
+    """Splits vocabulary blocks in two parts per thread, as cores differ in speed."""
     columns = min(config.block_columns, weights.shape[1])
     return SplitSum.of(pl.cdiv(weights.shape[1], columns), 2 * chip.threads)
 
 
 def _at_once(x, weights, rows, logits, soft_cap, config, *, parts: SplitSum):
-    """The same on a CPU: all three products of a block while it is in a near cache.
+    """The same on a CPU: all three matmuls of a block while it is in a near cache.
 
-    Each part of the vocabulary has its own sums for x, which XLA adds.
+    Each part of the vocabulary has its own partial sums for x, which XLA adds up.
     """
     (tokens, hidden), vocabulary = x.shape, weights.shape[1]
     wide = common.statistics_dtype(x.dtype)
@@ -321,7 +321,7 @@ def _at_once(x, weights, rows, logits, soft_cap, config, *, parts: SplitSum):
             def _():
                 d_weights_ref[...] = sums_ref[...].astype(d_weights_ref.dtype)
 
-    # Where blocks hang over an edge, zeros take no part in the sums.
+    # Zeros past the edge do not contribute to the sums.
     spec = functools.partial(pl.BlockSpec, fill=0)
     across = lambda i, j, t: (0, parts.step(i, j))
     down = lambda i, j, t: (t, 0)
@@ -363,7 +363,7 @@ def _cotangent(logits, columns, rows, soft_cap):
 
 
 def _contracted(x, y, dims: tuple[int, int], dtype):
-    """The product over these dimensions, of float32 sums; on a CPU by our kernel."""
+    """The matmul over these dimensions, summed in float32; on a CPU by our kernel."""
     if not configs.traced_for(Host) or not x.size or not y.size:
         over = (((dims[0],), (dims[1],)), ((), ()))
         wide = common.statistics_dtype(x.dtype)
@@ -387,7 +387,7 @@ def _contracted(x, y, dims: tuple[int, int], dtype):
 
 
 def _logits_cotangent(x, weights, rows, soft_cap, config):
-    """The logits' cotangent in x's dtype: from those of log-sum-exp and label logit."""
+    """The logits' cotangent in x's dtype, from those of log-sum-exp and label logit."""
 
     def finish(sums, refs):
         o_ref = refs[-1]

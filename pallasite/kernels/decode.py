@@ -1,9 +1,9 @@
 """Attention of one new token per sequence over its cache: `decode_attention` on a
-contiguous cache, `paged_attention` on pages that a table puts in order.
+contiguous cache, `paged_attention` on pages addressed through a table.
 
-All query heads of a key head are the rows of one product, so that the cache is read
-once. Long caches are divided into `splits` that run side by side; XLA joins their
-results. Blocks past a sequence's length are skipped.
+All query heads of a key head are rows of one matmul, so the cache is read once. Long
+caches are split into `splits` that run concurrently; XLA combines their results.
+Blocks past a sequence's length are skipped.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ from pallasite.target import Gpu
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """How a cache is divided.
+    """How a cache is split.
 
     Attributes:
-        block_kv: keys of a step (a paged cache: always one page).
-        splits: parts of a sequence that run side by side.
+        block_kv: keys per step (always one page for a paged cache).
+        splits: parts of a sequence that run concurrently.
     """
 
     block_kv: int = 128
@@ -53,14 +53,14 @@ def decode_attention(
 
     Args:
         query: (batch, heads, width).
-        key_cache: (batch, keys, kv_heads, width); kv_heads divides heads. Caches may be
-            of any dtype that converts to query's, int8 and 8-bit floats too.
+        key_cache: (batch, keys, kv_heads, width); kv_heads divides heads. Caches may
+            have any dtype that converts to query's, including int8 and 8-bit floats.
         value_cache: (batch, keys, kv_heads, value_width).
-        lengths: (batch,) integers, at most `keys`. A sequence of length 0 gives zeros.
-        scale: what scores are multiplied by; by default width ** -0.5.
+        lengths: (batch,) integers, at most `keys`. Length 0 gives zeros.
+        scale: factor applied to scores; by default width ** -0.5.
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
-        key_scales, value_scales: what a quantised cache is multiplied by: (kv_heads,),
-            or with a number per token (batch, keys, kv_heads).
+        key_scales, value_scales: factors of a quantised cache: (kv_heads,), or one per
+            token (batch, keys, kv_heads).
 
     Returns:
         (batch, heads, value_width) in query's dtype.
@@ -101,15 +101,15 @@ def paged_attention(
     implementation: common.Implementation = "pallasite",
     config: DecodeConfig | None = None,
 ) -> jax.Array:
-    """`decode_attention` on a cache of pages: page n of a sequence is page_table[b, n].
+    """`decode_attention` on a paged cache: page n of sequence b is page_table[b, n].
 
     Args:
         query: (batch, heads, width).
         key_pages: (pages, page_size, kv_heads, width).
         value_pages: (pages, page_size, kv_heads, value_width).
-        lengths: (batch,) integers: keys of each sequence, at most those of its pages.
+        lengths: (batch,) integers: keys of each sequence, at most what its pages hold.
         page_table: (batch, pages of the longest sequence) integers. Entries past a
-            sequence's length are not used, whatever they are.
+            sequence's length are ignored.
         key_scales, value_scales: (kv_heads,), or (pages, page_size, kv_heads).
     """
     operation = "paged_attention"
@@ -142,15 +142,15 @@ PAGED = {"splits": (1, 2, 4, 8, 16)}
 SPACE = {"block_kv": (64, 128, 256, 512), **PAGED}
 
 
-# Programs that keep a GPU's memory busy: two on each of its multiprocessors, nearly.
-# On an H200, four sequences of eight key heads and 8192 keys take 175 us in one part,
-# 49 in eight; sixteen take 197, and 144 in two; sixty-four are best in one.
+# Programs that keep a GPU's memory busy: nearly two per SM. On an H200, four sequences
+# of eight key heads and 8192 keys take 175 us unsplit, 49 in eight parts; sixteen
+# sequences take 197 us unsplit, 144 in two parts; sixty-four are fastest unsplit.
 ENOUGH_PROGRAMS = 256
-LEAST_KEYS = 512  # of a part
+LEAST_KEYS = 512  # per part
 
 
 def _tuned(operation: str, given: DecodeConfig | None, space, sizes, operands):
-    """`sizes`: programs of sequences in one part, and keys of a sequence, at most."""
+    """`sizes`: programs if sequences are not split, and most keys per sequence."""
     programs, keys = sizes
     splits = 1
     if configs.traced_for(Gpu):
@@ -167,7 +167,7 @@ PAGES = "pages, page_size, kv_heads, width"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What happens to scores."""
+    """What is done to scores."""
 
     scale: float
     soft_cap: float | None
@@ -197,7 +197,7 @@ def check_table(operation: str, page_table: jax.Array, sequences: int) -> None:
 
 
 def _check(operation: str, sizes, query, caches: dict[str, Any], lengths) -> None:
-    """Caches are (*sizes, width), the first of them of the query's width."""
+    """Checks that caches are (*sizes, width), the first with the query's width."""
     common.check_floats(operation, query=query)
     common.check_integers(operation, lengths=lengths)
     common.check_shape(operation, "lengths", lengths, query.shape[:1])
@@ -209,7 +209,7 @@ def _check(operation: str, sizes, query, caches: dict[str, Any], lengths) -> Non
 
 
 def check_scales(operation: str, cache: tuple[int, ...], *scales):
-    """The scales of keys and of values: a number per head or per token and head."""
+    """Checks the scales of keys and values: one per head, or per token and head."""
     common.check_floats(operation, key_scales=scales[0], value_scales=scales[1])
     for name, x in zip(("key_scales", "value_scales"), scales, strict=True):
         if x is not None and x.shape not in (cache[2:3], cache[:3]):
@@ -222,7 +222,7 @@ def check_scales(operation: str, cache: tuple[int, ...], *scales):
 
 
 def attend(compute: Callable, query, caches, numbers, scales, **how):
-    """Runs `compute`; a scale per head is applied to the query and to the result."""
+    """Runs `compute`; per-head scales are applied to the query and the result."""
     by_head = [x if x is not None and x.ndim == 1 else None for x in scales]
     by_token = [x if x is not None and x.ndim == 3 else None for x in scales]
     if by_head[0] is not None:
@@ -260,8 +260,8 @@ def _plain(
     config,
     first=0,
 ):
-    """`first`: a number of keys that are left out, or one per query."""
-    del config  # blocks are a kernel's
+    """`first`: how many leading keys to skip, for all queries or per query."""
+    del config  # only kernels have blocks
     batch, heads, width = query.shape
     _, keys, kv_heads, _ = key_cache.shape
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, width)
@@ -285,7 +285,7 @@ def _plain(
 
 
 def plain_paged(query, *operands, **how):
-    """`_plain` of caches in pages; the last operand says which are whose."""
+    """`_plain` on paged caches; the last operand is the page table."""
     *caches, lengths, page_table = operands
 
     def cache(pages):
@@ -329,7 +329,7 @@ def _paged(query, key_pages, value_pages, *operands, options, config):
         [lengths, page_table],
         block=key_pages.shape[1],
         steps=page_table.shape[1],
-        # A sequence without keys has no page: its entry may be anything.
+        # A sequence without keys has no page: its table entry may be anything.
         block_of=lambda b, step, lengths_ref, table_ref: (
             jnp.clip(table_ref[b, step], 0, key_pages.shape[0] - 1),
             0,
@@ -352,7 +352,7 @@ def _streamed(
     options: Options,
     splits: int,
 ):
-    """Both operations: `block_of` says where a step's keys are in the cache."""
+    """Kernel of both operations; `block_of` locates a step's keys in the cache."""
     batch, heads, width = query.shape
     kv_heads, value_width = keys.shape[2], values.shape[3]
     group = heads // kv_heads
@@ -364,7 +364,7 @@ def _streamed(
 
     def cache(x):
         def index(b, h, s, j, *refs):
-            # A step past the end looks where the last one did, so that nothing moves.
+            # A step past the end repeats the last block index: nothing is copied.
             last = jnp.maximum((refs[0][b] + block - 1) // block, 1) - 1
             step = jnp.minimum(s * per_split + j, jnp.minimum(last, steps - 1))
             first, second = block_of(b, step, *refs)
@@ -424,7 +424,7 @@ def _streamed(
 
 
 def joined(acc, maximum, total, axis: int):
-    """The result of all splits, which are along `axis`, from those of each."""
+    """Combines the results of the splits, which are along `axis`."""
     shrink = jnp.exp(maximum - jnp.max(maximum, axis=axis, keepdims=True))
     total = jnp.sum(total * shrink, axis=axis)
     return jnp.sum(acc * shrink, axis=axis) / jnp.where(total == 0, 1, total)
@@ -462,29 +462,29 @@ def _kernel(
 
 
 def scaled_by_token(scores, scale_ref):
-    """Scores (rows, keys) times a number per key, which a ref (keys, 1) has."""
+    """Scores (rows, keys) times a factor per key, from a ref (keys, 1)."""
     if scale_ref is None:
         return scores
     return scores * scale_ref[...].reshape(1, -1).astype(scores.dtype)
 
 
 def known_scales(scale_ref, start, length):
-    """The scales of values (1, keys), as `known`; None if there are none."""
+    """The scales of values (1, keys), masked as in `known`; None without scales."""
     if scale_ref is None:
         return None
     return known(scale_ref[...], start, length).reshape(1, -1)
 
 
 def products(q, k, wide):
-    """Of queries (rows) with keys (rows) of any dtype."""
+    """Dot products of query rows with key rows of any dtype."""
     contract = (((1,), (1,)), ((), ()))
     return lax.dot_general(q, k.astype(q.dtype), contract, preferred_element_type=wide)
 
 
 def known(values, start, length):
-    """Values of keys from position `start`; zeros from `length` on.
+    """Values of keys from position `start`, with zeros from `length` on.
 
-    Past the length a cache may hold anything, NaN too, and 0 * NaN is NaN.
+    Past the length a cache may hold anything, even NaN, and 0 * NaN is NaN.
     """
     rows = start + lax.broadcasted_iota(jnp.int32, values.shape, 0)
     return jnp.where(rows < length, values, 0)
@@ -504,10 +504,10 @@ class RunningSoftmax:
         self.acc[...] = jnp.zeros_like(self.acc)
 
     def absorb(self, scores, values, value_scales=None) -> None:
-        """One more block of keys.
+        """Adds one block of keys.
 
-        Its scores (rows, keys), its values (keys, width), and what values are
-        multiplied by (1, keys).
+        Takes its scores (rows, keys), its values (keys, width), and the factors of
+        the values (1, keys).
         """
         old = self.maximum[...]
         new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))

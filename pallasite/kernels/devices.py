@@ -1,6 +1,6 @@
-"""What operations over several devices share: the ring of devices along a mesh axis.
+"""Shared by operations over several devices: the ring of devices along a mesh axis.
 
-They are called inside `jax.shard_map`, on one device's part of each operand.
+The operations are called inside `jax.shard_map`, on one device's part of each operand.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from pallasite.kernels import configs
 from pallasite.target import Tpu
 
 # How blocks get from one device to the next:
-# "remote": by copies that the kernel itself makes, which only TPUs have.
-# "collective": by collectives of XLA between kernels.
+# "remote": by copies that the kernel itself makes (TPUs only).
+# "collective": by XLA collectives between kernels.
 # "auto": "remote" on a TPU, else "collective".
 Transport = Literal["auto", "remote", "collective"]
 
@@ -45,24 +45,24 @@ class Ring:
 
     @property
     def place(self) -> Any:
-        """This device's number along the ring."""
+        """This device's index along the ring."""
         return lax.axis_index(self.axis)
 
     def source(self, step: Any) -> Any:
-        """Whose block a device holds after `step` steps to the right."""
+        """The device whose block this one holds after `step` steps to the right."""
         return lax.rem(self.place + self.size - step, self.size)
 
     def pass_on(self, blocks: Any) -> Any:
-        """What every device's left neighbour has."""
+        """Passes `blocks` one to the right: returns those of the left neighbour."""
         to_the_right = [(n, (n + 1) % self.size) for n in range(self.size)]
         pass_on = lambda x: lax.ppermute(x, self.axis, to_the_right)
         return jax.tree.map(pass_on, blocks)
 
     def varying(self, *values: Any) -> list[Any]:
-        """Values marked as different on each device of the ring.
+        """Values marked as differing between the devices of the ring.
 
-        What backward rules return for them is then one device's share. The mark's
-        transpose adds the shares up where devices have the value in common.
+        Backward rules then return one device's share of their cotangents. The mark's
+        transpose sums the shares of a value that devices have in common.
         """
         return jaxcompat.vary_alike([*values, self.place])[:-1]
 
@@ -72,7 +72,7 @@ def by_remote_copies(transport: Transport) -> bool:
     if transport != "auto":
         return transport == "remote"
     mesh = jaxcompat.device_mesh()
-    # Kernels name a device by its place along all axes.
+    # Kernels identify a device by its index along every axis.
     knows_its_place = mesh is not None and set(mesh.axis_names) == set(mesh.manual_axes)
     return knows_its_place and configs.traced_for(Tpu)
 
@@ -80,7 +80,7 @@ def by_remote_copies(transport: Transport) -> bool:
 def check_divides(
     operation: str, name: str, x: Any, dimension: int, parts: int, of: str
 ) -> None:
-    """A dimension can be divided into equal parts."""
+    """Checks that a dimension divides into equal parts."""
     if x.shape[dimension] % parts:
         raise SpecError(
             f"{operation}: dimension {dimension} of {name} cannot be divided into "

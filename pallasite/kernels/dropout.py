@@ -1,8 +1,7 @@
 """Which elements dropout keeps, computed where they are needed and never stored.
 
-The bits of an element follow from the seed of its row and from its column alone. So a
-forward and a backward kernel agree, whatever their blocks are, on every chip and on
-however many devices.
+An element's bits depend only on its row's seed and its column. So forward and backward
+kernels agree whatever their blocks, on every chip and any number of devices.
 """
 
 import jax
@@ -12,12 +11,12 @@ from jax import lax
 from pallasite import jaxcompat
 from pallasite.errors import SpecError
 
-# Integers are signed, which every chip multiplies; shifts are those of unsigned ones.
+# Integers are signed, as every chip can multiply those; shifts are logical.
 _MULTIPLIERS = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
 
 
 def check_rate(operation: str, rate: float, key: jax.Array | None) -> None:
-    """A rate is a number from 0 to 1, and one above 0 comes with a key."""
+    """Checks that the rate is between 0 and 1, and has a key if it is above 0."""
     if not jaxcompat.is_concrete(rate) or not 0 <= rate <= 1:
         raise SpecError(
             f"{operation}: dropout_rate is {rate}",
@@ -40,10 +39,10 @@ def row_seeds(key: jax.Array, *shape: int) -> tuple[jax.Array, jax.Array]:
 def kept(
     seeds: tuple[jax.Array, jax.Array], columns: jax.Array, rate: float
 ) -> jax.Array:
-    """Which elements stay: seeds (..., rows, 1), columns that broadcast to (rows, n).
+    """Which elements to keep: seeds (..., rows, 1), columns broadcast to (rows, n).
 
-    The first seed says where in the sequence of `_mixed` a row starts; the second one
-    keeps rows apart whose sequences overlap.
+    The first seed says where in the sequence of `_mixed` a row starts; the second
+    distinguishes rows whose sequences overlap.
     """
     first, second = seeds
     bits = _mixed(_mixed(columns + first) ^ second)
@@ -54,14 +53,14 @@ def kept(
 
 
 def scale(rate: float) -> float:
-    """What kept elements are multiplied by, so that means stay as they are."""
+    """The factor of kept elements that preserves the mean."""
     return 0.0 if rate == 1 else 1 / (1 - rate)
 
 
 def _mixed(x: jax.Array) -> jax.Array:
     """A permutation of 32-bit integers in which every bit depends on all of x's.
 
-    (The last steps of MurmurHash3.)
+    (The finaliser of MurmurHash3.)
     """
     for shift, multiplier in zip((16, 13), _MULTIPLIERS, strict=True):
         x = (x ^ lax.shift_right_logical(x, jnp.full_like(x, shift))) * multiplier

@@ -1,7 +1,7 @@
-"""`embedding_bag`: rows of a table that bags of indices name, summed per bag.
+"""`embedding_bag`: sums the rows of a table selected by each bag of indices.
 
-The rows come along the last grid axis, one per step; the sum of a bag is never in
-memory as its single rows.
+The last grid axis visits the rows, one per step; a bag's gathered rows are never
+stored in memory.
 """
 
 from typing import Literal
@@ -15,7 +15,7 @@ from pallasite import tpu as pltpu
 from pallasite.kernels import common, configs
 from pallasite.target import Host
 
-ENTRIES = 64  # of the table, to which a program of the gradient adds
+ENTRIES = 64  # table entries that a program of the gradient adds to
 
 
 def embedding_bag(
@@ -26,16 +26,16 @@ def embedding_bag(
     reduction: Literal["sum", "mean"] = "sum",
     implementation: common.Implementation = "pallasite",
 ) -> jax.Array:
-    """`sum(weights[b, i] * table[indices[b, i]] for i)` of every bag b.
+    """`sum(weights[b, i] * table[indices[b, i]] for i)` for every bag b.
 
     Args:
         table: (entries, width), floating point.
-        indices: (bags, size) integers. A negative one is padding and counts nothing.
+        indices: (bags, size) integers. A negative index is padding and adds nothing.
         weights: (bags, size), floating point; by default ones.
-        reduction: "mean" divides by the number of indices that are no padding.
+        reduction: "mean" divides by the number of indices that are not padding.
 
     Returns:
-        (bags, width) in table's dtype; sums are float32.
+        (bags, width) in table's dtype; sums are accumulated in float32.
     """
     operation = "embedding_bag"
     common.check_rank(operation, "table", table, "entries, width")
@@ -116,7 +116,7 @@ def _summed_fwd(table, indices, weights):
 
 
 def _summed_bwd(kept, cotangent):
-    """The gradient of a gather is a scatter, which is XLA's; but see `_scattered`."""
+    """The gradient of a gather is a scatter, left to XLA; but see `_scattered`."""
     table, indices, weights = kept
     if configs.traced_for(Host) and indices.size and table.size:
         _, pull = jax.vjp(lambda w: _plain(table, indices, w), weights)
@@ -129,7 +129,7 @@ def _summed_bwd(kept, cotangent):
 def _scattered(table, indices, weights, cotangent):
     """The table's cotangent on a CPU, where XLA scatters on one thread.
 
-    Indices are sorted, so that each program adds to entries of its own.
+    Indices are sorted so that each program adds only to its own entries.
     """
     (entries, width), (_, size) = table.shape, indices.shape
     wide = weights.dtype

@@ -1,8 +1,8 @@
-"""`expert_parallel_mixture`: a mixture of experts that several devices have shares of.
+"""`expert_parallel_mixture`: a mixture of experts split across devices.
 
-Each device sends its tokens to the devices of their experts and gets their results
-back, by two all-to-alls of `capacity` rows for every pair of devices. In between, the
-rows that arrived are sorted by expert and multiplied by `grouped_matmul`.
+Each device sends its tokens to the devices of their experts and receives the results,
+in two all-to-alls of `capacity` rows per pair of devices. In between, the rows that
+arrived are sorted by expert and multiplied by `grouped_matmul`.
 """
 
 from typing import Any
@@ -32,20 +32,20 @@ def expert_parallel_mixture(
     implementation: common.Implementation = "pallasite",
     config: MatmulConfig | None = None,
 ) -> jax.Array:
-    """`mixture_of_experts` inside `shard_map`, device i with the i-th share of experts.
+    """`mixture_of_experts` in `shard_map`; device i has the i-th share of experts.
 
     Args:
         x: (tokens, width), floating point: this device's tokens.
-        routing: of this device's tokens, with the numbers of experts counted over all
-            devices. Experts that there are not contribute nothing.
+        routing: of this device's tokens; experts are numbered over all devices. An
+            expert number out of range contributes nothing.
         gate, up: (experts / devices, width, hidden): this device's experts.
         down: (experts / devices, hidden, width).
-        axis: the mesh axis along which devices have tokens and experts.
-        capacity: how many rows (a token for one of its experts) a device sends to
-            another at most; of more, those of the first experts are sent, of one
-            expert those of the first tokens, and the others contribute nothing. By
-            default tokens * k, so that none is left out whatever the routing. A device
-            has memory for devices * capacity rows.
+        axis: the mesh axis along which tokens and experts are split.
+        capacity: the most rows (a token for one of its experts) that a device sends to
+            another. If there are more, the first are sent, in order of expert and then
+            of token, and the rest contribute nothing. By default tokens * k, which
+            drops none whatever the routing. Each device allocates devices * capacity
+            rows.
 
     Returns:
         Like x.
@@ -79,14 +79,14 @@ def expert_parallel_mixture(
 
 
 class _Sent:
-    """Which rows a device sends where: those sorted by expert, `capacity` to each.
+    """Which rows a device sends where: sorted by expert, at most `capacity` to each.
 
     Attributes:
-        permutation: the rows by expert, and so by device.
-        sizes: (devices, experts of each): rows that are sent.
-        first: (devices,): the first sorted row of each.
-        place: (tokens, k): the place of each choice among the rows for its device.
-        device: (tokens, k): where it goes.
+        permutation: sorts the rows by expert, and so by device.
+        sizes: (devices, experts per device): rows sent to each expert.
+        first: (devices,): the first sorted row for each device.
+        place: (tokens, k): the index of each choice among the rows for its device.
+        device: (tokens, k): its destination.
         kept: (tokens, k): whether it is sent.
     """
 
@@ -104,14 +104,14 @@ class _Sent:
 
 
 def _layer(rows, sizes, gate, up, down, *, activation, **how: Any):
-    """The experts' layers of rows sorted by expert; rows of none give zeros."""
+    """The experts' layers on rows sorted by expert; rows of no expert give zeros."""
     hidden = grouped_matmul(rows, up, sizes, gate=gate, activation=activation, **how)
     return grouped_matmul(hidden, down, sizes, **how)
 
 
 def _plain(x, weights, chosen, gate, up, down, *, ring, capacity, activation, config):
-    """Every device computes its experts of all tokens; the sums are scattered."""
-    del config  # blocks are a kernel's
+    """Every device runs its experts on all tokens; a reduce-scatter adds them up."""
+    del config  # only kernels have blocks
     share = gate.shape[0]
     kept = _Sent(chosen, ring.size, share, capacity).kept
     weights = jnp.where(kept, weights, 0)
@@ -142,8 +142,8 @@ def _exchanged(
     is_row = places < jnp.sum(sent.sizes, 1, keepdims=True)
     arrived = swapped(jnp.where(is_row[..., None], jnp.take(x, rows, axis=0), 0))
 
-    # Of each sender the rows come by expert: those before an expert's end are its own
-    # or an earlier one's. Rows past the last are of no expert.
+    # Each sender's rows are sorted by expert: those before an expert's end belong to it
+    # or to an earlier expert. Rows past the last end belong to none.
     ends = jnp.cumsum(swapped(sent.sizes), 1)
     experts = jnp.sum(places[:, None] >= ends[:, None], -1)
     order = sort_by_expert(experts.reshape(-1, 1), share)

@@ -1,8 +1,8 @@
-"""`group_norm`: channels normalised in groups, over all positions of an image.
+"""`group_norm`: normalises groups of channels over all positions of an image.
 
-One kernel leaves each block's mean and centred sum of squares per channel; XLA joins
-them to a factor and a summand per channel, which a second kernel applies. x is read
-twice and written once, whatever its size.
+One kernel computes each block's mean and centred sum of squares per channel; XLA
+combines them into a factor and an offset per channel, which a second kernel applies.
+x is read twice and written once, whatever its size.
 """
 
 import math
@@ -30,7 +30,7 @@ def group_norm(
 
     Args:
         x: (batch, ..., channels), floating point.
-        groups: divides channels; a group is channels that follow one another.
+        groups: divides channels; a group is a run of consecutive channels.
         scale, bias: (channels,), or None for ones and zeros.
 
     Returns:
@@ -56,7 +56,7 @@ def group_norm(
 
 
 def _plain(x, scale, bias, *, groups, epsilon, config):
-    del config  # blocks are a kernel's
+    del config  # only kernels have blocks
     wide = common.statistics_dtype(x.dtype)
     grouped = x.astype(wide).reshape(*x.shape[:2], groups, -1)
     centred = grouped - jnp.mean(grouped, axis=(1, 3), keepdims=True)
@@ -96,7 +96,7 @@ def _by_blocks(x, scale, bias, *, groups, epsilon, config):
         name="group_norm_statistics",
     )(x)
 
-    # Joined by Chan's formula: sums of squares about the common mean do not cancel.
+    # Combined by Chan's formula, which avoids cancellation in the sums of squares.
     shape = (batch, blocks, groups, channels // groups)
     means, squares = means.reshape(shape), squares.reshape(shape)
     counts = jnp.minimum(block, positions - block * jnp.arange(blocks))

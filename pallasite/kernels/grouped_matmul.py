@@ -1,8 +1,8 @@
-"""`grouped_matmul`: rows in groups, each group times a matrix of its own.
+"""`grouped_matmul`: multiplies each group of rows by its own matrix.
 
 A program works on a visit (`visits.py`): a block of rows and one group with rows in it.
-The gradient of the matrices is a sum over the rows of each group. Quantised matrices:
-`grouped_quantized.py`.
+The gradient of the matrices is a sum over the rows of each group. Quantised matrices
+are in `grouped_quantized.py`.
 """
 
 import functools
@@ -34,18 +34,18 @@ def grouped_matmul(
     implementation: common.Implementation = "pallasite",
     config: MatmulConfig | None = None,
 ) -> jax.Array:
-    """`x[rows of g] @ y[g]` for every group g, as `jax.lax.ragged_dot`.
+    """`x[rows of g] @ y[g]` for every group g, like `jax.lax.ragged_dot`.
 
     Args:
         x: (m, k): the rows of group 0, then those of group 1, and so on.
         y: (groups, k, n), of x's dtype, or quantised by `quantize_weights`.
-        group_sizes: (groups,) integers, 0 too. Rows past their sum give zeros.
-        gate: like y: the result is `activation(x[rows of g] @ gate[g]) * (...)`, both
-            products from one reading of x unless they are quantised.
-        activation: a name of `gated_linear_unit`'s activations, for a gate.
+        group_sizes: (groups,) integers; 0 is allowed. Rows past their sum give zeros.
+        gate: like y: the result is `activation(x[rows of g] @ gate[g]) * (...)`. Unless
+            quantised, both matmuls share one read of x.
+        activation: one of `gated_linear_unit`'s activations, for a gate.
 
     Returns:
-        (m, n) in x's dtype; sums are float32.
+        (m, n) in x's dtype; sums are accumulated in float32.
     """
     _, k = common.check_rank("grouped_matmul", "x", x, "m, k")
     groups, _, n = common.check_rank("grouped_matmul", "y", y, "groups, k, n")
@@ -65,7 +65,7 @@ def grouped_matmul(
     common.check_option("grouped_matmul", "activation", activation, [*ACTIVATIONS])
     compute = common.choose(implementation, _grouped, _plain)
     default = _default(len(x), groups, gate is not None)
-    # A program costs hundreds of cycles on a TPU, and memory for blocks is plenty.
+    # On a TPU a program costs hundreds of cycles, and memory for blocks is ample.
     if not is_quantized and configs.traced_for(Tpu):
         default = MatmulConfig(256, 512, 512)
     config = configs.tuned(
@@ -81,12 +81,12 @@ def grouped_matmul(
 
 
 def _default(m: int, groups: int, is_gated: bool) -> MatmulConfig:
-    """Blocks of rows as high as matrix units want them; on a CPU, as groups are.
+    """Blocks as tall as matrix units require; on a CPU, as groups allow.
 
     A block on a border is multiplied once for each of its groups. Blocks of an eighth
-    of a group waste an eighth of the products, and a CPU is as fast with them.
+    of a group waste an eighth of the work, and a CPU is as fast with them.
     """
-    # Two sums take the place of one that is twice as wide.
+    # Two accumulators take the space of one twice as wide.
     if configs.traced_for(Host):
         rows = pl.next_power_of_2(max(m // (8 * max(groups, 1)), 1))
         return MatmulConfig(min(max(rows, 8), 128), 256 if is_gated else 512, 64)
@@ -94,7 +94,7 @@ def _default(m: int, groups: int, is_gated: bool) -> MatmulConfig:
 
 
 def _plain(x, y, gate, group_sizes, *, activation, config):
-    del config  # blocks are a kernel's
+    del config  # only kernels have blocks
     wide = common.statistics_dtype(x.dtype)
     y, gate = (
         w.dequantize().astype(x.dtype) if isinstance(w, QuantizedWeights) else w
@@ -142,7 +142,7 @@ def _gated_fwd(x, y, gate, group_sizes, activation, config):
 
 
 def _gated_bwd(activation, config, kept, cotangent):
-    """Through both products computed again: only x and the matrices are kept."""
+    """Recomputes both matmuls: only x and the matrices are kept."""
     x, y, gate, group_sizes = kept
 
     def apart(x, y, gate):
@@ -158,12 +158,12 @@ _gated.defvjp(_gated_fwd, _gated_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _product(x, y, group_sizes, config, transposed):
-    """Rows times the matrix of their group, or times its transpose."""
+    """Rows times their group's matrix, or its transpose."""
     return _call(x, [y], group_sizes, config, transposed=transposed)
 
 
 def _call(x, factors, group_sizes, config, *, transposed=False, activation=None):
-    """One product, or `activation(x @ factors[1]) * (x @ factors[0])`."""
+    """One matmul, or `activation(x @ factors[1]) * (x @ factors[0])`."""
     (m, k), (groups, *sides) = x.shape, factors[0].shape
     n = sides[0 if transposed else 1]
     if not x.size or not factors[0].size:
@@ -237,7 +237,7 @@ def _call(x, factors, group_sizes, config, *, transposed=False, activation=None)
             * len(factors),
         ),
         compiler_params=pltpu.CompilerParams(
-            # Visits of one block store rows of their own, so that none waits.
+            # Visits of one block store disjoint rows, so none waits for another.
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
         cost_estimate=pl.CostEstimate(
@@ -255,11 +255,11 @@ def _sums_of_groups(x, y, group_sizes, groups, config):
     (m, k), n = x.shape, y.shape[1]
     if not x.size or not y.size:
         return jnp.zeros((groups, k, n), x.dtype)
-    # A step of the sum is a block of rows here: rows take the place of k.
+    # The sum is over blocks of rows here: rows take the place of k.
     blocks = fitted(config, k, n, m)
     wide = common.statistics_dtype(x.dtype)
     start, end = rows_of_groups(group_sizes, m)
-    # The kernel gives rows of no group factors of 0, which NaN and infinity survive.
+    # The kernel multiplies rows of no group by 0; NaN and infinity survive that.
     x = jnp.where(jnp.arange(m)[:, None] < jnp.sum(group_sizes), x, 0)
     rows_of_step = blocks.block_k
     steps = max(pl.cdiv(m, rows_of_step), 1)

@@ -1,8 +1,7 @@
-"""Rows in groups, each group times a quantised matrix of its own: part of
-`grouped_matmul`.
+"""`grouped_matmul` with quantised matrices.
 
-As in `weight_only_matmul` the weights are made floats in the kernel, and a step is a
-group of weights with a scale in common; as in `grouped_matmul` a program works on a
+As in `weight_only_matmul`, weights are converted to floats in the kernel, and a step is
+a group of weights that share a scale; as in `grouped_matmul`, a program works on a
 visit (`visits.py`).
 """
 
@@ -23,7 +22,7 @@ from pallasite.kernels.visits import visits_of_groups
 def quantized_product(x, weights: QuantizedWeights, group_sizes, config, dense):
     """`x[rows of g] @ weights[g]`, (m, n) in x's dtype.
 
-    `dense(x, y)` is the same product with matrices of floats, for the gradient.
+    `dense(x, y)` is the same matmul with float matrices, for the gradient.
     """
     product = functools.partial(_product, weights.bits, config, dense)
     return product(x, weights.values, weights.scales, group_sizes)
@@ -31,7 +30,7 @@ def quantized_product(x, weights: QuantizedWeights, group_sizes, config, dense):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _product(bits, config, dense, x, values, scales, group_sizes):
-    del dense  # the gradient's
+    del dense  # used by the gradient
     return _call(x, QuantizedWeights(values, scales, bits), group_sizes, config)
 
 
@@ -41,7 +40,7 @@ def _product_fwd(bits, config, dense, x, values, scales, group_sizes):
 
 
 def _product_bwd(bits, config, dense, kept, cotangent):
-    """By matrices of floats, as for training; the values are constants."""
+    """Uses dequantised matrices, as in training; the values are constants."""
     x, values, scales, group_sizes = kept
 
     def product(x, scales):
@@ -60,7 +59,7 @@ def _call(x, weights: QuantizedWeights, group_sizes, config: MatmulConfig):
     (m, k), (groups, _, n) = x.shape, weights.shape
     if not x.size or not weights.values.size:
         return jnp.zeros((m, n), x.dtype)
-    parts = 8 // weights.bits  # parts of k that a row of bytes holds
+    parts = 8 // weights.bits  # parts of k packed in a row of bytes
     depth = k // weights.scales.shape[1]
     steps = k // parts // depth
     blocks = fitted(config, m, n, k)
@@ -141,7 +140,7 @@ def _call(x, weights: QuantizedWeights, group_sizes, config: MatmulConfig):
             scratch_shapes=[pltpu.VMEM((blocks.block_m, blocks.block_n), wide)],
         ),
         compiler_params=pltpu.CompilerParams(
-            # Visits of one block store rows of their own, so that none waits.
+            # Visits of one block store disjoint rows, so none waits for another.
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
         cost_estimate=common.cost(

@@ -1,7 +1,7 @@
-"""`latent_attention`: decoding of multi-head latent attention (DeepSeek).
+"""`latent_attention`: decoding with multi-head latent attention (DeepSeek).
 
-All heads share one key, a latent vector and a rotary part, and the latent vector is the
-value, too: it is read once for both products.
+All heads share one key, a latent vector and a rotary part. The latent vector is also
+the value, so it is read once for both matmuls.
 """
 
 import dataclasses
@@ -29,17 +29,17 @@ from pallasite.target import Gpu
 
 @dataclasses.dataclass(frozen=True)
 class LatentAttentionConfig:
-    """How decoding is divided.
+    """How decoding is split.
 
     Attributes:
-        block_heads: heads of a program.
-        block_kv: keys of a step; at most a page, and divides it.
-        splits: parts of a sequence that run side by side; their results are joined.
-        block_latent: columns of the result that a program computes, from all scores;
+        block_heads: heads per program.
+        block_kv: keys per step; divides the page size.
+        splits: parts of a sequence that run concurrently; their results are combined.
+        block_latent: columns of the result that a program computes from all scores;
             divides their number. By default all of them.
-        apart: whether the last block of a sequence, which is not full, has a kernel of
-            its own. The others then need no masks, and matrix units take their keys
-            as they are in memory.
+        apart: whether the last, partly filled block of a sequence has its own kernel.
+            The other blocks then need no masks, and matrix units read their keys
+            directly from memory.
     """
 
     block_heads: int = 64
@@ -54,13 +54,13 @@ SPACE = {
     "block_kv": (32, 64, 128),
     "splits": (1, 2, 4, 8, 16),
 }
-# Of a warpgroup's product, whose sums are registers.
+# Of a warpgroup's matmul, which accumulates in registers.
 MOST_COLUMNS = 256
 LEAST_ROWS = 64
 
 
 def _default(heads: int, latent: int) -> LatentAttentionConfig:
-    """On a GPU, what tensor cores take: 64 rows, 256 columns, keys from memory."""
+    """On a GPU, tensor core shapes: 64 rows, 256 columns, keys read from memory."""
     is_gpu = configs.traced_for(Gpu)
     if not is_gpu or heads < LEAST_ROWS or latent % MOST_COLUMNS:
         return LatentAttentionConfig()
@@ -89,10 +89,10 @@ def latent_attention(
         latent_pages: (pages, page_size, latent), values and part of the keys.
         rotary_pages: (pages, page_size, rotary), the other part of the keys.
         lengths, page_table: as for `paged_attention`.
-        scale: what scores are multiplied by: that of the heads before absorption.
+        scale: factor applied to scores: that of the heads before absorption.
 
     Returns:
-        (batch, heads, latent) in query's dtype, for the up-projection of values.
+        (batch, heads, latent) in query's dtype, before the up-projection of values.
     """
     operation = "latent_attention"
     batch, heads, latent = common.check_rank(
@@ -163,10 +163,10 @@ def _parts(
     options: Options,
     config: LatentAttentionConfig,
 ):
-    """Weighted sums, maxima and sums of weights of some blocks of each sequence.
+    """Weighted sums, maxima and sums of weights over some blocks of each sequence.
 
-    Each of shape (batch, splits, heads, columns). "full" are the blocks before a
-    sequence's end, "last" is the one that is not full, if there is one.
+    Each has shape (batch, splits, heads, columns). "full" selects the full blocks of a
+    sequence, "last" its partly filled last block, if any.
     """
     batch, heads, latent = query.shape
     pages, size, rotary = rotary_pages.shape
@@ -215,7 +215,7 @@ def _parts(
             state.absorb(scores, values)
 
     def of_page(b, s, j, lengths_ref, table_ref):
-        # A step past the end looks where the last one did, so that nothing moves.
+        # A step past the end repeats the last block index: nothing is copied.
         last = jnp.maximum((lengths_ref[b] + block - 1) // block, 1) - 1
         step = jnp.minimum(
             block_number(lengths_ref[b], s, j), jnp.minimum(last, steps - 1)
@@ -223,8 +223,8 @@ def _parts(
         page = jnp.clip(table_ref[b, step // per_page], 0, pages - 1)
         return page, step % per_page
 
-    # The columns of the result are first among those of the keys: number c, then the
-    # others in turn.
+    # The keys' column blocks start with the result's: block c, then the others in
+    # turn.
     def column(c, share):
         return 0 if share is None else (c + share) % shares
 

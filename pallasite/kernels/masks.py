@@ -1,9 +1,9 @@
 """Attention masks as objects: which query may look at which key.
 
 Masks compose: `Causal() & Segments(ids, ids)`, `Window(1023, 0) | Prefix(64)`. Each
-says which pairs it allows, whether a whole block of pairs can have an allowed one
-(blocks without are skipped) or can have another one, and which arrays it needs to say
-so. They are pytrees, so a jitted function can take them as arguments.
+says which pairs it allows, whether a block of pairs may contain an allowed pair (if
+not, it is skipped) or a forbidden one, and which arrays it reads to tell. Masks are
+pytrees, so a jitted function can take them as arguments.
 """
 
 import abc
@@ -21,7 +21,7 @@ from pallasite.kernels import pair_tables
 
 
 class Span(NamedTuple):
-    """Positions of a block along one side: the first, and how many there are."""
+    """Positions of a block along one side: the first, and their count."""
 
     start: Any
     size: int
@@ -32,21 +32,21 @@ class Span(NamedTuple):
 
 
 class Data(NamedTuple):
-    """What a mask reads of its arrays for one block of pairs: a value per array.
+    """What a mask reads from its arrays for one block of pairs: a value per array.
 
-    A number per batch element comes as a scalar; a number per query as a (rows, 1)
-    tile, per key as a (1, columns) tile; of a table of pairs, `Pairs`.
+    A value per batch element is a scalar, one per query a (rows, 1) tile, one per key
+    a (1, columns) tile; a table of pairs gives `Pairs`.
     """
 
     values: tuple[Any, ...]
 
 
 class Pairs(NamedTuple):
-    """What a table says of a block of pairs.
+    """What a table says about a block of pairs.
 
     Attributes:
-        code: `pair_tables.EMPTY`, `FULL`, or something else.
-        tile: integers (rows, columns) or a ref of them, 0 where a pair is forbidden;
+        code: `pair_tables.EMPTY`, `FULL`, or another code.
+        tile: integers (rows, columns) or a ref to them, 0 where a pair is forbidden;
             None if all blocks are empty or full.
     """
 
@@ -55,29 +55,29 @@ class Pairs(NamedTuple):
 
 
 class Mask(abc.ABC):
-    """The interface of every mask, and how masks compose."""
+    """The interface of all masks, and their composition."""
 
     # The sides ("batch", "query", "key" or "pair") along which each field varies.
     SIDES: ClassVar[dict[str, str]] = {}
 
     @abc.abstractmethod
     def allows(self, rows: Any, columns: Any, data: Data) -> Any:
-        """Which pairs are allowed: broadcast booleans for positions rows, columns."""
+        """Which pairs are allowed: booleans broadcast over positions rows, columns."""
 
     @abc.abstractmethod
     def may_allow(self, rows: Span, columns: Span, data: Data) -> Any:
-        """False only if no pair of the block is allowed."""
+        """False only if no pair in the block is allowed."""
 
     @abc.abstractmethod
     def allows_all(self, rows: Span, columns: Span, data: Data) -> Any:
-        """True only if every pair of the block is allowed."""
+        """True only if every pair in the block is allowed."""
 
     def arrays(self) -> Iterator[tuple[str, str, Any]]:
-        """(field, side, array) of everything the mask reads, parts first to last."""
+        """(field, side, array) for every array the mask reads, in order of parts."""
         for name, side in self.SIDES.items():
             yield name, side, getattr(self, name)
 
-    # Arrays would otherwise compose with a mask element by element.
+    # Otherwise `array & mask` would apply element by element.
     __array_ufunc__ = None
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -90,7 +90,7 @@ class Mask(abc.ABC):
 
 
 def check_mask(operation: str, mask: Any) -> None:
-    """A mask is an object of this module, not an array of booleans, or a class."""
+    """Checks that a mask is a `Mask` instance, not a boolean array or a class."""
     if isinstance(mask, Mask):
         return
     if isinstance(mask, type):
@@ -109,7 +109,7 @@ def check_mask(operation: str, mask: Any) -> None:
 
 
 def _pytree(*arrays: str) -> Callable[[type], type]:
-    """A frozen dataclass whose fields `arrays` are leaves, the others static."""
+    """Makes a frozen dataclass whose fields `arrays` are leaves, the others static."""
 
     def register(cls: type) -> type:
         cls = dataclasses.dataclass(frozen=True)(cls)
@@ -136,7 +136,7 @@ class Everything(Mask):
 
 @_pytree()
 class Causal(Mask):
-    """Keys up to the query's own position: `key <= query + offset`."""
+    """Keys up to the query's position: `key <= query + offset`."""
 
     offset: int = 0
 
@@ -152,7 +152,7 @@ class Causal(Mask):
 
 @_pytree()
 class Window(Mask):
-    """Keys near the query: `query - left <= key <= query + right`; None: no limit."""
+    """Keys near the query: `query - left <= key <= query + right`; None: no bound."""
 
     left: int | None = None
     right: int | None = None
@@ -212,8 +212,8 @@ class Segments(Mask):
         return query_ids == key_ids
 
     def may_allow(self, rows, columns, data):
-        # Ids between the smallest and the largest of both sides: right for any ids,
-        # and exact enough to skip where they ascend, as packed sequences do.
+        # Compares the ranges of ids on both sides: correct for any ids, and precise
+        # enough to skip blocks where ids ascend, as in packed sequences.
         query_ids, key_ids = data.values
         return (jnp.max(query_ids) >= jnp.min(key_ids)) & (
             jnp.min(query_ids) <= jnp.max(key_ids)
@@ -228,16 +228,16 @@ class Segments(Mask):
 
 @_pytree()
 class Blocks(Mask):
-    """Pairs by a table: those with `allowed[query // block_q, key // block_kv]`.
+    """Pairs given by a table: those with `allowed[query // block_q, key // block_kv]`.
 
-    The table is known while a function is traced, so that blocks of scores without an
-    allowed pair are skipped and others without a forbidden one are not masked. Its
-    blocks need not be those of the kernel. With blocks of one element, the default, it
-    is any mask at all.
+    The table is known at trace time, so blocks of scores without an allowed pair are
+    skipped, and those without a forbidden pair are not masked. Its blocks need not
+    match the kernel's. With blocks of one element, the default, it can express any
+    mask.
 
     Attributes:
         allowed: a boolean numpy array (blocks of queries, blocks of keys).
-        block_q, block_kv: queries and keys of a block.
+        block_q, block_kv: queries and keys per block.
     """
 
     allowed: Any
@@ -271,7 +271,7 @@ class Blocks(Mask):
         return data.values[0].code == pair_tables.FULL
 
     def elements(self, queries: int, keys: int) -> np.ndarray:
-        """The mask of all pairs."""
+        """The mask as a boolean per pair."""
         rows = np.arange(queries) // self.block_q
         columns = np.arange(keys) // self.block_kv
         return self.allowed.array[rows[:, None], columns[None, :]]
@@ -279,7 +279,7 @@ class Blocks(Mask):
     def table(
         self, queries: int, keys: int, block_q: int, block_kv: int
     ) -> pair_tables.PairTable:
-        """The mask in blocks of a kernel."""
+        """The mask in a kernel's blocks."""
         return pair_tables.pair_table(
             self.allowed.array,
             (self.block_q, self.block_kv),
@@ -290,8 +290,8 @@ class Blocks(Mask):
 
 @_pytree("mask", "rows", "columns")
 class Shifted(Mask):
-    """`mask` at other positions: query i is its query `i + rows`, key j its key
-    `j + columns`. Both are ints or int32 arrays (batch,)."""
+    """`mask` at shifted positions: query i is treated as query `i + rows`, key j as
+    key `j + columns`. Both shifts are ints or int32 arrays (batch,)."""
 
     mask: Mask
     rows: Any = 0
@@ -359,7 +359,7 @@ class _Either(_Both):
 
 
 def _join(mask: _Both, method: str, combine: Callable, rows, columns, data: Data):
-    """A method of both parts, each on its own share of the data, combined."""
+    """Calls a method of both parts, each on its share of the data; combines results."""
     count = sum(1 for _ in mask.left.arrays())
     left, right = Data(data.values[:count]), Data(data.values[count:])
     return combine(
@@ -369,7 +369,7 @@ def _join(mask: _Both, method: str, combine: Callable, rows, columns, data: Data
 
 
 def kind(mask: Mask | None) -> str:
-    """Names a mask without its numbers, for tables: "Causal&Prefix"."""
+    """A mask's name without its numbers, for tables: "Causal&Prefix"."""
     if mask is None:
         return "Everything"
     if isinstance(mask, _Both):
@@ -409,9 +409,9 @@ def pairs(mask: Mask, batch: int, queries: int, keys: int) -> jax.Array:
 def checked_arrays(
     mask: Mask, batch: int, queries: int, keys: int
 ) -> list[tuple[str, str, Any]]:
-    """The mask's arrays as int32 of the shapes that these sizes ask for.
+    """The mask's arrays as int32, checked to have the shapes these sizes require.
 
-    Of a table of pairs, which no batch has for itself, the mask that has it.
+    A table of pairs, which is shared by the whole batch, is given by its mask.
     """
     shapes = {"batch": (batch,), "query": (batch, queries), "key": (batch, keys)}
     found = []

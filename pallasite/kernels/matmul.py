@@ -1,7 +1,7 @@
-"""`matmul`: a product with what is computed before and after it, in one kernel.
+"""`matmul`: a matmul with its prologue and epilogue, in one kernel.
 
-`product` is the kernel that other operations build on: blocks of the sum come along
-the last grid axis, and `finish` makes the results of a finished block.
+`product` is the kernel that other operations build on: the last grid axis runs over
+blocks of k, and `finish` computes the outputs of a finished block.
 """
 
 import dataclasses
@@ -23,17 +23,17 @@ from pallasite.kernels.glu import ACTIVATIONS
 from pallasite.target import Gpu, Host
 
 IDENTITY = ACTIVATIONS["identity"]
-PROGRAMS_PER_THREAD = 8  # of a CPU
+PROGRAMS_PER_THREAD = 8  # on a CPU
 
 
 @dataclasses.dataclass(frozen=True)
 class MatmulConfig:
-    """How a product is divided.
+    """How a matmul is split into blocks.
 
     Attributes:
-        block_m, block_n, block_k: rows, columns, and the part of the sum in a step.
-        splits: parts of the sum that run side by side; XLA adds their results. For
-            few rows and columns and long sums. Of `matmul` only.
+        block_m, block_n, block_k: rows, columns, and the part of k in a step.
+        splits: parts of the sum over k that run concurrently; XLA adds their results.
+            Useful for few rows and columns and large k. `matmul` only.
     """
 
     block_m: int = 128
@@ -61,16 +61,16 @@ def matmul(
         x: (..., k), floating point.
         y: (k, n).
         gate: (k, n): the result is `activation(p(x) @ gate) * (p(x) @ y + bias)
-            + residual`, both products from one reading of x.
+            + residual`; both matmuls share one read of x.
         bias: (n,).
         residual: (..., n).
-        activation: a name of `gated_linear_unit`'s activations.
+        activation: one of `gated_linear_unit`'s activations.
         prologue: p, an elementwise function of blocks of x (a dequantisation, an
-            activation), traced into the kernel. By default x as it is.
+            activation), traced into the kernel. By default x is used as it is.
         out_dtype: the result's dtype; by default x's.
 
     Returns:
-        (..., n). Sums, and everything after the product, are float32.
+        (..., n). The sums and everything after them are computed in float32.
     """
     k, n = common.check_rank("matmul", "y", y, "k, n")
     common.check_floats("matmul", x=x, y=y, gate=gate, bias=bias, residual=residual)
@@ -111,11 +111,11 @@ def matmul(
 
 
 def _default(rows: int, k: int, n: int, gated: bool) -> MatmulConfig:
-    """Two sums take the place of one that is twice as wide.
+    """With a gate, two accumulators take the space of one twice as wide.
 
-    A few rows are one row of blocks: on a GPU the sum is split such that there is work
-    for all multiprocessors, several times over, in parts of 512 or more. A CPU reads
-    long runs of y, and packs it once for many rows.
+    Few rows make one row of blocks: on a GPU the sum over k is then split into parts
+    of at least 512 that give every SM work several times over. A CPU reads long runs
+    of y, and packs it once for many rows.
     """
     if configs.traced_for(Host):
         return (
@@ -131,10 +131,10 @@ def _default(rows: int, k: int, n: int, gated: bool) -> MatmulConfig:
 
 
 def narrow(rows: int, n: int, most: int, block_m: int = 256) -> int:
-    """Columns of a CPU's blocks: at most `most`, and enough programs for its threads.
+    """Columns of a CPU's blocks: at most `most`, with enough programs for its threads.
 
-    Cores differ in speed, and a thread that comes late must not leave the others idle:
-    eight programs for each. Blocks that do not divide n would be copied at its edge.
+    Cores differ in speed, and a slow thread must not leave the others idle: eight
+    programs per thread. Blocks that do not divide n would be copied at the edge.
     """
     chip = configs.chip_for(None)
     widths = [w for w in (most, most // 2, most // 4, most // 8) if w and n % w == 0]
@@ -145,20 +145,20 @@ def narrow(rows: int, n: int, most: int, block_m: int = 256) -> int:
 
 
 def _space(rows: int, k: int) -> dict[str, tuple[int, ...]]:
-    """What the tuner tries: to split the sum only where rows leave a chip idle."""
+    """What the tuner tries; splits only where the rows leave the chip partly idle."""
     is_skinny = 8 * rows <= k and rows <= 256
     return {**configs.PRODUCT, **({"splits": (1, 2, 4, 8, 16)} if is_skinny else {})}
 
 
 def _finished(sums, bias, residual, activation):
-    """What comes after the sums: of y alone, or of y and gate."""
+    """The epilogue of the sums of y alone, or of y and gate."""
     total = sums[0] if bias is None else sums[0] + bias.astype(sums[0].dtype)
     total = activation(total) if len(sums) == 1 else activation(sums[1]) * total
     return total if residual is None else total + residual.astype(total.dtype)
 
 
 def _plain(x, y, gate, bias, residual, *, activation, prologue, out_dtype, config):
-    del config  # blocks are a kernel's
+    del config  # only kernels have blocks
     wide = common.statistics_dtype(x.dtype)
     left = x if prologue is None else prologue(x).astype(x.dtype)
     factors = [y] if gate is None else [y, gate]
@@ -167,7 +167,7 @@ def _plain(x, y, gate, bias, residual, *, activation, prologue, out_dtype, confi
 
 
 def _fused(x, y, gate, bias, residual, **how):
-    if not x.size or not y.size:  # no products: nothing for a kernel to do
+    if not x.size or not y.size:  # nothing to multiply, so no kernel
         return _plain(x, y, gate, bias, residual, **how)
     if how["config"].splits > 1:
         return _by_splits(x, y, gate, bias, residual, **how)
@@ -178,22 +178,22 @@ def _fused(x, y, gate, bias, residual, **how):
 
 
 def _keeps_factors(x, gate, how) -> bool:
-    """Whether a derivative takes more than the products of its own operands."""
+    """Whether the derivative needs more than matmuls of the call's operands."""
     if how["prologue"] is not None:
         return False
-    # Of float32, XLA's products have fewer bits than a kernel's.
+    # XLA's float32 matmuls are less precise than a kernel's.
     is_narrow = x.dtype.itemsize == 2
     return gate is not None or (how["activation"] is not IDENTITY and is_narrow)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(5,))
 def _finished_sums(x, y, gate, bias, residual, how):
-    """Products whose derivative is that of their sums, times factors.
+    """Matmuls whose derivative is that of their sums, times factors.
 
-    The factors are made with the result, from sums that are in registers then; the
-    rest are plain products, which XLA does at a GPU's full rate. A kernel that is
-    derived from this one would compute the sums again; with a gate, it would then add
-    two products in each step, of blocks that leave tensor cores idle.
+    The factors are computed with the result, while the sums are in registers; the rest
+    are plain matmuls, which XLA runs at a GPU's full rate. A backward kernel derived
+    from this one would recompute the sums; with a gate, it would then accumulate two
+    matmuls per step, on blocks that leave tensor cores idle.
     """
     return _by_blocks(x, y, gate, bias, residual, prologue=None, **dict(how))
 
@@ -221,7 +221,7 @@ def _finished_sums_jvp(how, primals, tangents):
 
 
 def _with_factors(x, y, gate, bias, residual, *, activation, out_dtype, config):
-    """The result, and its derivatives by the sums, in x's dtype."""
+    """The result, and its derivatives with respect to the sums, in x's dtype."""
     weights = [y] if gate is None else [y, gate]
 
     def finish(sums, first, second, refs):
@@ -265,7 +265,7 @@ def _by_blocks(x, y, gate, bias, residual, *, activation, prologue, out_dtype, c
 
 
 def _finished_blocks(x, factors, bias, residual, finish, dtypes, prologue, config):
-    """Results (..., n): `finish(sums, bias, residual, refs)` of every block."""
+    """Results (..., n), from `finish(sums, bias, residual, refs)` on every block."""
     rows, n = math.prod(x.shape[:-1]), factors[0].shape[1]
     extras = []
     if bias is not None:
@@ -308,12 +308,12 @@ def column_blocks(config: MatmulConfig) -> pl.BlockSpec:
 
 
 def row_partials(config: MatmulConfig) -> pl.BlockSpec:
-    """The spec of a result (blocks along n, m, 1): a number per row of a block."""
+    """The spec of an output (blocks along n, m, 1): a number per row of a block."""
     return pl.BlockSpec((None, config.block_m, 1), lambda i, j, k: (j, i, 0))
 
 
 def fitted(config: MatmulConfig, m: int, n: int, k: int) -> MatmulConfig:
-    """The blocks, none much larger than the product; on a CPU none larger at all."""
+    """The blocks, none much larger than the matmul; on a CPU, none larger at all."""
     sizes = {"block_m": m, "block_n": n, "block_k": k}
     step = 1 if configs.traced_for(Host) else 16
     return dataclasses.replace(
@@ -339,16 +339,16 @@ def product(
 ) -> list[jax.Array]:
     """`finish([x @ y for y in factors], (*extra_refs, *result_refs))` block by block.
 
-    x is (m, k), each factor (k, n), or as `contract` says: where x and where the
-    factors have k. Each extra and result comes with a function that makes its spec from
-    the blocks.
+    x is (m, k) and each factor (k, n), unless `contract` names other dimensions of x
+    and of the factors as k. Each extra and result comes with a function that makes its
+    spec from the block sizes.
     """
     x_k, y_k = contract
     m, k, n = x.shape[1 - x_k], x.shape[x_k], factors[0].shape[1 - y_k]
     config = fitted(config, m, n, k)
     wide = common.statistics_dtype(x.dtype)
     count = len(factors)
-    steps = max(pl.cdiv(k, config.block_k), 1)  # a sum of nothing is stored, too
+    steps = max(pl.cdiv(k, config.block_k), 1)  # an empty sum is stored, too
     fill: dict[str, Any] = {"fill": 0} if steps * config.block_k != k else {}
 
     def kernel(x_ref, *refs):
@@ -376,7 +376,7 @@ def product(
             finish([acc_ref[...] for acc_ref in sums], rest)
 
     def factor(size: int, axis: int, k_dim: int) -> pl.BlockSpec:
-        """Of blocks of `size` rows or columns, counted along an axis of the grid."""
+        """The spec of blocks of `size` rows or columns, indexed by a grid axis."""
         order = lambda across, along: (along, across) if k_dim == 0 else (across, along)
         return pl.BlockSpec(
             order(size, config.block_k), lambda *ids: order(ids[axis], ids[2]), **fill
@@ -405,10 +405,10 @@ def product(
 
 
 def added(parts: jax.Array) -> jax.Array:
-    """The sum over the first dimension, which is of few parts.
+    """The sum over the first dimension, which is small.
 
-    XLA's CPU adds arrays, one to the other, in a single loop; as a reduction of the
-    first dimension the same took 3 to 100 times as long (jax 0.10.2).
+    On a CPU, XLA fuses a chain of array additions into a single loop; a reduction over
+    the first dimension took 3 to 100 times as long (jax 0.10.2).
     """
     if configs.traced_for(Host):
         return functools.reduce(operator.add, parts)
@@ -416,12 +416,12 @@ def added(parts: jax.Array) -> jax.Array:
 
 
 class SplitSum(NamedTuple):
-    """The steps of a sum in parts that run side by side: two axes of a grid.
+    """The steps of a sum, split into parts that run concurrently: two grid axes.
 
     Attributes:
-        steps: of the whole sum.
-        each: steps of a part; the last one may have fewer.
-        count: of parts.
+        steps: steps of the whole sum.
+        each: steps per part; the last part may have fewer.
+        count: number of parts.
     """
 
     steps: int
@@ -438,7 +438,7 @@ class SplitSum(NamedTuple):
         return part * self.each + step < self.steps
 
     def step(self, part: Any, step: Any) -> Any:
-        """Which step of the whole sum it is; the last one where there is none."""
+        """The step's number in the whole sum; past the end, that of the last step."""
         return jnp.minimum(part * self.each + step, self.steps - 1)
 
 
@@ -449,7 +449,7 @@ def partial_sums(
     config: MatmulConfig,
     prologue: Callable | None = None,
 ) -> list[jax.Array]:
-    """Of each product x @ y its sums over `config.splits` parts of k: (parts, m, n)."""
+    """The partial sums of each x @ y over `config.splits` parts of k: (parts, m, n)."""
     (m, k), n = x.shape, factors[0].shape[1]
     config = fitted(config, m, n, k)
     wide = common.statistics_dtype(x.dtype)

@@ -1,7 +1,7 @@
 """A mixture of experts: which experts a token goes to, and the experts' layers.
 
-Tokens are sorted by expert and the experts' products are grouped matmuls, so that no
-token is dropped and none is padded. Sorting and joining are gathers, which are XLA's.
+Tokens are sorted by expert and experts are grouped matmuls, so no token is dropped or
+padded. Sorting and recombining are gathers, left to XLA.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ def route(
 
     Args:
         logits: (tokens, experts), floating point.
-        normalise: weights of a token sum to 1; else they are its probabilities.
+        normalise: whether a token's weights sum to 1; else they are probabilities.
     """
     common.check_rank("route", "logits", logits, "tokens, experts")
     how: Any = {"implementation": implementation}
@@ -50,8 +50,8 @@ class Permutation(NamedTuple):
 
     Attributes:
         source: (tokens * k,): the token of each sorted row.
-        place: (tokens, k): the sorted row of each token's choices.
-        group_sizes: (experts,): rows of each expert.
+        place: (tokens, k): the sorted row of each of a token's choices.
+        group_sizes: (experts,): rows per expert.
     """
 
     source: jax.Array
@@ -60,11 +60,11 @@ class Permutation(NamedTuple):
 
 
 def sort_by_expert(experts: jax.Array, num_experts: int) -> Permutation:
-    """The order in which all rows of an expert follow one another.
+    """The permutation that makes all rows of an expert contiguous.
 
     Args:
-        experts: (tokens, k) integers. One outside 0 to num_experts - 1 (experts of
-            other devices) comes last, in no group.
+        experts: (tokens, k) integers. Rows of experts outside 0 to num_experts - 1
+            (those of other devices) come last, in no group.
     """
     tokens, k = common.check_rank("sort_by_expert", "experts", experts, "tokens, k")
     common.check_integers("sort_by_expert", experts=experts)
@@ -90,12 +90,12 @@ def permute(x: jax.Array, permutation: Permutation) -> jax.Array:
 def unpermute(
     rows: jax.Array, permutation: Permutation, weights: jax.Array
 ) -> jax.Array:
-    """Sorted rows joined to tokens: the sum of each token's rows by their weights."""
+    """Sorted rows back to tokens: the weighted sum of each token's rows."""
     _, width = common.check_rank("unpermute", "rows", rows, "rows, width")
     common.check_shape("unpermute", "rows", rows, (permutation.place.size, width))
     common.check_shape("unpermute", "weights", weights, permutation.place.shape)
     wide = common.statistics_dtype(rows.dtype)
-    chosen = rows[permutation.place]  # jnp.take gives another rank if there are none
+    chosen = rows[permutation.place]  # jnp.take gives another rank if empty
     total = jnp.einsum("tkd,tk->td", chosen.astype(wide), weights.astype(wide))
     return total.astype(rows.dtype)
 
@@ -117,7 +117,7 @@ def mixture_of_experts(
 
     Args:
         x: (tokens, width), floating point.
-        routing: from `route`, or of one's own.
+        routing: from `route`, or your own.
         gate, up: (experts, width, hidden).
         down: (experts, hidden, width).
 

@@ -1,7 +1,7 @@
-"""Normalised rows: `rms_norm` and `layer_norm`, each with an optional residual.
+"""`rms_norm` and `layer_norm` of rows, each with an optional residual.
 
-Rows are the last dimension; statistics are float32 whatever the operands are. The
-gradients are the generated backward kernels (docs/backward_kernels.md).
+Rows are the last dimension; statistics are float32 whatever the operands' dtypes. The
+gradients are generated backward kernels (docs/backward_kernels.md).
 """
 
 import dataclasses
@@ -52,8 +52,8 @@ def rms_norm(
     Args:
         x: (..., width), floating point.
         scale: (width,), or None for ones.
-        residual: like x. The sum `x + residual`, rounded to x's dtype, is what is
-            normalised, and is the second result.
+        residual: like x. The sum `x + residual`, rounded to x's dtype, is normalised
+            and is also the second result.
         scale_offset: 1.0 for weights stored around zero.
 
     Returns:
@@ -104,7 +104,7 @@ def layer_norm(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`(x - mean(x)) / sqrt(var(x) + epsilon) * (scale + scale_offset) + bias`.
 
-    Args and results as for `rms_norm`; bias is (width,), or None for zeros.
+    Arguments and results are those of `rms_norm`; bias is (width,), or None for zeros.
     """
     _check("layer_norm", x, residual, scale=scale, bias=bias)
     compute = common.choose(implementation, _norm_rows, _plain_norm)
@@ -123,7 +123,7 @@ class _Options:
 
 
 def _normalise(x, scale, bias, options: _Options):
-    """The arithmetic of both norms on rows `x`, for the kernel and the plain form."""
+    """The arithmetic of both norms on rows `x`, in the kernel and the plain form."""
     wide = x.astype(common.statistics_dtype(x.dtype))
     if options.centred:
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -139,7 +139,7 @@ def _normalise(x, scale, bias, options: _Options):
 def _plain_norm(
     x, scale, bias, residual, *, options: _Options, config: common.RowConfig
 ):
-    del config  # blocks are a kernel's
+    del config  # only kernels have blocks
     total = x if residual is None else (x + residual).astype(x.dtype)
     return _normalise(total, scale, bias, options), total
 

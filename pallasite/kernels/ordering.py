@@ -1,4 +1,4 @@
-"""Rows in order: `top_k`, the largest elements of each, and `sort`, all of them."""
+"""`top_k`, the largest elements of each row, and `sort`, whole rows."""
 
 import functools
 from typing import Any
@@ -20,11 +20,11 @@ def top_k(
     implementation: common.Implementation = "pallasite",
     config: common.RowConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The k largest elements of each row and their positions, as `jax.lax.top_k`.
+    """The k largest elements of each row and their positions, like `jax.lax.top_k`.
 
     Args:
-        x: (..., width), floating point. Of equal elements the first comes first. NaN
-            is above all other numbers.
+        x: (..., width), floating point. Equal elements keep their order. NaN is above
+            all other numbers.
 
     Returns:
         (..., k) in x's dtype, the largest first, and (..., k) int32.
@@ -65,12 +65,12 @@ def sort(
 
 
 def _plain_top_k(x, *, k: int, config: common.RowConfig):
-    del config  # blocks are a kernel's
+    del config  # only kernels have blocks
     return tuple(lax.top_k(x, k))
 
 
 def _plain_sort(x, *, descending: bool, config: common.RowConfig):
-    del config  # blocks are a kernel's
+    del config  # only kernels have blocks
     order = jnp.argsort(x, axis=-1, descending=descending, stable=True)
     return jnp.take_along_axis(x, order, axis=-1), order.astype(jnp.int32)
 
@@ -84,8 +84,8 @@ def _sorted_rows(x, *, descending: bool, config: common.RowConfig):
         place = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
         if not descending:
             return lax.sort((x, place), num_keys=1, is_stable=True)
-        # Backwards from end to end: equal elements keep their order, and NaN comes
-        # first, which negated it would not.
+        # Reversed before and after: equal elements keep their order, and NaN comes
+        # first, which negation would not achieve.
         backwards = jnp.flip(x, -1), x.shape[-1] - 1 - place
         rising = lax.sort(backwards, num_keys=1, is_stable=True)
         return tuple(jnp.flip(each, -1) for each in rising)
@@ -95,7 +95,7 @@ def _sorted_rows(x, *, descending: bool, config: common.RowConfig):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _ordered(x, function, size: int, config: common.RowConfig, name: str):
-    """`function` of blocks of whole rows: elements in order, and their positions."""
+    """`function` on blocks of whole rows: ordered elements and their positions."""
     shape = (*x.shape[:-1], size)
     rows = x.reshape(-1, x.shape[-1])
 
@@ -128,7 +128,7 @@ def _ordered_fwd(x, *how):
 
 
 def _ordered_bwd(function, size, config, name, kept, cotangents):
-    """Each cotangent goes back to the position that its element had."""
+    """Returns each cotangent to its element's original position."""
     places, x = kept
     d_x = jnp.zeros_like(x)
     return (jnp.put_along_axis(d_x, places, cotangents[0], axis=-1, inplace=False),)

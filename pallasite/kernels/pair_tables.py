@@ -1,7 +1,7 @@
-"""A mask of pairs that is known while a function is traced, in blocks of a kernel.
+"""A mask of pairs known at trace time, in a kernel's blocks.
 
-Per block of pairs there is a code: no pair is allowed, all are, or the number of a tile
-that says which ones. Blocks with the same pairs have one tile.
+Each block of pairs has a code: no pair allowed, all allowed, or the number of the tile
+that says which are. Blocks with the same pattern share a tile.
 """
 
 import dataclasses
@@ -13,11 +13,11 @@ import numpy as np
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError
 
-EMPTY, FULL = 0, 1  # codes of blocks, and the tiles of that number
+EMPTY, FULL = 0, 1  # block codes, and the numbers of their tiles
 
 
 class Frozen:
-    """A boolean matrix that can be compared: it is a static part of jitted calls."""
+    """A boolean matrix that compares by value, as a static part of jitted calls."""
 
     def __init__(self, array: np.ndarray):
         self.array = array
@@ -59,7 +59,7 @@ class PairTable(NamedTuple):
 
     Attributes:
         codes: int32 (blocks of queries, blocks of keys).
-        tiles: int8 (codes, queries of a block, keys of a block), 1 where a pair is
+        tiles: int8 (codes, queries per block, keys per block), 1 where a pair is
             allowed; None if there are only empty and full blocks.
     """
 
@@ -69,7 +69,7 @@ class PairTable(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """Blocks of a kernel along one side, in units that divide its and the mask's."""
+    """A kernel's blocks along one side, in units that divide its and the mask's."""
 
     size: int
     block: int
@@ -84,10 +84,10 @@ class _Side:
         return max(-(-self.size // self.block), 1)
 
     def places(self, mask_block: int, have: int) -> np.ndarray:
-        """For every unit, where it is in the mask.
+        """The position of every unit in the mask.
 
-        Past the end it is the last one, so that a block there may still be full: what
-        is past the end is masked anyway, or not stored.
+        Units past the end repeat the last one, so that a block there may still be
+        full: whatever is past the end is masked or not stored anyway.
         """
         units = np.arange(self.blocks * self.block // self.unit) * self.unit
         last = min(max(self.size - 1, 0) // mask_block, max(have - 1, 0))
@@ -100,7 +100,7 @@ def pair_table(
     sizes: tuple[int, int],
     blocks: tuple[int, int],
 ) -> PairTable:
-    """The mask `allowed`, whose elements stand for `mask_blocks`, in other blocks."""
+    """The mask `allowed`, whose elements cover `mask_blocks` pairs, in `blocks`."""
     q, k = (_Side.of(*each) for each in zip(sizes, blocks, mask_blocks, strict=True))
     codes = np.zeros((q.blocks, k.blocks), np.int32)
     if not allowed.size:

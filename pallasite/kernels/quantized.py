@@ -1,9 +1,9 @@
-"""Products with quantised weights: `weight_only_matmul` and `block_scaled_matmul`.
+"""Matmuls with quantised weights: `weight_only_matmul` and `block_scaled_matmul`.
 
-Weight-only: the weights are 8 or 4 bits wide with a scale per group of rows and
-column, and are made floats in the kernel, so that what is read is the small form. For
-few rows of x that is all the time there is. Products of a group are exact sums of
-integers times x; its scale comes after them.
+Weight-only: weights have 8 or 4 bits, with a scale per group of rows and column, and
+become floats only in the kernel, so memory traffic is that of the small form. For few
+rows of x that traffic is all of the time. A group's products are sums of unscaled
+integers times x; its scale is applied afterwards.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from pallasite.kernels.matmul import MatmulConfig, SplitSum, added, fitted
 
 @dataclasses.dataclass(frozen=True)
 class WeightOnlyConfig:
-    """How a product is divided.
+    """How a matmul is split into blocks.
 
     Attributes:
-        block_m, block_n: rows and columns of a program. A step is a group of weights.
-        splits: parts of the sum that run side by side; XLA adds their results. By
-            default enough for about 256 programs.
+        block_m, block_n: rows and columns per program. A step is a group of weights.
+        splits: parts of the sum over k that run concurrently; XLA adds their results.
+            By default enough for about 256 programs.
     """
 
     block_m: int = 64
@@ -43,7 +43,7 @@ class QuantizedWeights:
     """Weights (..., k, n) as small numbers times scales. A pytree.
 
     Attributes:
-        values: int8 or 8-bit floats (..., k, n), or with 4 bits int8 (..., k / 2, n):
+        values: int8 or 8-bit floats (..., k, n). With 4 bits, int8 (..., k / 2, n):
             row i in the low half of a byte, row i + k / 2 in the high half.
         scales: (..., k / group_size, n).
         bits: 8 or 4.
@@ -79,12 +79,12 @@ def quantize_weights(
     group_size: int = 128,
     dtype: Any = jnp.int8,
 ) -> QuantizedWeights:
-    """Weights (..., k, n) rounded, with a scale per group of rows and column.
+    """Quantises weights (..., k, n), with a scale per group of rows and column.
 
     Args:
-        bits: 8, or 4: integers, two to a byte.
-        group_size: rows with a scale in common; divides k (with 4 bits: k / 2).
-        dtype: with 8 bits: int8, or an 8-bit float.
+        bits: 8, or 4 for integers packed two to a byte.
+        group_size: rows that share a scale; divides k (with 4 bits, k / 2).
+        dtype: with 8 bits, int8 or an 8-bit float.
     """
     common.check_array("quantize_weights", "weights", weights)
     common.check_floats("quantize_weights", weights=weights)
@@ -124,7 +124,7 @@ def quantize_weights(
 
 
 def halves(packed):
-    """The signed 4-bit integers in the low and in the high halves of bytes."""
+    """The signed 4-bit integers in the low and high halves of bytes."""
     return (packed << 4) >> 4, packed >> 4
 
 
@@ -142,7 +142,7 @@ def weight_only_matmul(
         weights: (k, n) from `quantize_weights`.
 
     Returns:
-        (..., n) in x's dtype; sums are float32.
+        (..., n) in x's dtype; sums are accumulated in float32.
     """
     if not isinstance(weights, QuantizedWeights):
         raise KernelTypeError(
@@ -166,7 +166,7 @@ def weight_only_matmul(
 
 
 def _plain_weight_only(x, weights, *, config):
-    del config  # blocks are a kernel's
+    del config  # only kernels have blocks
     wide = common.statistics_dtype(x.dtype)
     y = weights.dequantize().astype(x.dtype)
     return jnp.dot(x, y, preferred_element_type=wide).astype(x.dtype)
@@ -175,7 +175,7 @@ def _plain_weight_only(x, weights, *, config):
 def _weight_only(x, weights, *, config):
     (k, n), bits = weights.shape, weights.bits
     rows = x.reshape(-1, k)
-    m, parts = len(rows), 8 // bits  # parts of k that a row of bytes holds
+    m, parts = len(rows), 8 // bits  # parts of k packed in a row of bytes
     group = k // len(weights.scales)
     steps = k // parts // group
     blocks = fitted(MatmulConfig(config.block_m, config.block_n, group), m, n, group)
@@ -257,14 +257,14 @@ def block_scaled_matmul(
     implementation: common.Implementation = "pallasite",
     config: MatmulConfig | None = None,
 ) -> jax.Array:
-    """A product of 8-bit floats (or other) with a scale per block of both sides.
+    """A matmul of 8-bit floats (or others) with a scale per block of each operand.
 
     Args:
-        x: (m, k), a scale per row and `block` elements of k; block is k / columns of
-            x_scales, 128 as a rule.
-        y: (k, n), a scale per block x block.
+        x: (m, k), with a scale per row and `block` elements of k, where block is
+            k / columns of x_scales, usually 128.
+        y: (k, n), with a scale per block x block.
         x_scales: (m, k / block), floating point.
-        y_scales: (k / block, n / block, the last part of a block counted).
+        y_scales: (k / block, n / block rounded up).
 
     Returns:
         (m, n) in out_dtype: the sum over blocks of x_scales * y_scales * products.
@@ -291,7 +291,7 @@ def block_scaled_matmul(
         x_scales,
         y_scales,
         out_dtype=jnp.dtype(out_dtype),
-        # A step is a block with a scale, along n and k.
+        # Blocks along n and k are those that share a scale.
         config=configs.tuned(
             operation, config, MatmulConfig(), {"block_m": (64, 128, 256)}, (x, y)
         ),
@@ -299,7 +299,7 @@ def block_scaled_matmul(
 
 
 def _plain_block_scaled(x, y, x_scales, y_scales, *, out_dtype, config):
-    del config  # blocks are a kernel's
+    del config  # only kernels have blocks
     block = x.shape[1] // x_scales.shape[1]
     wide = x_scales.dtype
     left = x.astype(wide) * jnp.repeat(x_scales, block, axis=1)

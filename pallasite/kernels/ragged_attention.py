@@ -1,6 +1,6 @@
 """`ragged_paged_attention`: sequences with any number of new tokens, in one call.
 
-Prefill, chunks of it, and decoding are mixed: the new tokens of all sequences are the
+Mixes prefill, chunked prefill and decoding: the new tokens of all sequences are the
 rows of one array, and their keys are already in the pages. A program works on a visit
 (`visits.py`): a block of rows and one sequence with rows in it.
 """
@@ -35,7 +35,7 @@ from pallasite.kernels.visits import visits_of_groups
 
 @dataclasses.dataclass(frozen=True)
 class RaggedAttentionConfig:
-    """How attention is divided: new tokens of a program; a page of keys is a step."""
+    """How attention is split: new tokens per program; a step is a page of keys."""
 
     block_q: int
 
@@ -66,15 +66,15 @@ def ragged_paged_attention(
             and so on. Tokens past the sum of query_lengths give zeros.
         key_pages: (pages, page_size, kv_heads, width); kv_heads divides heads.
         value_pages: (pages, page_size, kv_heads, value_width).
-        lengths: (sequences,) integers: keys of each sequence, new tokens included.
+        lengths: (sequences,) integers: keys per sequence, including new tokens.
         page_table: (sequences, pages of the longest sequence) integers: page n of a
             sequence. Entries past a sequence's length may be anything.
-        query_lengths: (sequences,) integers: new tokens of each sequence, 0 too.
-        scale: what scores are multiplied by; by default width ** -0.5.
+        query_lengths: (sequences,) integers: new tokens per sequence; 0 is allowed.
+        scale: factor applied to scores; by default width ** -0.5.
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
         window: a token sees itself and the window - 1 tokens before it.
-        key_scales, value_scales: what quantised pages are multiplied by: (kv_heads,),
-            or with a number per token (pages, page_size, kv_heads).
+        key_scales, value_scales: factors of quantised pages: (kv_heads,), or one per
+            token (pages, page_size, kv_heads).
 
     Returns:
         (tokens, heads, value_width) in query's dtype.
@@ -105,8 +105,8 @@ def ragged_paged_attention(
     check_table(operation, page_table, len(lengths))
     common.check_shape(operation, "query_lengths", query_lengths, lengths.shape)
     compute = common.choose(implementation, _streamed, _plain)
-    # A block of about 64 rows (new tokens times heads of a key head): with more, the
-    # products of single tokens take longer than reading their keys.
+    # Blocks of about 64 rows (new tokens times query heads per key head): with more,
+    # multiplying for a single token takes longer than reading its keys.
     default = RaggedAttentionConfig(max(64 // (heads // kv_heads), 1))
     operands = (query, key_pages, page_table)
     return attend(
@@ -122,7 +122,7 @@ def ragged_paged_attention(
 
 
 def _places(tokens: int, lengths, query_lengths):
-    """Of each token the sequence and the position in it; -1 past the sequences."""
+    """Each token's sequence and position in it; -1 for tokens past the sequences."""
     end = jnp.cumsum(query_lengths)
     token = jnp.arange(tokens, dtype=jnp.int32)
     sequence = jnp.searchsorted(end, token, side="right").astype(jnp.int32)
@@ -188,7 +188,7 @@ def _streamed(
     visits = visits_of_groups(query_lengths * group, rows, block)
     _, position = _places(tokens, lengths, query_lengths)
 
-    # The keys that any row of a visit sees: from `first` to `limit`.
+    # The keys that some row of a visit sees: from `first` to `limit`.
     last_row = jnp.minimum(visits.end, (visits.tile + 1) * block) - 1
     first_row = jnp.maximum(visits.start, visits.tile * block)
     limit = jnp.where(visits.start < visits.end, position[last_row // group] + 1, 0)
@@ -239,7 +239,7 @@ def _streamed(
 
     def page(h, v, s, *refs):
         sequence_ref, first_ref, limit_ref, table_ref = refs[3:]
-        # A step that is left out looks where its neighbour does: nothing moves.
+        # A skipped step repeats its neighbour's block index: nothing is copied.
         last = jnp.maximum((limit_ref[v] + size - 1) // size, 1) - 1
         step = jnp.clip(s, first_ref[v] // size, jnp.minimum(last, steps - 1))
         number = table_ref[sequence_ref[v], step]
@@ -269,7 +269,7 @@ def _streamed(
             ],
         ),
         compiler_params=pltpu.CompilerParams(
-            # Visits of one block store rows of their own, so that none waits.
+            # Visits of one block store disjoint rows, so none waits for another.
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
         cost_estimate=common.cost(

@@ -1,8 +1,8 @@
-"""Products whose blocks one kernel copies between devices itself, for TPUs.
+"""Matmuls whose kernel itself copies blocks between devices, for TPUs.
 
-The rows of a device are two halves, which travel around the ring in opposite
-directions: both links of a device are used, and while one half is multiplied the other
-is on its way. Blocks of main memory come to the product by an inner pipeline.
+A device's rows are split in two halves that travel around the ring in opposite
+directions: both of its links are used, and while one half is multiplied the other is
+in flight. An inner pipeline brings blocks from main memory to the matmul.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from pallasite.kernels import common
 from pallasite.kernels.devices import Ring
 from pallasite.kernels.matmul import MatmulConfig
 
-# The chip with the least memory bandwidth per product (v5e) multiplies such blocks of
-# bf16 for about as long as it reads them.
+# On the chip with the least memory bandwidth per FLOP (v5e), multiplying such bf16
+# blocks takes about as long as reading them.
 BLOCKS = MatmulConfig(512, 512, 512)
 
 _ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
@@ -40,20 +40,20 @@ class _Half:
         return pl.ds(self.start, self.rows)
 
     def neighbour(self, ring: Ring, distance: int) -> dict[str, Any]:
-        """The device that is `distance` away in the direction of travel."""
+        """The device `distance` away in the direction of travel."""
         place = ring.place + self.direction * distance + ring.size
         return {ring.axis: lax.rem(place, ring.size)}
 
     def source(self, ring: Ring, step: Any) -> Any:
-        """Whose block a device holds after `step` steps."""
+        """The device whose block this one holds after `step` steps."""
         return lax.rem(ring.place - self.direction * step + ring.size, ring.size)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Sizes that whole blocks cover, and the rows that travel together.
+    """Sizes padded to whole blocks, and the rows that travel together.
 
-    An inner pipeline has no blocks that hang over an edge: operands are padded.
+    An inner pipeline has no blocks that extend past an edge, so operands are padded.
     """
 
     blocks: MatmulConfig
@@ -81,7 +81,7 @@ class _Plan:
 
 
 def _padded(x: jax.Array, *sizes: int) -> jax.Array:
-    """With zeros at the end of the last dimensions, so that these are their sizes."""
+    """x with its last dimensions zero-padded at the end to these sizes."""
     start = x.ndim - len(sizes)
     widths = [(0, 0)] * start
     widths += [(0, n - have) for n, have in zip(sizes, x.shape[start:], strict=True)]
@@ -97,8 +97,8 @@ def gathered(
 
 
 def _one_at_a_time(function: Callable) -> Callable:
-    """`function`, mapped as a loop: under vmap, calls that follow one another would
-    be programs of one kernel, and devices do not wait for each other between them."""
+    """`function`, with vmap as a loop: batching would make successive calls programs
+    of one kernel, and devices do not wait for each other between programs."""
     return jax.custom_batching.sequential_vmap(function)
 
 
@@ -115,7 +115,7 @@ def _gathered(x, y, *, ring: Ring, out_dtype: Any, config: MatmulConfig):
             pltpu.async_copy(x_ref.at[half.span], mine, own_sem).wait()
 
         def copy(number, step, held):
-            """Of a block to the next device, which holds it where this one does."""
+            """Copies a block to the same place on the next device."""
             half = halves[number]
             block = everyone[number].at[half.source(ring, held)]
             sems = send_sems.at[number, step], recv_sems.at[number, step]
@@ -168,10 +168,10 @@ def _gathered(x, y, *, ring: Ring, out_dtype: Any, config: MatmulConfig):
 def scattered(
     x: jax.Array, y: jax.Array, ring: Ring, out_dtype: Any, config: MatmulConfig | None
 ) -> jax.Array:
-    """The sum over devices of `x[this device] @ y`: (rows, n) of (devices, rows, k).
+    """Sum over devices of `x[this device] @ y`: (devices, rows, k) to (rows, n).
 
-    A device computes its part of a block's sum onto what has arrived of it, and sends
-    it on. It tells the device before it when a buffer may be written again.
+    A device adds its part of a block's sum to what has arrived and sends it on. It
+    signals the previous device when a buffer may be written again.
     """
     how = {"ring": ring, "out_dtype": out_dtype, "config": config or BLOCKS}
     return _one_at_a_time(functools.partial(_scattered, **how))(x, y)
@@ -181,7 +181,7 @@ def _scattered(x, y, *, ring: Ring, out_dtype: Any, config: MatmulConfig):
     (size, rows, k), n = x.shape, y.shape[1]
     plan = _Plan.of(config, rows, n, k, x.dtype)
     halves, count = plan.halves, len(plan.halves)
-    slots = min(2, size - 1)  # a sum arrives while the one before it is added to
+    slots = min(2, size - 1)  # one sum arrives while the previous one is added to
     wide = common.statistics_dtype(x.dtype)
 
     def kernel(x_ref, y_ref, o_ref, *refs):
@@ -200,14 +200,14 @@ def _scattered(x, y, *, ring: Ring, out_dtype: Any, config: MatmulConfig):
 
         def add(number, step, is_first=False, is_last=False):
             half = halves[number]
-            # What is on this device now ends, after all steps, where it belongs.
+            # The sum now on this device reaches its owner after all steps.
             block = x_ref.at[half.source(ring, step + 1), half.span]
             out = o_ref.at[half.span] if is_last else sent[number]
             if is_first:
                 _multiply(block, y_ref, None, out, acc_ref, plan.blocks)
             else:
                 before = copy(number, step - 1)
-                before.wait()  # sent from here, and arrived here from another
+                before.wait()  # both the send from here and the receive
                 there = arrived[number].at[lax.rem(step - 1, slots)]
                 _multiply(block, y_ref, there, out, acc_ref, plan.blocks)
 
@@ -264,7 +264,7 @@ def _multiply(
     acc_ref: Any,
     blocks: MatmulConfig,
 ) -> None:
-    """`o = x @ y + added`, of refs in main memory. `added_ref` may be None."""
+    """`o = x @ y + added`, on refs in main memory. `added_ref` may be None."""
     (m, k), n = x_ref.shape, y_ref.shape[1]
     steps = k // blocks.block_k
 
@@ -300,8 +300,8 @@ def _multiply(
 
 
 def _cost(x, y, plan: _Plan, size: int, width: int, dtype: Any) -> pl.CostEstimate:
-    """Of one device: the products of all blocks, and what it sends: all blocks but one,
-    each of `width` columns."""
+    """The cost on one device: the matmuls of all blocks, and sending all blocks but
+    one, each of `width` columns."""
     elements = size * plan.rows
     moved = x.dtype.itemsize * (elements * plan.k + y.size)
     travelling = (size - 1) * plan.rows * width

@@ -1,7 +1,7 @@
-"""`rotary_embedding`: pairs of a head's elements turned by an angle per position.
+"""`rotary_embedding`: rotates pairs of a head's elements by an angle per position.
 
-A table of cosines and sines per token is made by XLA once for all heads; the kernel
-reads x once and writes it once. The gradient is the generated kernel.
+XLA computes a table of cosines and sines per token, once for all heads; the kernel
+reads x once and writes it once. The gradient is a generated kernel.
 """
 
 import jax
@@ -22,14 +22,14 @@ def rotary_embedding(
     implementation: common.Implementation = "pallasite",
     config: common.RowConfig | None = None,
 ) -> jax.Array:
-    """Turns pair p of each head by `positions * frequencies[p]` (RoPE).
+    """Rotates pair p of each head by `positions * frequencies[p]` (RoPE).
 
     Args:
         x: (batch, length, heads, width): queries or keys.
         positions: (batch, length) integers.
-        frequencies: (pairs,), at most width / 2 of them; elements that are in no pair
-            stay as they are. By default `base ** (-2 p / width)` for all pairs.
-        interleaved: pair p is elements 2p and 2p + 1 (GPT-J) instead of p and
+        frequencies: (pairs,), at most width / 2 of them; elements in no pair are
+            unchanged. By default `base ** (-2 p / width)` for all pairs.
+        interleaved: whether pair p is elements 2p and 2p + 1 (GPT-J) instead of p and
             p + pairs (GPT-NeoX, Llama).
 
     Returns:
@@ -67,14 +67,14 @@ def default_frequencies(width: int, base: float = 10_000.0) -> jax.Array:
 
 
 def _halves(pairs: int, interleaved: bool) -> tuple[slice, slice]:
-    """Which elements are the first and which the second of their pair."""
+    """The slices of the first and of the second elements of all pairs."""
     if interleaved:
         return slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
     return slice(0, pairs), slice(pairs, 2 * pairs)
 
 
 def _turned(first, second, cos, sin):
-    """A pair after the turn, in the dtype of the pair."""
+    """The rotated pair, in its own dtype."""
     wide = cos.dtype
     a, b = first.astype(wide), second.astype(wide)
     turned = a * cos - b * sin, b * cos + a * sin
@@ -82,7 +82,7 @@ def _turned(first, second, cos, sin):
 
 
 def _turn(x, cos, sin, *, interleaved: bool, config: common.RowConfig):
-    del config  # blocks are a kernel's
+    del config  # only kernels have blocks
     first, second = _halves(cos.shape[-1], interleaved)
     a, b = _turned(x[..., first], x[..., second], cos, sin)
     return x.at[..., first].set(a).at[..., second].set(b)
@@ -91,7 +91,7 @@ def _turn(x, cos, sin, *, interleaved: bool, config: common.RowConfig):
 def _turn_by_kernel(x, cos, sin, *, interleaved: bool, config: common.RowConfig):
     if not interleaved:
         return _turn_rows(x, cos, sin, config)
-    # Neighbours are brought apart by XLA: no chip reads every second element well.
+    # XLA deinterleaves: no chip reads every second element efficiently.
     pairs = cos.shape[-1]
     apart = x[..., : 2 * pairs].reshape(*x.shape[:-1], pairs, 2).swapaxes(-1, -2)
     apart = _turn_rows(apart.reshape(*x.shape[:-1], 2 * pairs), cos, sin, config)

@@ -1,7 +1,7 @@
 """Recurrences along time: `linear_recurrence` and Mamba-2's `state_space_scan`.
 
-Blocks of time come along the last grid axis; the state is scratch that the next block
-finds. Within a block the first goes step by step, the second by products.
+The last grid axis runs over blocks of time; scratch carries the state to the next
+block. Within a block the first goes position by position, the second uses matmuls.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from pallasite.target import Gpu
 
 @dataclasses.dataclass(frozen=True)
 class RecurrenceConfig:
-    """How a recurrence is divided.
+    """How a recurrence is split into blocks.
 
     Attributes:
-        block_length, block_channels: positions and channels of a block.
+        block_length, block_channels: positions and channels per block.
         together: positions whose operands are loaded before the first is used. On a
-            GPU that is what keeps memory busy: a channel has one step at a time.
+            GPU this keeps memory busy, as a channel advances one position at a time.
     """
 
     block_length: int = 128
@@ -54,11 +54,11 @@ def linear_recurrence(
     implementation: common.Implementation = "pallasite",
     config: RecurrenceConfig | None = None,
 ) -> jax.Array:
-    """`h[t] = decay[t] * h[t - 1] + x[t]`, each channel by itself (RG-LRU, S6).
+    """`h[t] = decay[t] * h[t - 1] + x[t]`, per channel (RG-LRU, S6).
 
     Args:
         decay, x: (batch, length, channels), floating point.
-        initial: (batch, channels): h before the first step; by default zeros.
+        initial: (batch, channels): h before the first position; by default zeros.
 
     Returns:
         h, like x; the state is float32.
@@ -78,7 +78,7 @@ def linear_recurrence(
 
 
 def _plain(x, decay, initial, *, config):
-    del config  # blocks are a kernel's
+    del config  # only kernels have blocks
     wide = common.statistics_dtype(x.dtype)
     first = decay[:, :1].astype(wide) * initial.astype(wide)[:, None]
     inputs = x.astype(wide).at[:, :1].add(first)
@@ -166,7 +166,7 @@ class _Blocks:
         return batch, pl.cdiv(channels, self.width), pl.cdiv(length, self.length)
 
     def spec(self, block: Any, **more: Any) -> pl.BlockSpec:
-        """`block` says which block of positions step i sees."""
+        """`block` maps step i to its block of positions."""
         shape = (None, self.length, self.width)
         return pl.BlockSpec(shape, lambda b, j, i: (b, block(i), j), **more)
 
@@ -180,10 +180,10 @@ def _recurrence_fwd(x, decay, initial, config):
 
 
 def _recurrence_bwd(config, kept, cotangent):
-    """From the last step to the first: what reaches h[t] is g[t] + decay[t+1] of it.
+    """Runs backwards: the cotangent of h[t] is g[t] + decay[t+1] times that of h[t+1].
 
-    A step's decay is multiplied by the state before it: by the row above in the block
-    of states, or by the last row of the block before, which a second window shows.
+    A decay multiplies the preceding state: the row above in the block of states, or
+    the last row of the previous block, which a second block shows.
     """
     decay, initial, states = kept
     if not states.size:
@@ -229,10 +229,10 @@ def _recurrence_bwd(config, kept, cotangent):
         def _():
             d_initial_ref[...] = carried.astype(d_initial_ref.dtype)
 
-    # What is past the end hands nothing on: zeros.
+    # Positions past the end pass nothing on: zeros.
     backwards = lambda i: grid[2] - 1 - i
     along = blocks.spec(backwards, fill=0)
-    rows = 8 if blocks.length % 8 == 0 else blocks.length  # of the block before
+    rows = 8 if blocks.length % 8 == 0 else blocks.length  # of the previous block
     per_block = blocks.length // rows
     earlier = pl.BlockSpec(
         (None, rows, blocks.width),
@@ -261,15 +261,15 @@ _recurrence.defvjp(_recurrence_fwd, _recurrence_bwd)
 
 @dataclasses.dataclass(frozen=True)
 class StateSpaceConfig:
-    """How a scan is divided: positions of a chunk, whose pairs are one product."""
+    """How a scan is split: positions per chunk, whose pairs form one matmul."""
 
     chunk: int = 128
 
 
 SCAN_SPACE = {"chunk": (32, 64, 128, 256)}
 
-# A logarithm whose exponential is nothing in float32. Decays between two positions are
-# differences of sums: those of much larger numbers are coarse, of infinite ones NaN.
+# A logarithm whose exponential is zero in float32. Decays between two positions are
+# differences of sums: for much larger sums they are imprecise, for infinite ones NaN.
 FORGOTTEN = -105.0
 
 
@@ -286,10 +286,10 @@ def state_space_scan(
 
     Args:
         x: (batch, length, heads, width), the time step already multiplied in.
-        log_decay: (batch, length, heads), not positive. -inf forgets the state: what
-            comes after it does not depend on what came before.
+        log_decay: (batch, length, heads), not positive. -inf resets the state: later
+            results do not depend on earlier positions.
         b, c: (batch, length, groups, state); groups divides heads, and each serves
-            heads / groups of them in turn.
+            heads / groups consecutive heads.
 
     Returns:
         Like x; the state and sums are float32.
@@ -316,7 +316,7 @@ def state_space_scan(
 
 
 def _plain_scan(x, log_decay, b, c, *, config):
-    del config  # blocks are a kernel's
+    del config  # only kernels have blocks
     wide = common.statistics_dtype(x.dtype)
     repeat = functools.partial(jnp.repeat, repeats=x.shape[2] // b.shape[2], axis=2)
     by_time = [jnp.moveaxis(v.astype(wide), 1, 0) for v in (x, log_decay, b, c)]
@@ -341,14 +341,14 @@ def _chunked(x, log_decay, b, c, *, config):
     chunk = min(config.chunk, pl.align_to(length, 8))
     chunks = pl.cdiv(length, chunk)
     wide = common.statistics_dtype(x.dtype)
-    # Past the end nothing is added and nothing decays.
+    # Padding past the end adds nothing and does not decay.
     past = chunks * chunk - length
     pad = lambda v: jnp.pad(v, ((0, 0), (0, past)) + ((0, 0),) * (v.ndim - 2))
     padded = [pad(v) if past else v for v in (x, log_decay, b, c)]
     x, log_decay, b, c = padded
     within = jnp.maximum(log_decay.astype(wide), FORGOTTEN)
     within = within.reshape(batch, chunks, chunk, heads)
-    total = jnp.cumsum(within, axis=2).transpose(0, 3, 1, 2)  # decay since its start
+    total = jnp.cumsum(within, axis=2).transpose(0, 3, 1, 2)  # log of decay so far
 
     def kernel(x_ref, b_ref, c_ref, down_ref, along_ref, o_ref, state_ref):
         @pl.when(pl.program_id(2) == 0)
@@ -362,7 +362,7 @@ def _chunked(x, log_decay, b, c, *, config):
         )
         rows = lax.broadcasted_iota(jnp.int32, pairs.shape, 0)
         columns = lax.broadcasted_iota(jnp.int32, pairs.shape, 1)
-        # Masked before the exponential, which would overflow above the diagonal.
+        # Masked before the exponential, which could overflow above the diagonal.
         decay = jnp.exp(jnp.where(rows >= columns, down - along, -jnp.inf))
         out = jnp.dot((pairs * decay).astype(x.dtype), x, preferred_element_type=wide)
         old = state_ref[...]
@@ -395,7 +395,7 @@ def _chunked(x, log_decay, b, c, *, config):
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
-        # Per chunk: all its pairs, what the state adds to it, and it to the state.
+        # Per chunk: its pairs, reading from the state, and adding to the state.
         cost_estimate=common.cost(
             2 * x.size // width * (chunk * (state + width) + 2 * state * width),
             [x, x, b, c, total, total],

@@ -15,12 +15,12 @@ def softmax(
 ) -> jax.Array:
     """`exp(scale * x) / sum(exp(scale * x))` over the last dimension, in x's dtype.
 
-    A row that is -inf throughout gives NaN, as `jax.nn.softmax` does.
+    A row of only -inf gives NaN, as in `jax.nn.softmax`.
     """
     common.check_rows("softmax", "x", x)
     compute = common.choose(implementation, _softmax_rows, _plain_softmax)
     config = configs.tuned_rows("softmax", config, x)
-    if not x.size:  # rows without elements have no largest one
+    if not x.size:  # empty rows have no maximum
         return jnp.asarray(x)
     return compute(x, scale=scale, config=config)
 
@@ -28,12 +28,12 @@ def softmax(
 def _normalise(x, scale: float):
     wide = x.astype(common.statistics_dtype(x.dtype)) * scale
     weights = jnp.exp(wide - jnp.max(wide, axis=-1, keepdims=True))
-    # One division per row: the sum is at least 1, so its reciprocal is a number.
+    # One division per row: the sum is at least 1, so its reciprocal is finite.
     return (weights * (1 / jnp.sum(weights, axis=-1, keepdims=True))).astype(x.dtype)
 
 
 def _plain_softmax(x, *, scale: float, config: common.RowConfig):
-    del config  # blocks are a kernel's
+    del config  # only kernels have blocks
     return _normalise(x, scale)
 
 

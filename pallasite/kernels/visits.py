@@ -1,9 +1,9 @@
-"""Work on rows in groups of any sizes, for kernels with blocks of one size.
+"""Schedules work on groups of rows of any sizes, for kernels with fixed-size blocks.
 
 A *visit* is a block of rows and one group with rows in it. A block on the border of
-groups is visited once for each of them, and each visit stores its own rows. Which
-visits there are depends on the sizes of the groups and is computed by XLA; how many
-there can be does not: one per block and one per group.
+groups is visited once for each of them, and each visit stores its own rows. XLA
+computes the visits from the group sizes at run time; their maximum number is static:
+one per block plus one per group.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import pallasite as pl
 
 
 class Visits(NamedTuple):
-    """Per visit: its block of rows, its group, its rows; none if it is not used."""
+    """Per visit: its block of rows, its group, its rows (none if it is unused)."""
 
     tile: jax.Array
     group: jax.Array
@@ -24,15 +24,15 @@ class Visits(NamedTuple):
 
 
 def rows_of_groups(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
-    """The first of `m` rows that each group has, and the end of its rows."""
+    """The first and the end (exclusive) of each group's rows, among `m` rows."""
     end = jnp.cumsum(sizes)
     return jnp.minimum(end - sizes, m), jnp.minimum(end, m)
 
 
 def visits_of_groups(group_sizes: jax.Array, m: int, block: int) -> Visits:
-    """Visits of blocks of `m` rows, in the order of rows.
+    """Visits of the blocks of `m` rows, in row order.
 
-    Rows past the groups are one more group, so that every row belongs to a visit.
+    Rows past all groups form one more group, so that every row belongs to a visit.
     """
     used = jnp.sum(group_sizes)
     sizes = jnp.append(group_sizes, jnp.maximum(m - used, 0))

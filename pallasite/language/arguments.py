@@ -1,8 +1,8 @@
-"""The arguments of a function, its arrays apart from all else.
+"""The arguments of a function, with arrays separated from everything else.
 
-What traces a function (`pl.fuse`, `pl.explain`, `pl.profile`, `pl.autotune`) hands it
-tracers in place of its arrays. Numbers, strings and the like stay what they are to it:
-block sizes and options are given as to the function itself.
+Tools that trace a function (`pl.fuse`, `pl.explain`, `pl.profile`, `pl.autotune`)
+replace its arrays by tracers. Numbers, strings and the like stay as they are, so block
+sizes and options are passed as to the function itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +17,9 @@ class Arguments:
     """Arguments of one call.
 
     Attributes:
-        arrays: those that are arrays, or types of arrays, in order.
-        others: all else, in order.
-        form: where each is.
+        arrays: the arrays and array types, in order.
+        others: everything else, in order.
+        form: the position of each.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None):
@@ -31,7 +31,7 @@ class Arguments:
         self.form = tree, tuple(self._places)
 
     def call(self, function: Callable[..., Any], *arrays: Any) -> Any:
-        """What a function makes of these arguments with other arrays in them."""
+        """Calls a function with these arguments, replacing the arrays."""
         leaves = list(self._leaves)
         for place, array in zip(self._places, arrays, strict=True):
             leaves[place] = array
@@ -39,5 +39,5 @@ class Arguments:
         return function(*args, **kwargs)
 
     def of_arrays(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, of the arrays only; a new one each time."""
+        """The function of the arrays only; a new object each time."""
         return lambda *arrays: self.call(function, *arrays)

@@ -1,7 +1,7 @@
-"""Which device, and which core of it, a `device_id` names.
+"""Which device, and which of its cores, a `device_id` names.
 
-Devices are those of the mesh of the enclosing `shard_map`, numbered in the mesh's own
-order, last axis fastest: what XLA calls logical ids.
+Devices are those of the enclosing `shard_map`'s mesh, numbered in mesh order with the
+last axis fastest: XLA's logical ids.
 """
 
 import enum
@@ -26,7 +26,7 @@ class DeviceIdType(enum.Enum):
 
 @dataclass(frozen=True)
 class Place:
-    """A device's number and a core's; None: this one."""
+    """The numbers of a device and a core; None means this one."""
 
     device: Any = None
     core: Any = None
@@ -36,11 +36,11 @@ def place_of(device_id: Any, kind: DeviceIdType | None) -> Place:
     """What a `device_id` names.
 
     Args:
-        device_id: coordinates along all axes of the mesh (one number for a mesh of one
-            axis), or a dict of coordinates by axis name, where an axis that is left out
-            stays this device's and the axis of a mesh of cores names a core, or the
+        device_id: coordinates along all mesh axes (one number for a mesh of one axis);
+            or a dict from axis names to coordinates, where an omitted axis keeps this
+            device's coordinate and an axis of a mesh of cores selects a core; or the
             device's number (LOGICAL).
-        kind: MESH unless given.
+        kind: MESH by default.
     """
     if kind is DeviceIdType.LOGICAL:
         if isinstance(device_id, (tuple, list, dict)):
@@ -104,7 +104,7 @@ def _core(name: Any, number: Any, device_id: Any) -> Any:
 
 
 def _mesh_sizes(device_id: Any) -> dict[str, int]:
-    """Names and sizes of the axes of the devices' mesh, all of them manual."""
+    """Names and sizes of the device mesh's axes, which must all be manual."""
     mesh = jaxcompat.device_mesh()
     if mesh is None:
         raise _refusal(

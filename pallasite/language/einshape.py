@@ -1,4 +1,4 @@
-"""pltpu.einshape: reshapes and transposes in one line of text."""
+"""pltpu.einshape: reshapes and transposes written as one equation."""
 
 import math
 import re
@@ -11,16 +11,16 @@ from pallasite.language.trace import user_location
 
 
 def einshape(equation: str, x: Any, /, **sizes: int) -> jax.Array:
-    """Split, move and join dimensions: `einshape("a(bc)->b(ac)", x, c=128)`.
+    """Split, permute and merge dimensions: `einshape("a(bc)->b(ac)", x, c=128)`.
 
     Args:
         equation: the dimensions before and after `->`, one letter each; letters in
-            parentheses are one dimension together, the last of them fastest.
+            parentheses form one dimension, the last letter fastest.
         x: the array.
-        sizes: of letters that are split off; one per group may be left out.
+        sizes: the sizes of letters in split dimensions; one per group may be omitted.
 
     Returns:
-        The array with its elements in the new order.
+        The rearranged array.
     """
     left, arrow, right = equation.replace(" ", "").partition("->")
     before, after = _groups(left), _groups(right)
@@ -45,7 +45,7 @@ def _groups(side: str) -> list[str]:
 def _split(
     group: str, size: int, sizes: dict[str, int], equation: str, x: Any
 ) -> dict[str, int]:
-    """The size of each letter of a group; one may follow from the others."""
+    """The size of each letter in a group; one may be inferred from the others."""
     known = {c: sizes[c] for c in group if c in sizes}
     open_letters = [c for c in group if c not in sizes]
     if len(open_letters) > 1:

@@ -1,7 +1,7 @@
-"""What authors of `plgpu` kernels call: barriers, the copy engine, products in flight.
+"""What authors of `plgpu` kernels call: barriers, the copy engine, async matmuls.
 
-Each function stages a primitive; `importer/gpu.py` makes ops of the explicit level of
-them. A *thread* here is a warpgroup, as in upstream's names.
+Each function stages a primitive; `importer/gpu.py` turns it into ops of the explicit
+level. A *thread* here is a warpgroup, as in upstream's names.
 """
 
 import enum
@@ -50,19 +50,19 @@ tensor_wait_p = _effect_primitive("wait_tmem")
 
 
 def barrier_arrive(barrier: Any) -> None:
-    """One arrival, of this warpgroup."""
+    """Arrive once, as this warpgroup."""
     flat, tree = flatten_views(barrier)
     barrier_arrive_p.bind(*flat, tree=tree)
 
 
 def barrier_wait(barrier: Any) -> None:
-    """Wait for the end of the phase after the one this warpgroup waited for last."""
+    """Wait for the phase after the last one this warpgroup waited for."""
     flat, tree = flatten_views(barrier)
     barrier_wait_p.bind(*flat, tree=tree)
 
 
 def barrier_arrive_and_wait(barrier: Any) -> None:
-    """Arrive, and wait for the end of the phase."""
+    """Arrive, then wait for the end of the phase."""
     barrier_arrive(barrier)
     barrier_wait(barrier)
 
@@ -76,16 +76,16 @@ def copy_gmem_to_smem(
     leader_tracked: CopyPartition | None = None,
     oob_mode: OOBFillMode = OOBFillMode.ZEROS,
 ) -> None:
-    """Start a copy into shared memory; one arrival of `barrier` when it has landed.
+    """Start a copy into shared memory; `barrier` gets one arrival on completion.
 
     Args:
         src, dst, barrier: main memory, shared memory, one barrier.
-        collective_axes: axes of the cluster whose blocks all start this copy and all
-            get what it brings, each having copied a part of it.
-        leader_tracked: each block copies for itself, its part or all of `src`; the
-            barrier of the first one counts the copies of all.
-        oob_mode: what is outside the array is zeros in any mode; checked mode reports
-            a copy that leaves it with `PROMISE_IN_BOUNDS`.
+        collective_axes: cluster axes whose thread blocks all start this copy and all
+            receive the data, each copying a part of it.
+        leader_tracked: each thread block copies its part or all of `src` for itself;
+            the first one's barrier counts the copies of all.
+        oob_mode: elements outside the array are zeros in every mode; checked mode
+            reports a copy that leaves the array with `PROMISE_IN_BOUNDS`.
     """
     if leader_tracked is not None and collective_axes is None:
         raise SpecError(
@@ -112,7 +112,7 @@ def copy_smem_to_gmem(
     commit_group: bool = True,
     reduction_op: Any = None,
 ) -> None:
-    """Start a copy from shared memory, in a group that `wait_smem_to_gmem` counts."""
+    """Start a copy from shared memory, in a group for `wait_smem_to_gmem`."""
     if reduction_op is not None:
         raise UnsupportedError(
             "copy_smem_to_gmem(reduction_op=...) is not available",
@@ -129,22 +129,22 @@ def copy_smem_to_gmem(
 
 
 def commit_smem_to_gmem_group() -> None:
-    """What was copied from shared memory since the last group is a group."""
+    """Group the copies from shared memory started since the last group."""
     commit_stores_p.bind()
 
 
 def wait_smem_to_gmem(n: int, wait_read_only: bool = False) -> None:
-    """Wait until at most `n` groups are in flight (or have not read their source)."""
+    """Wait until at most `n` groups are in flight (or yet to read their source)."""
     wait_stores_p.bind(pending=int(n), read=bool(wait_read_only))
 
 
 def commit_smem() -> None:
-    """Stores to shared memory so far are seen by copies and products after this."""
+    """Make earlier stores to shared memory visible to later copies and matmuls."""
     commit_smem_p.bind()
 
 
 def wgmma(acc: Any, a: Any, b: Any) -> None:
-    """Start adding `a @ b` to an accumulator; `a` is shared memory or a value."""
+    """Start adding `a @ b` to an accumulator; `a` is in shared memory or a value."""
     if not jaxcompat.is_ref(b):
         raise KernelTypeError(
             "the right side of a wgmma is in shared memory, got a value",
@@ -158,12 +158,12 @@ def wgmma(acc: Any, a: Any, b: Any) -> None:
 
 
 def wgmma_wait(n: int) -> None:
-    """Wait until at most `n` products of this warpgroup are in flight."""
+    """Wait until at most `n` matmuls of this warpgroup are in flight."""
     wgmma_wait_p.bind(pending=int(n))
 
 
 def wgmma_accumulator_load(acc: Any, *, wait_n: int | None = 0) -> jax.Array:
-    """The sums of an accumulator, after its products have ended."""
+    """An accumulator's value, after its matmuls have completed."""
     if wait_n != 0:
         raise UnsupportedError(
             f"wgmma_accumulator_load(wait_n={wait_n}) is not available",
@@ -191,14 +191,14 @@ def tcgen05_mma(
     """Start adding `a @ b` to tensor memory.
 
     Args:
-        acc: sums, in tensor memory.
-        a, b: the sides; `b`, and `a` unless it is in tensor memory, in shared memory.
-        barrier: one arrival there when this product, and those before it, have ended.
+        acc: the accumulator, in tensor memory.
+        a, b: the operands; `b` is in shared memory, `a` there or in tensor memory.
+        barrier: gets one arrival when this and all earlier matmuls have completed.
         a_scale, b_scale, a_sparse_metadata: not available.
         accumulate: False overwrites `acc`.
-        collective_axis: an axis of two blocks of the cluster. The first one starts
-            the product of both: each has its rows of `a` and `acc`, and half of the
-            columns of `b`.
+        collective_axis: a cluster axis of two thread blocks. The first one starts the
+            matmul of both: each has its rows of `a` and `acc`, and half of the columns
+            of `b`.
     """
     given = dict(a_scale=a_scale, b_scale=b_scale, a_sparse_metadata=a_sparse_metadata)
     for name, value in given.items():
@@ -217,8 +217,8 @@ def tcgen05_mma(
 
 
 def tcgen05_commit_arrive(barrier: Any, collective_axis: str | None = None) -> None:
-    """One arrival when all products and copies into tensor memory so far have ended,
-    at the barriers of both blocks along `collective_axis`."""
+    """Arrive once all earlier matmuls and copies into tensor memory have completed,
+    at the barriers of both thread blocks along `collective_axis`."""
     flat, tree = flatten_views(barrier)
     axes = () if collective_axis is None else (collective_axis,)
     tensor_commit_p.bind(*flat, tree=tree, axes=axes)
@@ -227,30 +227,30 @@ def tcgen05_commit_arrive(barrier: Any, collective_axis: str | None = None) -> N
 def async_copy_smem_to_tmem(
     smem_ref: Any, tmem_ref: Any, collective_axis: str | None = None
 ) -> None:
-    """Start a copy into tensor memory; products started after it see it."""
+    """Start a copy into tensor memory; matmuls started afterwards see it."""
     flat, tree = flatten_views(smem_ref, tmem_ref)
     axes = () if collective_axis is None else (collective_axis,)
     tensor_copy_p.bind(*flat, tree=tree, axes=axes)
 
 
 def async_load_tmem(src: Any, *, layout: Any = None) -> jax.Array:
-    """What is in tensor memory. `wait_load_tmem` before it is overwritten."""
+    """Load tensor memory. Call `wait_load_tmem` before overwriting it."""
     del layout
     return src[...]
 
 
 def async_store_tmem(ref: Any, value: Any) -> None:
-    """Write tensor memory; seen by products and loads after `commit_tmem`."""
+    """Write tensor memory; matmuls and loads after `commit_tmem` see it."""
     ref[...] = value
 
 
 def wait_load_tmem() -> None:
-    """Wait until this warpgroup's loads of tensor memory have ended."""
+    """Wait until this warpgroup's loads of tensor memory have completed."""
     tensor_wait_p.bind(what="loads")
 
 
 def commit_tmem() -> None:
-    """Wait until this warpgroup's stores to tensor memory have ended."""
+    """Wait until this warpgroup's stores to tensor memory have completed."""
     tensor_wait_p.bind(what="stores")
 
 
@@ -268,27 +268,27 @@ class WarpMesh:
         return {self.axis_name: WARPS}
 
 
-WARPS = 4  # of a warpgroup
+WARPS = 4  # per warpgroup
 
 
 def run_warps(mesh: WarpMesh, function: Callable[[], Any]) -> None:
-    """Run a function by each warp of the warpgroup; it reads and writes refs."""
+    """Run a function, which reads and writes refs, on each warp of the warpgroup."""
     no_arguments = jax.tree.structure(((), {}))
     traced = trace(function, no_arguments, (), function, tuple(mesh.shape.items()))
     warps_p.bind(*traced.captured, jaxpr=traced.jaxpr, axis=mesh.axis_name)
 
 
 def warp_map(f: Callable[[Any], Any], /) -> None:
-    """Run a function by each warp of the warpgroup, with the warp's number."""
+    """Run a function on each warp of the warpgroup, passing the warp's number."""
     axis = object()
     run_warps(WarpMesh(axis), lambda: f(jax.lax.axis_index(axis)))
 
 
-# --- what says how a chip does it, and changes no result ---
+# --- hints that do not change results ---
 
 
 def set_max_registers(n: int, *, action: str) -> None:
-    """How many registers each thread of this warpgroup has; changes no result."""
+    """Set the registers per thread of this warpgroup; does not change results."""
     if action not in ("increase", "decrease"):
         raise SpecError(
             f"action is 'increase' or 'decrease', got {action!r}",
@@ -307,20 +307,20 @@ def set_max_registers(n: int, *, action: str) -> None:
 def async_prefetch(
     ref: Any, *, collective_axes: Any = None, leader_tracked: Any = None
 ) -> None:
-    """What will be copied may be brought nearer already; changes no result."""
+    """A hint to prefetch what will be copied; does not change results."""
     del ref, collective_axes, leader_tracked
 
 
 def griddepcontrol_wait() -> None:
-    """Kernels before this one have ended when it starts."""
+    """Does nothing: earlier kernels have completed when this one starts."""
 
 
 def griddepcontrol_launch_dependents() -> None:
-    """Kernels after this one start when it has ended."""
+    """Does nothing: later kernels start when this one has completed."""
 
 
 def layout_cast(x: Any, new_layout: Any) -> Any:
-    """The same value; layouts change no result."""
+    """The same value; layouts do not change results."""
     del new_layout
     return x
 
@@ -328,7 +328,7 @@ def layout_cast(x: Any, new_layout: Any) -> Any:
 def broadcasted_iota(
     dtype: Any, shape: Sequence[int], dimension: int, *, layout: Any = None
 ) -> jax.Array:
-    """As `jax.lax.broadcasted_iota`."""
+    """Like `jax.lax.broadcasted_iota`."""
     del layout
     return jax.lax.broadcasted_iota(dtype, tuple(shape), dimension)
 
@@ -344,16 +344,16 @@ def load(
 
 
 def transpose_ref(ref: Any, permutation: Sequence[int]) -> Any:
-    """A view of a ref with its dimensions in another order."""
+    """A view of a ref with permuted dimensions."""
     return ref.transpose(tuple(permutation))
 
 
-# --- loops over work that blocks of threads share ---
+# --- loops over work shared by thread blocks ---
 
 
 @dataclass(frozen=True)
 class NDLoopInfo:
-    """Where a step of `nd_loop` is."""
+    """The position of one iteration of `nd_loop`."""
 
     index: tuple[Any, ...]
     local_index: Any
@@ -367,13 +367,13 @@ def nd_loop(
     tiling: Any = None,
     init_carry: Any = None,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Run a function for each index of `grid`, shared by the programs along axes.
+    """Run a function for each index of `grid`, shared among programs along some axes.
 
     Args:
         grid: the sizes.
         collective_axes: names of the axes whose programs share the work.
-        tiling: sizes of tiles of the grid, each of which is visited as a whole.
-        init_carry: carried from step to step if given, as the keyword `carry`.
+        tiling: sizes of grid tiles, which are traversed one tile at a time.
+        init_carry: if given, carried between iterations as the keyword `carry`.
     """
     grid = tuple(grid)
     tiles = tuple(tiling or (1,) * len(grid))
@@ -431,16 +431,16 @@ def dynamic_scheduling_loop(
     cluster_axes: Sequence[Any] = (),
     init_carry: Any = None,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Run a function for the indices of the grid that a block takes upon itself.
+    """Run a function for the grid indices that a thread block claims.
 
-    Blocks that run may take over work of those that wait to be started. How much is
-    not specified; here each does its own, which is one step. After the last, copies to
-    main memory have read their sources.
+    Running thread blocks may take over the work of those not yet started. How much is
+    unspecified; here each does its own, which is one iteration. After the last one,
+    copies to main memory have read their sources.
 
     Args:
         grid_names: the axes of the grid.
         thread_axis, cluster_axes: the axis of warpgroups and those of the cluster.
-        init_carry: carried from step to step if given, as the keyword `carry`.
+        init_carry: if given, carried between iterations as the keyword `carry`.
     """
     del thread_axis, cluster_axes
 
@@ -458,13 +458,13 @@ def dynamic_scheduling_loop(
 def planar_snake(
     lin_idx: Any, shape: tuple[Any, Any], minor_dim: int, tile_width: int
 ) -> tuple[Any, Any]:
-    """The place of a step in a plane that is walked in strips, there and back.
+    """The position of a step in a plane traversed in strips, back and forth.
 
     Args:
-        lin_idx: number of the step.
-        shape: of the plane.
+        lin_idx: the step's number.
+        shape: the plane's shape.
         minor_dim: the dimension along which a strip is `tile_width` wide.
-        tile_width: its width; the last strip may be narrower.
+        tile_width: a strip's width; the last strip may be narrower.
     """
     minor, major = shape[minor_dim], shape[1 - minor_dim]
     strip = lin_idx // (tile_width * major)
@@ -477,14 +477,14 @@ def planar_snake(
 
 
 class TraceScope(enum.Enum):
-    """Whose events upstream's profiler records; there is none here."""
+    """Whose events upstream's profiler records; Pallasite has no such profiler."""
 
     WARP = "warp"
     WARPGROUP = "warpgroup"
 
 
 class LoweringSemantics(enum.Enum):
-    """How upstream's compiler sees code; nothing here depends on it."""
+    """How upstream's compiler views code; ignored here."""
 
     Lane = 0
     Warpgroup = 1
@@ -492,7 +492,7 @@ class LoweringSemantics(enum.Enum):
 
 @dataclass(frozen=True)
 class CompilerParams:
-    """Settings of upstream's compiler: accepted; all but `approx_math` are ignored."""
+    """Settings of upstream's compiler, ignored except for `approx_math`."""
 
     approx_math: bool = False
     dimension_semantics: Any = None

@@ -1,5 +1,5 @@
-"""What authors of `plgpu` kernels allocate: shared and tensor memory, barriers,
-accumulators, and how a chip lays out the first of them."""
+"""What authors of `plgpu` kernels allocate: shared memory and its layouts, tensor
+memory, barriers and accumulators."""
 
 import enum
 import math
@@ -19,14 +19,15 @@ from pallasite.language.trace import user_location
 
 @dataclass(frozen=True)
 class BarrierSpace:
-    """Where barriers are; how many arrivals complete a phase is part of it.
+    """The space of barriers; it includes the arrivals that complete a phase.
 
-    Of a cluster's barriers, `arrivals` is what each block along `collective_axes` adds.
+    For a cluster's barriers, `arrivals` counts those of each thread block along
+    `collective_axes`.
     """
 
     arrivals: int
     collective_axes: tuple[str, ...] = ()
-    is_first_only: bool = False  # arrivals count at the first block's barrier only
+    is_first_only: bool = False  # only the first thread block's barrier counts
     orders_tensor_core: bool = False
     value: str = "mbarrier"
 
@@ -48,9 +49,9 @@ def Barrier(
     """Barriers in shared memory: each phase ends after `num_arrivals` arrivals.
 
     Args:
-        num_arrivals: by `barrier_arrive`, or one per copy that names the barrier.
-        num_barriers: how many; `ref.at[i]` is one of them.
-        orders_tensor_core: for `tcgen05_mma`, and to order accesses to TMEM.
+        num_arrivals: from `barrier_arrive`, or one per copy that names the barrier.
+        num_barriers: how many barriers; `ref.at[i]` is one of them.
+        orders_tensor_core: for `tcgen05_mma` and for ordering accesses to TMEM.
     """
     return _barriers(
         num_barriers, BarrierSpace(num_arrivals, orders_tensor_core=orders_tensor_core)
@@ -65,14 +66,14 @@ def ClusterBarrier(
     orders_tensor_core: bool = False,
     leader_tracked: bool = False,
 ) -> MemoryRef:
-    """Barriers of each block of a cluster, at all of which an arrival counts.
+    """Barriers in each thread block of a cluster; an arrival counts at all of them.
 
     Args:
-        collective_axes: the axes of the cluster whose blocks arrive.
-        num_barriers: how many.
-        num_arrivals: of each block, that complete a phase together.
+        collective_axes: the cluster axes whose thread blocks arrive.
+        num_barriers: how many barriers.
+        num_arrivals: arrivals of each thread block that together complete a phase.
         orders_tensor_core: as for `Barrier`.
-        leader_tracked: arrivals count at the barrier of the first block only.
+        leader_tracked: arrivals count only at the first thread block's barrier.
     """
     axes = (collective_axes,) if isinstance(collective_axes, str) else collective_axes
     space = BarrierSpace(num_arrivals, tuple(axes), leader_tracked, orders_tensor_core)
@@ -98,10 +99,10 @@ def _barriers(count: int | Sequence[int], space: BarrierSpace) -> MemoryRef:
 
 @dataclass(frozen=True)
 class CopyPartition:
-    """What blocks of a cluster copy where the first one counts it.
+    """What each thread block of a cluster copies if the first one counts the copies.
 
-    `CopyPartition.PARTITIONED(axis)`: each its part along an axis;
-    `CopyPartition.REPLICATED`: all the same.
+    `CopyPartition.PARTITIONED(axis)`: its part along an axis;
+    `CopyPartition.REPLICATED`: the same as all others.
     """
 
     axis: int | None = None
@@ -115,7 +116,7 @@ CopyPartition.REPLICATED = CopyPartition()  # type: ignore[attr-defined]
 
 
 class OOBFillMode(enum.Enum):
-    """What a copy brings from outside an array: zeros here, whatever is promised."""
+    """What a copy reads outside an array: here zeros in every mode."""
 
     UNDEFINED = 0
     PROMISE_IN_BOUNDS = 1
@@ -124,15 +125,15 @@ class OOBFillMode(enum.Enum):
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """`plgpu.SMEM`: a memory space, and shared memory when called."""
+    """`plgpu.SMEM`: a memory space; calling it describes shared memory."""
 
     value: str = "smem"
 
     def __call__(
         self, shape: Sequence[int], dtype: Any, *, transforms: Any = (), **more: Any
     ) -> MemoryRef:
-        """Shared memory of a shape. Of the transforms, which say how a chip lays it
-        out and change no result, a backend follows the swizzle."""
+        """Shared memory of a shape. Transforms describe its layout and do not change
+        results; backends use only the swizzle."""
         given = sorted(k for k, v in more.items() if v is not None)
         if given:
             raise UnsupportedError(
@@ -150,16 +151,16 @@ class SharedMemory:
 
 @dataclass(frozen=True)
 class TensorSpace:
-    """Tensor memory, perhaps of two blocks that multiply together."""
+    """Tensor memory, possibly of two thread blocks that multiply together."""
 
     collective: bool = False
-    packed: bool = False  # several small elements in a word
+    packed: bool = False  # several small elements per word
     value: str = "tmem"
 
 
 @dataclass(frozen=True)
 class TensorMemory:
-    """`plgpu.TMEM`: tensor memory when called, where `tcgen05_mma` adds up."""
+    """`plgpu.TMEM`: calling it describes tensor memory, for `tcgen05_mma`."""
 
     value: str = "tmem"
 
@@ -172,7 +173,7 @@ class TensorMemory:
         collective: bool | None = None,
         packed: bool | None = None,
     ) -> MemoryRef:
-        """Tensor memory of a shape; `layout` changes no result."""
+        """Tensor memory of a shape; `layout` does not change results."""
         del layout
         memory = MemorySpace.TMEM(shape, dtype)
         space = TensorSpace(bool(collective), bool(packed))
@@ -180,7 +181,7 @@ class TensorMemory:
 
 
 class Accumulator:
-    """`plgpu.ACC((m, n), dtype)`: sums of `wgmma`, zero at first."""
+    """`plgpu.ACC((m, n), dtype)`: an accumulator of `wgmma`, initially zero."""
 
     def __call__(self, shape: Sequence[int], dtype: Any = jnp.float32) -> MemoryRef:
         """An accumulator of a shape, for `pl.run_scoped`."""
@@ -188,13 +189,13 @@ class Accumulator:
 
     @staticmethod
     def init(value: Any) -> "StartedAt":
-        """An accumulator for `pl.run_state` that starts at a value."""
+        """An accumulator for `pl.run_state` with an initial value."""
         return StartedAt(value)
 
 
 @jax.tree_util.register_pytree_node_class
 class StartedAt:
-    """An accumulator's first value."""
+    """An accumulator's initial value."""
 
     memory_space = MemorySpace.REGS
 
@@ -211,17 +212,17 @@ class StartedAt:
 
 @dataclass(frozen=True)
 class TilingTransform:
-    """How a chip lays out shared memory: in tiles. Changes no result."""
+    """A tiled layout of shared memory. Does not change results."""
 
     tiling: tuple[int, ...]
 
 
-SWIZZLES = (16, 32, 64, 128)  # bytes that a chip swizzles; 16 is no swizzle
+SWIZZLES = (16, 32, 64, 128)  # in bytes; 16 means no swizzle
 
 
 @dataclass(frozen=True)
 class SwizzleTransform:
-    """How a chip lays out shared memory: swizzled. Changes no result."""
+    """A swizzled layout of shared memory. Does not change results."""
 
     swizzle: int
 
@@ -240,11 +241,11 @@ def _bits(dtype: Any) -> int:
 
 
 def check_transforms(shape: Sequence[int], dtype: Any, transforms: Any) -> None:
-    """Refuse tiles that do not divide memory, and a swizzle of other rows than theirs.
+    """Reject tiles that do not divide the shape, and swizzles that do not match them.
 
-    Other transforms are upstream's to know.
+    Other transforms are left to upstream.
     """
-    rows = tuple(shape)  # of which the last dimension is swizzled
+    rows = tuple(shape)  # the last dimension is swizzled
     for transform in transforms:
         if isinstance(transform, TilingTransform):
             tile = tuple(transform.tiling)
@@ -280,7 +281,7 @@ def _check_swizzle(
 
 
 def swizzle_of(transforms: Sequence[Any]) -> int | None:
-    """The swizzle among transforms, in bytes; 16 is none."""
+    """The swizzle among transforms, in bytes; 16 means none."""
     found = [t.swizzle for t in transforms if isinstance(t, SwizzleTransform)]
     return found[-1] if found and found[-1] > 16 else None
 

@@ -1,4 +1,4 @@
-"""Small helpers authors use around kernels: when, loop, arithmetic on sizes."""
+"""Small helpers for kernel authors: when, loop, arithmetic on sizes."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from pallasite.language.trace import location_of, user_location
 
 
 class _Runs:
-    """A decorator that runs the function it decorates; other uses of it say so."""
+    """A decorator that runs the decorated function; any other use is an error."""
 
     def __init__(self, name: str, parameters: str, run: Callable[..., Any]):
         self.name, self.parameters, self.run = name, parameters, run
@@ -88,7 +88,7 @@ def loop(
     """Run the decorated function for each index in `range(lower, upper, step)`.
 
     With `init_carry` the function is called as `fn(i, carry)` and returns the next
-    carry (a pytree of values); the decorated name becomes the last one.
+    carry (a pytree of values); the decorated name becomes the final carry.
 
     Example:
         @pl.loop(0, 8)
@@ -135,15 +135,15 @@ def loop(
 
 
 def _of_one_type(*numbers: Any) -> list[jax.Array]:
-    """Bounds and step of a loop, of the type of those among them that are traced."""
+    """Bounds and step of a loop, converted to the type of the traced ones."""
     dtype = jnp.result_type(*(v for v in numbers if not isinstance(v, int)))
     return [jnp.asarray(v, dtype) for v in numbers]
 
 
 def _rounds(first: jax.Array, last: jax.Array, step: jax.Array) -> jax.Array:
-    """How many numbers `range(first, last, step)` has; none for a step of 0."""
+    """The trip count of `range(first, last, step)`; 0 for a step of 0."""
     low, high = jnp.where(step > 0, first, last), jnp.where(step > 0, last, first)
-    # Without a sign the difference of any two numbers fits.
+    # Unsigned, the difference of any two numbers fits.
     limits = jnp.iinfo(step.dtype)
     unsigned = jnp.dtype(f"uint{limits.bits}")
     distance = high.astype(unsigned) - low.astype(unsigned)
@@ -154,7 +154,7 @@ def _rounds(first: jax.Array, last: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def _carry_mismatch(fn: Any, init_carry: Any, returned: Any) -> KernelTypeError:
-    """The refusal of a loop's function that returns a value or none, unexpectedly."""
+    """The error for a loop function that should, or should not, return a value."""
     if init_carry is None:
         what = "the function of a pl.loop without init_carry returns a value"
         fix = "pl.loop(..., init_carry=first) and def fn(i, carry), or return nothing"
@@ -189,7 +189,7 @@ def _check_bounds(*bounds: Any) -> None:
 
 
 def cdiv(a: Any, b: Any) -> Any:
-    """Division rounded up, for either sign."""
+    """Division rounded up, for operands of either sign."""
     if isinstance(a, (int, np.integer)) and isinstance(b, (int, np.integer)):
         return -(-a // b)
     if jnp.issubdtype(jnp.result_type(a, b), jnp.unsignedinteger):
@@ -226,7 +226,7 @@ def broadcast_to(a: Any, shape: Sequence[int]) -> jax.Array:
 
 
 def empty(shape: Sequence[int], dtype: Any = jnp.float32, **_: Any) -> jax.Array:
-    """An array whose contents the kernel is going to overwrite (zeros here)."""
+    """An array whose contents the kernel will overwrite (zeros here)."""
     return jnp.zeros(tuple(shape), dtype)
 
 
@@ -248,10 +248,10 @@ def dot(
     allow_tf32: bool | None = None,
     precision: Any = None,
 ) -> jax.Array:
-    """A matrix product of two tiles, accumulated in float32 (int32 for integers).
+    """A matmul of two tiles, accumulated in float32 (int32 for integers).
 
-    Without `precision`, `allow_tf32` says whether operands of float32 may be rounded to
-    10 bits, where the chip multiplies these faster.
+    Without `precision`, `allow_tf32` says whether float32 operands may be rounded to
+    10 mantissa bits on chips that multiply those faster.
     """
     a, b = (a.T if trans_a else a), (b.T if trans_b else b)
     integer = jnp.issubdtype(a.dtype, jnp.integer)
@@ -271,18 +271,18 @@ def max_contiguous(x: Any, values: Any) -> Any:
 
 
 def debug_checks_enabled() -> bool:
-    """Whether `pl.debug_check` checks: it always does."""
+    """Whether `pl.debug_check` is active: always."""
     return True
 
 
 def reciprocal(x: Any, *, approx: bool = False, full_range: bool = True) -> jax.Array:
-    """`1 / x`; exactly, whatever the chip could do faster with less."""
+    """`1 / x` in full precision, even where the chip has a faster approximation."""
     del approx, full_range
     return 1 / x
 
 
 def run_state(f: Callable[..., None]) -> Callable[..., Any]:
-    """Turn a function of refs into a function of values: the refs' final contents.
+    """Turn a function of refs into one of values that returns the refs' contents.
 
     Example:
         def double(ref):
@@ -290,7 +290,7 @@ def run_state(f: Callable[..., None]) -> Callable[..., Any]:
         pl.run_state(double)(jnp.ones(3))  # 2, 2, 2
     """
 
-    # Staged, for views: JAX's concrete refs have no `.at` before 0.12.
+    # Jitted because before 0.12, JAX's concrete refs have no `.at` for views.
     @functools.partial(jax.jit, static_argnums=1)
     def run(values: Sequence[Any], state: Any) -> Any:
         structure, spaces = state

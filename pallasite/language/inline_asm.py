@@ -28,15 +28,15 @@ def elementwise_inline_asm(
     pack: int,
     result_shape_dtypes: Sequence[Any],
 ) -> list[jax.Array]:
-    """PTX instructions applied to tiles, element by element. Runs on NVIDIA GPUs only.
+    """Apply PTX instructions to tiles, element by element. NVIDIA GPUs only.
 
     Args:
         asm: the instructions; $0, $1, ... are the results, then the arguments.
         args: tiles of one shape.
-        constraints: LLVM's, "=r,r" for one result and one argument in registers of 32
-            bits.
-        pack: how many elements of each tile one run of the instructions takes.
-        result_shape_dtypes: one `jax.ShapeDtypeStruct` per result, of that shape too.
+        constraints: in LLVM's syntax, "=r,r" for one result and one argument in 32-bit
+            registers.
+        pack: how many elements of each tile one execution of `asm` takes.
+        result_shape_dtypes: one `jax.ShapeDtypeStruct` per result, of the same shape.
 
     Returns:
         The results.

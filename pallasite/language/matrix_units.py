@@ -1,8 +1,8 @@
-"""Matrix units that the author schedules: `pltpu.matmul_push_rhs` and what follows it.
+"""Matrix units scheduled by the author: `pltpu.matmul_push_rhs` and related functions.
 
-Units, staging registers and addresses are numbers that are known when the kernel is
-traced, so a kernel says itself what is where. Newer JAX names sums by refs
-(`pltpu.ACC`), older by a unit and an address: both are accepted.
+Units, staging registers and addresses are numbers known at trace time; the kernel
+itself decides what goes where. Newer JAX names accumulators by refs (`pltpu.ACC`),
+older JAX by a unit and an address: both are accepted.
 """
 
 import operator
@@ -28,10 +28,10 @@ _EXAMPLE = "pltpu.matmul_acc_lhs(0, lhs, mxu_index=0, load_staged_rhs=0)"
 
 @dataclass(frozen=True)
 class AccumulatorSpace:
-    """`pltpu.ACC(mxu_id)`: where a matrix unit adds up; scratch when called."""
+    """`pltpu.ACC(mxu_id)`: a matrix unit's accumulators; scratch when called."""
 
     mxu_id: int
-    value: str = "vmem"  # what stands for it where there are no such instructions
+    value: str = "vmem"  # used where there are no such instructions
 
     def __call__(self, shape: Sequence[int], dtype: Any) -> MemoryRef:
         memory = MemorySpace.VMEM(shape, dtype)
@@ -46,7 +46,7 @@ class AccumulatorSpace:
 
 
 def _effects(avals: tuple[Any, ...]) -> set[Any]:
-    # A unit's own memory is no ref that JAX knows of: prints are kept in order, too.
+    # JAX does not see a unit's memory as a ref; a debug effect keeps the order.
     return refs.ref_effects(avals) | {jaxcompat.debug_effect()}
 
 
@@ -63,10 +63,10 @@ pop_p.def_effectful_abstract_eval(
 def matmul_push_rhs(
     rhs: Any, staging_register: int, mxu_index: int, *, transpose: bool = False
 ) -> None:
-    """Put a right side into a staging register of a matrix unit.
+    """Put a right operand into a staging register of a matrix unit.
 
-    It is used once `matmul_acc_lhs(load_staged_rhs=...)` loads it, and the register is
-    free again then.
+    It takes effect when `matmul_acc_lhs(load_staged_rhs=...)` loads it, which frees the
+    register.
     """
     numbers = {"staging_register": staging_register, "mxu_index": mxu_index}
     register, unit = _numbers("matmul_push_rhs", numbers)
@@ -86,14 +86,14 @@ def matmul_acc_lhs(
     mxu_index: Any = None,
     load_staged_rhs: Any = None,
 ) -> None:
-    """Add `lhs` times the loaded right side to sums of a matrix unit.
+    """Add `lhs` times the loaded right operand to an accumulator of a matrix unit.
 
     Args:
-        acc: the sums: a ref in `pltpu.ACC(unit)`, or an address; after `lhs` then
-            comes `mxu_index`.
-        lhs: the left side; its columns are the rows of the right side.
-        load_staged_rhs: the staging register from which the unit takes its right side
-            first; None keeps the one it has.
+        acc: the accumulator: a ref in `pltpu.ACC(unit)`, or an address, in which case
+            `mxu_index` follows `lhs`.
+        lhs: the left operand; it has as many columns as the right operand has rows.
+        load_staged_rhs: the staging register from which the unit first loads its right
+            operand; None keeps the current one.
     """
     acc = acc_addr if acc is None else acc
     ref, unit = _ref_and_unit("matmul_acc_lhs", acc)
@@ -119,12 +119,12 @@ def matmul_pop(
     *,
     acc_addr: Any = None,
 ) -> jax.Array:
-    """The sums of a matrix unit, which are zero after that.
+    """Read an accumulator of a matrix unit and reset it to zero.
 
     Args:
-        acc: the sums: a ref in `pltpu.ACC(unit)`, or an address; the other arguments
-            belong to an address.
-        shape, dtype: of the sums.
+        acc: the accumulator: a ref in `pltpu.ACC(unit)`, or an address; the other
+            arguments are for an address.
+        shape, dtype: of the accumulator.
         mxu_index: the unit.
     """
     acc = acc_addr if acc is None else acc
@@ -146,7 +146,7 @@ def matmul_pop(
 
 
 def _ref_and_unit(name: str, acc: Any) -> tuple[tuple[Any, ...], int]:
-    """The ref of sums, alone in a tuple, and its unit; no ref: an address is given."""
+    """The accumulator's ref, in a tuple, and its unit; empty if given an address."""
     if not jaxcompat.is_ref(acc):
         return (), 0
     root, transforms = jaxcompat.ref_and_transforms(acc)
@@ -213,8 +213,8 @@ def conv(
 ) -> jax.Array:
     """`lax.conv_general_dilated`, added to `acc` if that is given.
 
-    Strides and dilations are 1 by default, and there is no padding. `window_reversal`
-    says along which dimensions of the window `rhs` is turned around.
+    By default strides and dilations are 1, and there is no padding. `window_reversal`
+    says along which window dimensions `rhs` is reversed.
     """
     numbers = lax.conv_dimension_numbers(
         jnp.shape(lhs), jnp.shape(rhs), dimension_numbers

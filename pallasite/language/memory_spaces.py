@@ -1,7 +1,7 @@
-"""Memory spaces as the author names them, and the memory a kernel asks for.
+"""Memory spaces as the author names them, and descriptions of a kernel's memory.
 
 `VMEM((128, 128), jnp.float32)` describes scratch; `MemorySpace.ANY` in a BlockSpec says
-that an operand has no window. Each space carries the IR's name for it.
+that an operand has no window. Each space carries its name in the IR.
 """
 
 import enum
@@ -18,7 +18,7 @@ from pallasite.language.trace import user_location
 
 
 class MemorySpace(enum.Enum):
-    """Where a ref lives. Calling one describes an allocation in it."""
+    """Where a ref lives. Calling a space describes an allocation in it."""
 
     ANY = "any"
     HBM = "hbm"
@@ -51,7 +51,7 @@ class MemorySpace(enum.Enum):
             ) from None
 
     def like(self, x: Any) -> "MemoryRef":
-        """Memory here of the shape and dtype of `x`."""
+        """Memory in this space with the shape and dtype of `x`."""
         return self(x.shape, x.dtype)
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class MemorySpace(enum.Enum):
 
     @property
     def has_windows(self) -> bool:
-        """Whether an operand in this space is divided into blocks by default."""
+        """Whether an operand in this space has blocks by default."""
         return self not in (
             MemorySpace.ANY,
             MemorySpace.HBM,
@@ -73,7 +73,7 @@ class MemorySpace(enum.Enum):
 
 @dataclass(frozen=True, init=False)
 class MemoryRef:
-    """Memory a kernel asks for: shape, dtype and space.
+    """Memory that a kernel requests: shape, dtype and space.
 
     `MemoryRef(shape, dtype, space)`, or `MemoryRef(array_type, space)`.
     """
@@ -132,7 +132,7 @@ class SemaphoreType(enum.Enum):
 
 
 def as_memory_ref(spec: Any) -> MemoryRef | None:
-    """Read one scratch entry: a MemoryRef, a semaphore type, or shape and dtype."""
+    """A scratch entry (or semaphore type, or shape and dtype) as a MemoryRef."""
     if isinstance(spec, MemoryRef):
         return spec
     if isinstance(spec, SemaphoreType):
@@ -144,15 +144,15 @@ def as_memory_ref(spec: Any) -> MemoryRef | None:
     return None
 
 
-# --- memory of one warpgroup of several ---
+# --- memory private to one of several warpgroups ---
 
-# The axis of warpgroups of the kernel that is traced, where it has several.
+# The warpgroup axis of the kernel being traced, if it has several warpgroups.
 warpgroup_axis: ContextVar[str | None] = ContextVar("warpgroup_axis", default=None)
 
 
 @dataclass(frozen=True)
 class OwnSpace:
-    """A memory space, of memory that each warpgroup of a block has for itself."""
+    """A memory space of which each warpgroup of a thread block has its own part."""
 
     space: Any
     is_own: bool = True
@@ -162,7 +162,7 @@ class OwnSpace:
 
 
 def of_whom(memory: MemoryRef, collective_axes: Any) -> MemoryRef:
-    """Scoped memory: of all warpgroups if they allocate it together."""
+    """Scoped memory, shared by all warpgroups if they allocate it together."""
     axis, axes = warpgroup_axis.get(), collective_axes
     axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
     space = getattr(memory.memory_space, "value", None)

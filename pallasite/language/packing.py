@@ -12,8 +12,8 @@ from pallasite.language.trace import user_location
 
 
 def pack_elementwise(xs: Sequence[Any], *, packed_dtype: Any) -> jax.Array:
-    """Elements of several arrays side by side in words of their width, the first
-    lowest; integers lose their upper bits."""
+    """Packs elements of several arrays into words of the arrays' width, the first
+    array in the lowest bits; integers are truncated."""
     word, narrow = _words(xs[0].dtype), _words(packed_dtype)
     width = jnp.iinfo(narrow).bits
     if len(xs) * width != jnp.iinfo(word).bits:
@@ -37,7 +37,7 @@ def pack_elementwise(xs: Sequence[Any], *, packed_dtype: Any) -> jax.Array:
 def unpack_elementwise(
     x: Any, *, index: int, packed_dtype: Any, unpacked_dtype: Any
 ) -> jax.Array:
-    """The elements that `pack_elementwise` took from its array number `index`."""
+    """The elements that `pack_elementwise` took from array `index`."""
     word, narrow = _words(x.dtype), _words(packed_dtype)
     words = jax.lax.bitcast_convert_type(x, word)
     shift = word.type(index * jnp.iinfo(narrow).bits)
@@ -48,13 +48,13 @@ def unpack_elementwise(
 
 
 def _words(dtype: Any) -> np.dtype:
-    """The unsigned integers of the same width."""
+    """The unsigned integer type of the same width."""
     kind = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
     return jnp.dtype(f"uint{kind(dtype).bits}")
 
 
 def stochastic_round(x: Any, random_bits: Any, *, target_dtype: Any) -> jax.Array:
-    """float32 to bfloat16; rounds up with a probability equal to the truncated part."""
+    """float32 to bfloat16, rounding up with probability equal to the truncated part."""
     if jnp.dtype(target_dtype) != jnp.bfloat16 or x.dtype != jnp.float32:
         raise UnsupportedError(
             "stochastic_round makes bfloat16 from float32 only",

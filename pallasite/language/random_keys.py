@@ -1,4 +1,4 @@
-"""Random keys for kernels: `pltpu.to_pallas_key` and samples that blocks agree on."""
+"""Random keys for kernels, and sampling that does not depend on blocks."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -14,9 +14,9 @@ from pallasite.language.trace import user_location
 
 
 def to_pallas_key(key: jax.Array) -> jax.Array:
-    """A key for use in kernels, made from any other (an array of them gives an array).
+    """Converts any key, or array of keys, to keys usable in kernels.
 
-    It is a threefry key, which every backend can draw from.
+    They are threefry keys, which every backend can draw from.
     """
     is_key = jaxcompat.is_key_dtype(key.dtype)
     words: Callable[[Any], Any] = lambda k: jax.random.bits(k, (2,), jnp.uint32)
@@ -36,17 +36,17 @@ def sample_block(
 ) -> jax.Array:
     """Random numbers for one block of an array that do not depend on the block shape.
 
-    Every tile of the array has a key of its own, so kernels with blocks of other sizes
-    and in another order draw the same array.
+    Every tile of the array has its own key, so kernels with other block sizes or
+    another program order draw the same array.
 
     Args:
-        sampler_fn: `jax.random.uniform` or the like: from a key and a shape.
+        sampler_fn: a function of a key and a shape, such as `jax.random.uniform`.
         global_key: the key of the whole array.
         block_size: the block's shape, a multiple of `tile_size`.
-        tile_size: the shape that is drawn at once.
+        tile_size: the shape drawn from one key.
         total_size: the array's shape.
-        block_index: which block it is; by default this program's.
-        kwargs: for `sampler_fn`.
+        block_index: the block's index; by default this program's.
+        kwargs: passed to `sampler_fn`.
 
     Returns:
         An array of shape `block_size`.

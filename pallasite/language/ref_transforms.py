@@ -1,8 +1,8 @@
-"""vmap and grad of the language's own primitives, used inside a kernel.
+"""vmap and grad rules of the language's own primitives, for use inside a kernel.
 
-JAX's ref primitives have their rules; these are for ours. Accesses and prints run for
-one mapped element after another, which is what a program's order means. A ref is never
-mapped nor differentiated: what is read from it is a constant to the derivative.
+JAX's ref primitives have their own rules. Accesses and prints run for one mapped
+element after another, which preserves program order. A ref is never mapped or
+differentiated: what is read from it is a constant to the derivative.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ _IN_SEQUENCE = (
 
 
 def register() -> None:
-    """Tell JAX the rules above; `calls/pallas_call.py` does, once."""
+    """Registers the rules above with JAX; `calls/pallas_call.py` calls it once."""
     for primitive in _IN_SEQUENCE:
         _in_sequence(primitive)
     batching.primitive_batchers[refs.multiple_of_p] = _promise_for_each

@@ -1,8 +1,8 @@
 """The JAX primitives of the kernel language, and the functions authors call.
 
-Plain reads and writes (`ref[...]`, `ref[...] = x`) are JAX's own ref primitives. Here
-are the others: program ids, masked and atomic access, async copies, semaphores, prints.
-Each primitive stages into the kernel's jaxpr; `importer.py` gives them meaning.
+Plain reads and writes (`ref[...]`, `ref[...] = x`) are JAX's own ref primitives. This
+file has the others: program ids, masked and atomic access, async copies, semaphores,
+prints. Primitives are staged into the kernel's jaxpr; `importer.py` imports them.
 """
 
 import functools
@@ -37,7 +37,7 @@ _INT32 = jax.core.ShapedArray((), np.dtype("int32"))
 
 
 def kernel_primitive(name: str, multiple_results: bool = False) -> jaxcompat.Primitive:
-    """A primitive that means something inside a kernel only."""
+    """A primitive that is only meaningful inside a kernel."""
     primitive = jaxcompat.Primitive(f"pallasite_{name}")
     primitive.multiple_results = multiple_results
 
@@ -57,7 +57,7 @@ def _outside(name: str) -> KernelTypeError:
     )
 
 
-# --- where in the grid a program is ---
+# --- a program's position in the grid ---
 
 program_id_p = kernel_primitive("program_id")
 num_programs_p = kernel_primitive("num_programs")
@@ -73,16 +73,16 @@ def program_id(axis: int) -> jax.Array:
 
 
 def num_programs(axis: int) -> int | jax.Array:
-    """The size of the grid along an axis: an int if it is known, else an int32."""
+    """The grid's size along an axis: an int if known at trace time, else an int32."""
     axis = _axis(axis, "num_programs")
     size = _known_size(axis, "num_programs")
     return num_programs_p.bind(axis=axis) if size is None else size
 
 
 def _known_size(axis: int, asked: str) -> int | None:
-    """The size of the innermost grid along an axis, if tracing knows it."""
+    """The innermost grid's size along an axis, if it is known at trace time."""
     grid = innermost_grid()
-    if grid is None:  # said here: a jaxpr that is never run would keep it
+    if grid is None:  # raised here, as a jaxpr that never runs would hide it
         raise _outside(asked)
     return grid.size(axis, asked)
 
@@ -115,9 +115,9 @@ def _view(ref: Any, idx: Any) -> Any:
 
 
 def _masked_view(ref: Any, idx: Any) -> Any:
-    """The same with a mask: slices may end outside the ref.
+    """The view for a masked access, whose slices may end past the ref.
 
-    JAX refuses those if it knows where they start, so it is not told.
+    JAX rejects those if it knows where they start, so the start is hidden from it.
     """
     try:
         return _view(ref, idx)
@@ -137,7 +137,7 @@ def _with_traced_start(entry: Any) -> Any:
 
 
 def picked(ref_aval: Any, transforms: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype a view shows."""
+    """Shape and dtype of a view."""
     shape, dtype = tuple(ref_aval.shape), ref_aval.dtype
     for t in transforms:
         shape, dtype = transformed(t, shape, dtype)
@@ -145,7 +145,7 @@ def picked(ref_aval: Any, transforms: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def transformed(t: Any, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
-    """Shape and dtype after one view transform (JAX's classes, told by name)."""
+    """Shape and dtype after one view transform (JAX's classes, matched by name)."""
     kind = type(t).__name__
     if kind == "NDIndexer":
         return tuple(t.get_indexer_shape()), dtype
@@ -211,7 +211,7 @@ def _bind_access(primitive, ref, idx, values=(), mask=None, other=None, **params
 
 
 def _on_or_off(mask: Any) -> Any:
-    """A mask as bools. Integers other than 0 are on, as for `jnp.where`."""
+    """A mask as bools. Nonzero integers are true, as for `jnp.where`."""
     mask = jnp.asarray(mask)
     if mask.dtype != bool and not jnp.issubdtype(mask.dtype, jnp.integer):
         raise KernelTypeError(
@@ -247,17 +247,17 @@ def load(
     eviction_policy: str | None = None,
     volatile: bool = False,
 ) -> jax.Array:
-    """Read elements of a ref; where `mask` is false nothing is read.
+    """Read elements of a ref; where `mask` is false, nothing is read.
 
     Args:
         ref: the ref, or a view of it.
-        idx: as in `ref[idx]`; None reads all of it.
-        mask: bool array of the picked shape.
-        other: what masked-off elements give (default: unspecified); only with `mask`.
+        idx: as in `ref[idx]`; None reads the whole ref.
+        mask: bool array of the indexed shape.
+        other: value of masked-off elements (default: unspecified); only with `mask`.
         cache_modifier, eviction_policy, volatile: accepted for compatibility.
 
     Returns:
-        The picked elements.
+        The indexed elements.
     """
     del cache_modifier, eviction_policy, volatile
     if mask is None:
@@ -280,7 +280,7 @@ def store(
     mask: Any = None,
     eviction_policy: str | None = None,
 ) -> None:
-    """Write elements of a ref; where `mask` is false nothing is written.
+    """Write elements of a ref; where `mask` is false, nothing is written.
 
     `pl.store(ref, idx, value)` and `pl.store(view, value)` are both accepted.
     """
@@ -305,7 +305,7 @@ def swap(
     eviction_policy: str | None = None,
     _function_name: str = "swap",
 ) -> jax.Array:
-    """Write elements and return what was there before."""
+    """Write elements and return their old values."""
     del eviction_policy, _function_name
     return _bind_access(masked_swap_p, ref, idx, (val,), mask)
 
@@ -329,7 +329,7 @@ atomic_xchg = _atomic("xchg", "replace elements of a ref")
 
 
 def atomic_cas(ref: Any, cmp: Any, val: Any, idx: Any = None) -> jax.Array:
-    """Where elements equal `cmp`, atomically replace them; returns the old values."""
+    """Atomically replace elements equal to `cmp`; return the old values."""
     return _bind_access(atomic_cas_p, ref, idx, (cmp, val))
 
 
@@ -349,8 +349,8 @@ for _p in (debug_print_p, debug_check_p, delay_p):
 def multiple_of(x: Any, values: int | Sequence[int]) -> jax.Array:
     """Promise that `x` is a multiple of `values`; the result is `x`.
 
-    Backends may use the promise for alignment; a broken promise is reported by
-    checked mode, and unspecified elsewhere.
+    Backends may use the promise for alignment. If it is broken, checked mode reports
+    it; elsewhere behaviour is unspecified.
     """
     values = (values,) if isinstance(values, (int, np.integer)) else tuple(values)
     multiple = int(np.lcm.reduce(values))
@@ -398,10 +398,10 @@ def debug_print(fmt: str, *args: Any) -> None:
 
 
 def positional_fields(fmt: str) -> tuple[str, list[int | str]]:
-    """The format with its fields in order, and which value each one shows.
+    """The format with its fields in order, and which value each field shows.
 
-    A field that does not say how shows its value as `print` would: numpy's scalars
-    otherwise format like the Python float nearest to them (4.199999809265137).
+    A field without a format shows its value as `print` would: numpy's scalars would
+    otherwise format like the nearest Python float (4.199999809265137).
     """
     template, unnamed = "", 0
     fields: list[int | str] = []
@@ -426,7 +426,7 @@ def debug_check(condition: Any, message: str) -> None:
 
 
 def delay(nanos: Any) -> None:
-    """Wait at least that long on hardware that has a clock; elsewhere does nothing."""
+    """Wait at least `nanos` nanoseconds on hardware with a clock; else do nothing."""
     delay_p.bind(jnp.asarray(nanos, jnp.int32))
 
 
@@ -442,7 +442,7 @@ sem_read_p = kernel_primitive("semaphore_read")
 
 
 def ref_effects(args: tuple[Any, ...]) -> set[Any]:
-    """What a primitive may do to the refs among its operands: read and write them."""
+    """The effects of a primitive that may read and write the refs in its operands."""
     refs = [n for n, a in enumerate(args) if isinstance(a, jax.ref.AbstractRef)]
     reads = {jaxcompat.read_effect(n) for n in refs}
     return reads | {jaxcompat.write_effect(n) for n in refs}
@@ -458,7 +458,7 @@ sem_read_p.def_effectful_abstract_eval(lambda *a, **_: (_INT32, ref_effects(a)))
 
 
 def flatten_views(*views: Any) -> tuple[list[Any], Any]:
-    """Views as flat primitive operands and the tree that rebuilds them."""
+    """Views as flat primitive operands, and the tree that rebuilds them."""
     for v in views:
         _view(v, None)
     parts = [jaxcompat.ref_and_transforms(v) for v in views]
@@ -466,14 +466,14 @@ def flatten_views(*views: Any) -> tuple[list[Any], Any]:
 
 
 def _picks_rows(ref: Any) -> bool:
-    """Whether a view's last index begins with an array, or a ref, of row numbers."""
+    """Whether a view's last index begins with an array or ref of row indices."""
     _, transforms = jaxcompat.ref_and_transforms(ref)
     indices = getattr(transforms[-1], "indices", ()) if transforms else ()
     return bool(indices) and bool(getattr(indices[0], "shape", ()))
 
 
 class SelectedRef:
-    """One of several refs, by a number: the source or destination of a copy."""
+    """One of several refs, selected by index: source or destination of a copy."""
 
     def __init__(self, index: Any, refs: Sequence[Any]):
         self.index, self.refs = jnp.asarray(index, jnp.int32), tuple(refs)
@@ -492,9 +492,9 @@ class SelectedRef:
 
 
 def select_ref(idx: Any, *refs: Any) -> SelectedRef:
-    """The ref that a number picks of several, for a copy from it or to it.
+    """Selects one of several refs by index, for a copy from or to it.
 
-    The nearest one if the number is out of range.
+    An index out of range selects the nearest ref.
     """
     if len(refs) < 2:
         raise KernelTypeError(
@@ -508,7 +508,7 @@ def select_ref(idx: Any, *refs: Any) -> SelectedRef:
 
 
 class AsyncCopyDescriptor:
-    """A copy between two refs: `start()` it, `wait()` for it."""
+    """A copy between two refs: `start()` it, then `wait()` for it."""
 
     def __init__(self, src_ref: Any, dst_ref: Any, sem: Any):
         for what, ref in (("source", src_ref), ("destination", dst_ref)):
@@ -535,7 +535,7 @@ class AsyncCopyDescriptor:
         return lambda: AsyncCopyDescriptor(**ends, sem=self.sem)._bind(action)
 
     def start(self, priority: int = 0, *, add: bool = False) -> None:
-        """Begin to copy; with `add` the destination gets the sum of both."""
+        """Start the copy; with `add`, add the source to the destination."""
         del priority
         if not add or _picks_rows(self.dst_ref):
             self._bind("add" if add else "start")
@@ -553,21 +553,21 @@ class AsyncCopyDescriptor:
 
 
 def make_async_copy(src_ref: Any, dst_ref: Any, sem: Any) -> AsyncCopyDescriptor:
-    """Describe a copy from ref to ref; nothing happens before `.start()`."""
+    """Describe a copy from ref to ref; `.start()` starts it."""
     return AsyncCopyDescriptor(src_ref, dst_ref, sem)
 
 
 def async_copy(
     src_ref: Any, dst_ref: Any, sem: Any, *, priority: int = 0, add: bool = False
 ) -> AsyncCopyDescriptor:
-    """Start a copy; `.wait()` on what it returns."""
+    """Start a copy; call `.wait()` on the result."""
     descriptor = make_async_copy(src_ref, dst_ref, sem)
     descriptor.start(priority, add=add)
     return descriptor
 
 
 def sync_copy(src_ref: Any, dst_ref: Any, *, add: bool = False) -> None:
-    """Copy from ref to ref (or pytrees of them) and wait for it."""
+    """Copy from ref to ref (or pytrees of refs) and wait for completion."""
 
     def copy_each(sem: Any) -> None:
         sources, tree = jax.tree.flatten(src_ref, is_leaf=jaxcompat.is_ref)
@@ -589,11 +589,11 @@ def semaphore_signal(
     """Add to a semaphore: this core's, another core's, or another device's.
 
     Args:
-        sem: the semaphore, as this core names its own.
+        sem: the semaphore, named as this core's own.
         inc: how much to add.
-        device_id: which device's (`make_async_remote_copy` says how); default: this.
-        device_id_type: what kind of `device_id` it is.
-        core_index: which core's of the mesh of cores; default: this.
+        device_id: the target device, as in `make_async_remote_copy`; default: this one.
+        device_id_type: the kind of `device_id`.
+        core_index: the target core in the mesh of cores; default: this one.
     """
     flat, tree = flatten_views(sem)
     inc = jnp.asarray(inc, jnp.int32)
@@ -616,8 +616,8 @@ def semaphore_wait(sem: Any, value: Any = 1, *, decrement: bool = True) -> None:
 
     Args:
         sem: a semaphore of this core.
-        value: what it must reach.
-        decrement: False leaves the semaphore as it is.
+        value: the count to wait for.
+        decrement: False leaves the semaphore unchanged.
     """
     flat, tree = flatten_views(sem)
     sem_wait_p.bind(jnp.asarray(value, jnp.int32), *flat, tree=tree)
@@ -635,14 +635,14 @@ def semaphore_read(sem: Any) -> jax.Array:
 
 
 def run_scoped(f: Any, *types: Any, collective_axes: Any = (), **kw_types: Any) -> Any:
-    """Call `f` with freshly allocated refs that live until it returns.
+    """Call `f` with newly allocated refs that live until it returns.
 
     Args:
         f: takes one ref per entry of `types` (pytrees allowed).
-        types: `pltpu.VMEM(shape, dtype)`, `SemaphoreType.DMA`, or shape-and-dtype.
+        types: `pltpu.VMEM(shape, dtype)`, `SemaphoreType.DMA`, or shape and dtype.
         collective_axes: with the name of the axis of warpgroups, all of them get the
             same memory; without it, in a `plgpu.kernel`, each gets its own.
-        kw_types: the same, passed by keyword.
+        kw_types: like `types`, passed by keyword.
 
     Returns:
         What `f` returns.
@@ -663,7 +663,7 @@ def run_scoped(f: Any, *types: Any, collective_axes: Any = (), **kw_types: Any) 
 
 
 def with_scoped(*types: Any, **kw_types: Any) -> Callable[..., Callable[..., Any]]:
-    """`run_scoped` as a decorator: the memory comes after the caller's arguments."""
+    """`run_scoped` as a decorator: the refs follow the caller's arguments."""
 
     def decorate(f: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(f)
@@ -695,13 +695,13 @@ def _empty_ref(memory: MemoryRef) -> Any:
     shape = jax.ShapeDtypeStruct(memory.shape, memory.dtype)
     try:
         return jax.ref.empty_ref(shape, memory_space=memory.memory_space)
-    except NotImplementedError:  # JAX has no such memory outside of traced code
+    except NotImplementedError:  # JAX has no such memory outside traced code
         raise _outside("run_scoped") from None
 
 
 def get_global(what: Any) -> Any:
     """A zero-initialised allocation shared by all programs of a call.
 
-    Only semaphores can be asked for; each use allocates its own in this release.
+    Only semaphores are supported; in this release each use allocates its own.
     """
     return allocate(what)

@@ -1,4 +1,4 @@
-"""What a kernel says to other devices and cores: remote copies and barriers."""
+"""Communication with other devices and cores: remote copies and barriers."""
 
 import enum
 from typing import Any
@@ -22,8 +22,8 @@ from pallasite.language.trace import user_location
 
 
 class DeviceBarrier(enum.Enum):
-    """The space of the semaphore of `get_barrier_semaphore`, where authors allocate
-    nothing."""
+    """The space of `get_barrier_semaphore`'s semaphore; authors allocate nothing in
+    it."""
 
     ONE = "device_barrier"
 
@@ -31,8 +31,8 @@ class DeviceBarrier(enum.Enum):
 class RemoteCopyDescriptor(AsyncCopyDescriptor):
     """A copy to another device.
 
-    `wait_send()` waits until the source has been read, `wait_recv()` until a copy that
-    another device sends here, to the same destination, has arrived; `wait()` for both.
+    `wait_send()` waits until the source has been read, `wait_recv()` until a copy from
+    another device to the same destination here has arrived, `wait()` for both.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RemoteCopyDescriptor(AsyncCopyDescriptor):
         self.send_sem, self.device = send_sem, device
 
     def start(self, priority: int = 0, *, add: bool = False) -> None:
-        """Begin to send."""
+        """Start sending."""
         if add:
             raise UnsupportedError(
                 "a copy to another device that adds is not available",
@@ -74,16 +74,16 @@ def make_async_remote_copy(
     device_id: Any,
     device_id_type: DeviceIdType | None = None,
 ) -> RemoteCopyDescriptor:
-    """Describe a copy to another device; nothing happens before `.start()`.
+    """Describe a copy to another device; `.start()` starts it.
 
     Args:
         src_ref: what to send.
-        dst_ref: where it goes: the other device's memory, as this one names its own.
-        send_sem: counts here when `src_ref` has been read.
-        recv_sem: counts there when `dst_ref` has been written.
-        device_id: coordinates along the axes of the mesh of the enclosing `shard_map`,
-            or a dict of those that differ from this device's, or a number (LOGICAL).
-        device_id_type: what kind of `device_id` it is; default: MESH.
+        dst_ref: the destination: the other device's memory, named as this device's own.
+        send_sem: signalled here when `src_ref` has been read.
+        recv_sem: signalled there when `dst_ref` has been written.
+        device_id: coordinates along the axes of the enclosing `shard_map`'s mesh, or a
+            dict of those that differ from this device's, or a number (LOGICAL).
+        device_id_type: the kind of `device_id`; default: MESH.
     """
     place = place_of(device_id, device_id_type)
     if place.core is not None or place.device is None:
@@ -104,7 +104,7 @@ def async_remote_copy(
     device_id: Any,
     device_id_type: DeviceIdType | None = None,
 ) -> RemoteCopyDescriptor:
-    """Start a copy to another device; wait on what it returns."""
+    """Start a copy to another device; wait on the result."""
     descriptor = make_async_remote_copy(
         src_ref, dst_ref, send_sem, recv_sem, device_id, device_id_type
     )
@@ -113,11 +113,12 @@ def async_remote_copy(
 
 
 def get_barrier_semaphore(tag: Any = None) -> Any:
-    """The semaphore that devices signal before they know that others run the kernel.
+    """The semaphore that devices may signal before others have started the kernel.
 
-    A kernel that asks for it waits, before its first copy or signal to another device,
-    until that device has signalled; without it all devices wait for each other when
-    the kernel begins. `CompilerParams(collective_id=...)` says which kernels share one.
+    A kernel that uses it must wait, before its first copy or signal to another device,
+    until that device has signalled. In a kernel that does not, all devices wait for
+    each other at the start. `CompilerParams(collective_id=...)` says which kernels
+    share a semaphore.
     """
     if tag is not None:
         raise UnsupportedError(
@@ -126,12 +127,12 @@ def get_barrier_semaphore(tag: Any = None) -> Any:
             user_location(),
             "pltpu.CompilerParams(collective_id=...) names the kernel's semaphore",
         )
-    # JAX knows of a ref inside a kernel only by its own primitives.
+    # JAX learns of a ref inside a kernel only from its own primitives.
     return allocate(MemoryRef((), np.int32, DeviceBarrier.ONE))
 
 
 def core_barrier(sem: Any, *, core_axis_name: str) -> None:
-    """Wait until every core along an axis of the mesh is here."""
+    """Wait until every core along an axis of the mesh has arrived."""
     cores = jax.lax.axis_size(core_axis_name)
     here = jax.lax.axis_index(core_axis_name)
     for core in range(cores if cores > 1 else 0):

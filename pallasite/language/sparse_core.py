@@ -1,7 +1,7 @@
-"""What SparseCore kernels compute with: short vectors, and memory by indices.
+"""Operations of SparseCore kernels: short vectors, and indexed memory access.
 
-Each is an ordinary operation of the language, so that it means the same everywhere; a
-vector subcore has most of them as single instructions.
+Each is expressed in the language itself, so it means the same everywhere; a vector
+subcore has most of them as single instructions.
 """
 
 import enum
@@ -19,11 +19,11 @@ from pallasite.language import refs
 from pallasite.language.refs import atomic_add, kernel_primitive, load, store
 from pallasite.language.trace import user_location
 
-# --- memory by indices ---
+# --- indexed memory access ---
 
 
 def load_gather(ref: Any, indices: Sequence[Any], *, mask: Any = None) -> jax.Array:
-    """Elements of a ref: one index array per dimension, all of one length.
+    """Gather elements of a ref: one index array per dimension, of equal lengths.
 
     Where `mask` is false nothing is read, and the result is 0.
     """
@@ -36,14 +36,14 @@ def load_gather(ref: Any, indices: Sequence[Any], *, mask: Any = None) -> jax.Ar
 def store_scatter(
     ref: Any, indices: Sequence[Any], x: Any, *, mask: Any = None
 ) -> None:
-    """Write elements of a ref: one index array per dimension, all of one length."""
+    """Scatter to elements of a ref: one index array per dimension, equal lengths."""
     store(ref, _places(ref, indices), x, mask=mask)
 
 
 def addupdate_scatter(
     ref: Any, indices: Sequence[Any], x: Any, *, mask: Any = None
 ) -> None:
-    """Add to elements of a ref; an element named twice gets both."""
+    """Add to elements of a ref; duplicate indices accumulate."""
     atomic_add(ref, _places(ref, indices), x, mask=mask)
 
 
@@ -60,33 +60,33 @@ def _places(ref: Any, indices: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def addupdate(ref: Any, x: Any) -> None:
-    """Add to a ref, or to a view of it."""
+    """Add to a ref or a view of it."""
     ref[...] = ref[...] + x
 
 
 def _slots(mask: Any) -> jax.Array:
-    """For each element, how many of those before it are chosen."""
+    """For each element, how many earlier ones are selected."""
     chosen = mask.astype(jnp.int32)
     return jnp.cumsum(chosen) - chosen
 
 
 def load_expanded(ref: Any, *, mask: Any) -> jax.Array:
-    """The first elements of a ref, in the places where `mask` is true; else 0."""
+    """Expand the first elements of a ref to where `mask` is true; 0 elsewhere."""
     return load_gather(ref, [_slots(mask)], mask=mask)
 
 
 def store_compressed(ref: Any, x: Any, *, mask: Any) -> None:
-    """The elements of `x` where `mask` is true, side by side from the ref's first."""
+    """Store the elements of `x` where `mask` is true contiguously from the start."""
     store_scatter(ref, [_slots(mask)], x, mask=mask)
 
 
 def addupdate_compressed(ref: Any, x: Any, *, mask: Any) -> None:
-    """As `store_compressed`, but adds."""
+    """Like `store_compressed`, but adds."""
     addupdate_scatter(ref, [_slots(mask)], x, mask=mask)
 
 
 def Indices(values: Any, ignored_value: int | None = None) -> Any:
-    """Numbers of rows for a copy: the values themselves."""
+    """Row indices for a copy: returns the values themselves."""
     if ignored_value is not None:
         raise UnsupportedError(
             "plsc.Indices(ignored_value=...) is not available",
@@ -104,7 +104,7 @@ subcore_barrier_p.def_effectful_abstract_eval(lambda: ([], {jaxcompat.debug_effe
 
 
 def subcore_barrier() -> None:
-    """Wait until every subcore of this SparseCore is here."""
+    """Wait until every subcore of this SparseCore has arrived."""
     subcore_barrier_p.bind()
 
 
@@ -115,15 +115,15 @@ fetch_and_add_p.def_effectful_abstract_eval(
 
 
 def fetch_and_add(x_ref: Any, value: Any, *, subcore_id: Any) -> jax.Array:
-    """Add to the number that another subcore of this SparseCore has in this ref.
+    """Add to the value that another subcore of this SparseCore has in this ref.
 
     Args:
         x_ref: one int32 in scalar memory.
         value: what to add.
-        subcore_id: which subcore's; `subcore_barrier` after it has set the number.
+        subcore_id: the owner; after it initialises the ref, use `subcore_barrier`.
 
     Returns:
-        What was there before.
+        The old value.
     """
     if x_ref.shape and set(x_ref.shape) == {1}:
         x_ref = x_ref.at[(0,) * len(x_ref.shape)]
@@ -133,14 +133,14 @@ def fetch_and_add(x_ref: Any, value: Any, *, subcore_id: Any) -> jax.Array:
 
 
 class SparseCorePushStreamWarning(UserWarning):
-    """Upstream warns with this of a slow order of copies; Pallasite never does."""
+    """Upstream's warning about a slow order of copies; Pallasite never issues it."""
 
 
 # --- along a vector ---
 
 
 def bitcast(x: Any, dtype: Any) -> jax.Array:
-    """The same bits as another type; a width change moves along the last dim."""
+    """The same bits as another type; a width change resizes the last dimension."""
     before, after = (jnp.dtype(d).itemsize for d in (x.dtype, dtype))
     if before < after:
         x = x.reshape(*x.shape[:-1], -1, after // before)
@@ -149,17 +149,17 @@ def bitcast(x: Any, dtype: Any) -> jax.Array:
 
 
 def cumsum(x: Any, *, mask: Any = None) -> jax.Array:
-    """Sums of the elements so far; those where `mask` is false count 0."""
+    """Cumulative sum; elements where `mask` is false count as 0."""
     return jnp.cumsum(x if mask is None else jnp.where(mask, x, 0), dtype=x.dtype)
 
 
 def cummax(x: Any, *, mask: Any = None) -> jax.Array:
-    """Largest of the elements so far; before the first chosen one, `x` itself."""
+    """Cumulative maximum; before the first selected element, `x` itself."""
     return _extreme(x, mask, lax.cummax, _limits(x.dtype)[0])
 
 
 def cummin(x: Any, *, mask: Any = None) -> jax.Array:
-    """Smallest of the elements so far; before the first chosen one, `x` itself."""
+    """Cumulative minimum; before the first selected element, `x` itself."""
     return _extreme(x, mask, lax.cummin, _limits(x.dtype)[1])
 
 
@@ -181,13 +181,13 @@ def _limits(dtype: Any) -> tuple[Any, Any]:
 def sort_key_val(
     keys: Any, values: Any, *, mask: Any = None, descending: bool = False
 ) -> Any:
-    """Keys in order, and their values; elements where `mask` is false come last.
+    """Sort keys with their values; elements where `mask` is false come last.
 
     Returns:
         Keys, values and, with `mask`, the mask in the same order.
     """
     order = keys
-    if descending:  # the complement of an integer has no overflow
+    if descending:  # complementing an integer cannot overflow
         is_float = jnp.issubdtype(keys.dtype, jnp.floating)
         order = -keys if is_float else ~keys
     if mask is None:
@@ -199,11 +199,11 @@ def sort_key_val(
 
 
 def scan_count(x: Any, mask: Any = None) -> tuple[jax.Array, jax.Array]:
-    """How often each element has occurred so far, itself included.
+    """How often each element has occurred so far, including itself.
 
     Returns:
-        The counts, and where the last occurrence of each value is. Elements where
-        `mask` is false are not counted and not marked.
+        The counts, and a mask of the last occurrence of each value. Elements where
+        `mask` is false are neither counted nor marked.
     """
     n = x.shape[0]
     counted = jnp.ones((n,), bool) if mask is None else mask
@@ -215,13 +215,13 @@ def scan_count(x: Any, mask: Any = None) -> tuple[jax.Array, jax.Array]:
 
 
 def all_reduce_population_count(x: Any, *, reduce: int = 1) -> jax.Array:
-    """How many elements are true, in every element of the result."""
+    """The number of true elements, broadcast to every element of the result."""
     total = x.astype(jnp.int32).sum()
     return jnp.full((x.shape[0] // reduce,), total, jnp.int32)
 
 
 def all_reduce_ffs(x: Any, *, reduce: int = 1) -> jax.Array:
-    """The place of the first true element, or the length, in every element."""
+    """The index of the first true element, or else the length, broadcast."""
     n = x.shape[0]
     places = jnp.where(x, lax.broadcasted_iota(jnp.int32, (n,), 0), n)
     return jnp.full((n // reduce,), places.min(), jnp.int32)
@@ -231,7 +231,7 @@ def all_reduce_ffs(x: Any, *, reduce: int = 1) -> jax.Array:
 
 
 class PackFormat(enum.Enum):
-    """Where two vectors go in one of narrower elements."""
+    """The order of two vectors packed into one of narrower elements."""
 
     COMPRESSED = "compressed"  # [a0, a1], [b0, b1] -> [[a0, a1], [b0, b1]]
     INTERLEAVED = "interleaved"  # [a0, a1], [b0, b1] -> [a0, b0, a1, b1]
@@ -244,7 +244,7 @@ _WIDE = {"bfloat16": jnp.float32, "int16": jnp.int32}
 def pack(
     a: Any, b: Any, /, *, format: PackFormat, preferred_element_type: Any = None
 ) -> jax.Array:
-    """Two vectors as one of elements half as wide."""
+    """Pack two vectors into one with elements half as wide."""
     narrow = preferred_element_type or _NARROW[str(a.dtype)]
     halves = a.astype(narrow), b.astype(narrow)
     if format is PackFormat.COMPRESSED:
@@ -255,7 +255,7 @@ def pack(
 def unpack(
     ab: Any, /, *, format: PackFormat, preferred_element_type: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The two vectors that `pack` made one of."""
+    """The two vectors that `pack` combined."""
     wide = preferred_element_type or _WIDE[str(ab.dtype)]
     if format is PackFormat.COMPRESSED:
         both = ab.reshape(2, -1)
@@ -270,10 +270,10 @@ def unpack(
 def parallel_loop(
     lower: Any, upper: Any, step: Any = 1, *, unroll: int = 1, carry: Any = None
 ) -> Callable[[Callable[..., Any]], Any]:
-    """A loop whose rounds do not depend on what others write.
+    """A loop whose iterations do not depend on each other's writes.
 
-    Decorates the body, which is called with the index and, where there is a `carry`,
-    the value carried; gives what is carried out of the last round.
+    Decorates the body, which is called with the index and, if there is a `carry`, its
+    current value; the decorated name becomes the final carry.
     """
     del unroll
 

@@ -1,6 +1,6 @@
-"""One BlockSpec per operand and result leaf: match spec pytrees with array pytrees.
+"""Matches pytrees of specs with pytrees of arrays: one BlockSpec per leaf.
 
-`pallas_call.py` hands in what the author wrote; what comes out has one entry per array,
+`pallas_call.py` passes in what the author wrote; the result has one entry per array,
 with the path that errors show.
 """
 
@@ -40,7 +40,7 @@ def input_specs(
 
 
 def is_spec(s: Any) -> bool:
-    """Does it stand for the spec of one operand?"""
+    """Whether it stands for the spec of one operand."""
     return isinstance(s, BlockSpec) or s is None or s is no_block_spec
 
 
@@ -87,7 +87,7 @@ def _match(specs: Any, operands: Any, role: str, request: Any):
 
 
 def _shown(tree: Any, leaf: Callable[[Any], str]) -> str:
-    """A pytree with words in place of its leaves."""
+    """A pytree with its leaves replaced by text."""
 
     class Words(str):
         __repr__ = str.__str__
@@ -120,7 +120,7 @@ def output_specs(specs: Any, request: Any) -> list[tuple[str, BlockSpec]]:
 
 
 def is_shaped(x: Any) -> bool:
-    """Is it an array, or a type of one?"""
+    """Whether it is an array or an array type."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 

@@ -1,7 +1,7 @@
-"""Grids and block specs: what the author says about which block each program sees.
+"""Grids and block specs: which block of each array a program sees.
 
 Plain data plus validation. `window_of` turns a checked BlockSpec into the IR's Window;
-`pallas_call.py` comes next.
+read `pallas_call.py` next.
 """
 
 import enum
@@ -22,8 +22,8 @@ from pallasite.ir.nodes import BlockDim, Window
 from pallasite.language.memory_spaces import MemorySpace
 from pallasite.language.trace import user_location
 
-# One form for each number of arguments: with `Callable[..., Any]` a type checker does
-# not know the parameters of a lambda.
+# One form per number of arguments: from `Callable[..., Any]` a type checker cannot
+# infer the parameters of a lambda.
 IndexMap = (
     Callable[[], Any]
     | Callable[[Any], Any]
@@ -39,7 +39,7 @@ IndexMap = (
 
 @dataclass(frozen=True)
 class Squeezed:
-    """A block dimension of one element that the kernel does not see (same as None)."""
+    """A block dimension of one element, hidden from the kernel (same as None)."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Blocked:
 
 @dataclass(frozen=True)
 class Element:
-    """A block dimension whose index map gives the first element.
+    """A block dimension whose index map returns the index of its first element.
 
     `padding` adds that many elements before and after the array; the index map counts
-    from the start of the padding. What padding reads is unspecified unless `fill=`.
+    from the start of the padding. Without `fill=`, padding reads as unspecified values.
     """
 
     block_size: int
@@ -63,13 +63,13 @@ class Element:
 
 @dataclass(frozen=True)
 class BoundedSlice:
-    """A block dimension whose index map gives `pl.ds(start, size)`, size <= block."""
+    """A block dimension whose index map returns `pl.ds(start, size)`, size <= block."""
 
     block_size: int
 
 
 class RevisitMode(enum.Enum):
-    """When a program may come back to an output block: here always."""
+    """When programs may revisit an output block: in Pallasite, always."""
 
     IMMEDIATE = "immediate"
     ANY = "any"
@@ -77,7 +77,7 @@ class RevisitMode(enum.Enum):
 
 @dataclass(frozen=True)
 class Buffered:
-    """How many buffers a window rotates through; the other fields change nothing."""
+    """How many buffers a window rotates through; the other fields have no effect."""
 
     buffer_count: int
     use_lookahead: bool = False
@@ -111,16 +111,16 @@ class BlockSpec:
     """Which block of an array each program sees.
 
     Args:
-        block_shape: one entry per array dimension: an int, None (one element, the
-            kernel does not see it), or Squeezed, Blocked, Element, BoundedSlice.
-            None as a whole: the block is the entire array.
+        block_shape: one entry per array dimension: an int, None (one element, hidden
+            from the kernel), or Squeezed, Blocked, Element, BoundedSlice. If None, the
+            block is the entire array.
         index_map: from grid indices (and scalar-prefetch refs) to block indices.
-            None: always the first block.
-        memory_space: where the block lives; `ANY` or `HBM`: no block, the kernel sees
-            the whole array in main memory.
+            If None, always the first block.
+        memory_space: where the block lives. With `ANY` or `HBM` there is no block: the
+            kernel sees the whole array in main memory.
         pipeline_mode: `Buffered(n)`.
-        fill: what a block that hangs over the array's edge reads outside it. Without
-            it such reads are unspecified.
+        fill: the value a block reads past the array's edge. Without it such reads are
+            unspecified.
     """
 
     block_shape: tuple[Dim, ...] | None = None
@@ -138,7 +138,7 @@ class BlockSpec:
         pipeline_mode: Any = None,
         fill: Any = None,
     ):
-        if callable(block_shape) and not callable(index_map):  # the order before 0.4.31
+        if callable(block_shape) and not callable(index_map):  # JAX before 0.4.31
             block_shape, index_map = index_map, block_shape
         if isinstance(block_shape, int):
             block_shape = (block_shape,)
@@ -167,7 +167,7 @@ class BlockSpec:
 
 @dataclass(init=False)
 class GridSpec:
-    """A grid with the specs of everything that moves over it."""
+    """A grid and the specs of its operands, outputs and scratch."""
 
     grid: tuple[Any, ...]
     in_specs: Any
@@ -188,7 +188,7 @@ class GridSpec:
         self.grid = as_grid(grid)
         self.axis_names = axis_names(grid)
         scratch = scratch_shapes if scratch_types is None else scratch_types
-        # Lists are kept as tuples, which code that reads a grid spec counts on.
+        # Lists become tuples, which readers of a grid spec rely on.
         self.in_specs, self.out_specs, self.scratch_shapes = (
             tuple(s) if isinstance(s, list) else s
             for s in (in_specs, out_specs, scratch)
@@ -197,7 +197,7 @@ class GridSpec:
 
 
 class PrefetchScalarGridSpec(GridSpec):
-    """A grid whose first operands are scalars that index maps may read."""
+    """A grid whose first operands are scalars readable by index maps."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ def as_grid(grid: Any) -> tuple[Any, ...]:
 
 
 def axis_names(grid: Any) -> tuple[str | None, ...]:
-    """The names of a grid's axes, where they have one: `(("i", 4), 2)`."""
+    """The names of a grid's axes, None where unnamed: `(("i", 4), 2)`."""
     if not isinstance(grid, (tuple, list)):
         return ()
     return tuple(entry[0] if _is_named(entry) else None for entry in grid)
@@ -294,7 +294,7 @@ def _grid_entry(axis: int, given: Any, grid: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True)
 class Operand:
-    """One array of a call as errors name it: its role, position, type."""
+    """One array of a call, as errors name it: its role, position and type."""
 
     role: str  # "in_specs", "out_specs"
     path: str
@@ -304,7 +304,7 @@ class Operand:
 
     @property
     def words(self) -> tuple[int, ...]:
-        """Dimensions that an element has in memory: a random key is a few words."""
+        """The dimensions of an element in memory: a random key is several words."""
         is_key = jaxcompat.is_key_dtype(self.dtype)
         return jaxcompat.key_data_shape(self.dtype) if is_key else ()
 
@@ -317,7 +317,7 @@ class Operand:
 
     @property
     def shown(self) -> str:
-        """Its place among the specs, and its parameter: `in_specs[0] ('x_ref')`."""
+        """Its position among the specs, and parameter name: `in_specs[0] ('x_ref')`."""
         return f"{self.role}{self.path}" + (f" ('{self.name}')" if self.name else "")
 
     def __str__(self) -> str:
@@ -466,7 +466,7 @@ def _block_dim(
 
 
 def refuse_traced(shape: Sequence[Any], what: str, facts: Any, at: Any) -> None:
-    """Refuse sizes that are values: those of memory are known before a kernel runs."""
+    """Reject traced sizes: those of memory must be known before the kernel runs."""
     if any(isinstance(size, jax.core.Tracer) for size in shape):
         raise SpecError(
             f"{what} has a size that is a traced value, not an int",
@@ -492,7 +492,7 @@ def blocks_along(n: int, dim: BlockDim) -> int:
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """What a call costs, for XLA's scheduler."""
+    """The estimated cost of a call, for XLA's scheduler."""
 
     flops: int
     transcendentals: int

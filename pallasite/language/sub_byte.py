@@ -1,4 +1,4 @@
-"""Bytes made of elements of two and four bits, and taken apart again."""
+"""Packs two- and four-bit elements into bytes, and unpacks them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +38,7 @@ def split_bits(x: Any, bitwidths: Sequence[int]) -> tuple[jax.Array, ...]:
         raise _refusal("a byte is split into 2 and 4 bits, 8 in all", tuple(bitwidths))
     parts, place, wide = [], 0, x.astype(jnp.int32)
     for width in bitwidths:
-        kept = wide << (32 - place - width)  # its own highest bit becomes the sign
+        kept = wide << (32 - place - width)  # the element's top bit becomes the sign
         narrow = jnp.int4 if width == 4 else jnp.int2
         parts.append((kept >> (32 - width)).astype(narrow))
         place += width
@@ -46,12 +46,12 @@ def split_bits(x: Any, bitwidths: Sequence[int]) -> tuple[jax.Array, ...]:
 
 
 def unpack_fp6(two_bits: Any, four_bits: Any) -> jax.Array:
-    """Bytes that hold six-bit floats, from the arrays that `pack_fp6` makes."""
+    """Bytes holding six-bit floats, from the arrays that `pack_fp6` returns."""
     return join_bits(two_bits=two_bits, four_bits=four_bits)
 
 
 def pack_fp6(fp6_in_8b: Any) -> tuple[jax.Array, jax.Array]:
-    """Six-bit floats in bytes as arrays of two (upper) and of four (lower) bits."""
+    """Splits six-bit floats in bytes into arrays of two upper and four lower bits."""
     four_bits, two_bits = split_bits(fp6_in_8b, (4, 2))
     return two_bits, four_bits
 

@@ -36,7 +36,7 @@ class SparseCoreInfo:
 
 @dataclass(frozen=True)
 class TpuInfo:
-    """One core of a chip: its shape, its memories, what it moves and computes."""
+    """One core of a chip: its shape, memories, bandwidth and throughput."""
 
     chip_version: ChipVersion
     generation: int
@@ -57,7 +57,7 @@ class TpuInfo:
         return self._row.is_lite
 
     def get_sublane_tiling(self, dtype: object) -> int:
-        """How many rows of a type one tile has."""
+        """How many rows a tile of this dtype has."""
         known = T.dtype_of(dtype)
         assert known is not None, dtype
         return self._row.sublanes_of(known.bits)
@@ -68,20 +68,20 @@ class TpuInfo:
 
 
 def get_tpu_info() -> TpuInfo:
-    """Numbers of this machine's TPU.
+    """The properties of this machine's TPU.
 
-    On other machines those of a v5e with one core, so that a kernel that chooses its
-    blocks by them can run there too.
+    On machines without one, those of a v5e with one core, so that a kernel that
+    chooses its blocks by them can run there too.
     """
     row = target.chip_of_device(jax.devices()[0].device_kind)
     return _info(row if isinstance(row, target.Tpu) else target.TPUS["v5e"])
 
 
 def get_sparse_core_info() -> SparseCoreInfo:
-    """Numbers of the SparseCores of the chip to compile for.
+    """The properties of the target chip's SparseCores.
 
-    That is the one the knob `target` names, else this machine's; on other machines
-    those of a v6e, so that a kernel that divides its work by them can run there too.
+    The target is the one the knob `target` names, else this machine's. On other
+    machines it is a v6e, so that a kernel that splits its work by them can run there.
     """
     named = config.get("target")
     row = target.chip(named) if named else None
@@ -101,7 +101,7 @@ def _with_sparse_cores() -> str:
 
 
 def get_tpu_info_for_chip(chip_version: ChipVersion, *_: int) -> TpuInfo:
-    """Numbers of a named chip."""
+    """The properties of a given chip."""
     return _info(target.TPUS[chip_version.value])
 
 

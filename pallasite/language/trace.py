@@ -1,7 +1,7 @@
 """Tracing: a kernel or index-map function becomes a jaxpr over refs and scalars.
 
-What a kernel captures from outside (arrays, outer tracers) comes back beside the jaxpr,
-to be passed as operands. `importer.py` imports what comes out.
+Values a kernel captures from outside (arrays, outer tracers) are returned with the
+jaxpr, to be passed as operands. `importer.py` imports the result.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from pallasite.errors import (
 )
 from pallasite.ir.nodes import Loc
 
-# What JAX says (0.10, 0.12) where a ref stands in place of an array.
+# JAX's messages (0.10, 0.12) for a ref used in place of an array.
 _REF_AS_ARRAY = (
     "'AbstractRef' object has no attribute|requires ndarray .* got .*Tracer"
     "|a Ref can't be passed where an array is expected|Attempting to pass a Ref"
@@ -37,7 +37,7 @@ _REF_AS_ARRAY = (
 )
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 jaxcompat.exclude_from_tracebacks(_PACKAGE + os.sep)
-# Whose files are not the user's.
+# Path fragments of files that are not the user's.
 _LIBRARIES = (
     _PACKAGE + os.sep,
     os.path.dirname(os.path.abspath(jax.__file__)) + os.sep,
@@ -49,7 +49,7 @@ _LIBRARIES = (
 
 @dataclass(frozen=True)
 class Traced:
-    """A jaxpr, the captured values that feed its constants, and the output tree."""
+    """A jaxpr, the captured values bound to its constants, and the output tree."""
 
     jaxpr: Any
     captured: tuple[Any, ...]
@@ -58,18 +58,18 @@ class Traced:
 
 @dataclass(frozen=True)
 class KnownGrid:
-    """The grid around the code being traced; None: a size not known before it runs."""
+    """The grid around the code being traced; None for sizes known only at run time."""
 
     sizes: tuple[int | None, ...]
     kernel: str
     whole: Sequence[Any]  # operands without a block (`spec.Operand`)
 
     def size(self, axis: int, asked: str) -> int | None:
-        """The size along an axis, if tracing knows it.
+        """The size along an axis, if it is known at trace time.
 
         Raises:
-            SpecError: the grid has no such axis. Code that does not know how many there
-                are asks until it meets this.
+            SpecError: the grid has no such axis. Code that does not know the number of
+                axes probes until it gets this.
         """
         if 0 <= axis < len(self.sizes):
             return self.sizes[axis]
@@ -87,7 +87,7 @@ _grid = contextvars.ContextVar("grid", default=None)
 
 
 def innermost_grid() -> KnownGrid | None:
-    """The grid around the code being traced; None outside of kernels."""
+    """The grid around the code being traced; None outside kernels."""
     return _grid.get()
 
 
@@ -95,8 +95,8 @@ def innermost_grid() -> KnownGrid | None:
 def _inside_grid(
     grid: Sequence[Any] | None, kernel: str, whole: Sequence[Any]
 ) -> Iterator[None]:
-    """Let `innermost_grid` answer. JAX keeps traced functions by the named axes around
-    them, so one that asks is traced anew for a grid of other sizes."""
+    """Sets `innermost_grid`. JAX caches traced functions by the named axes around
+    them, so a function that queries the grid is retraced for other grid sizes."""
     if grid is None:
         yield
         return
@@ -121,11 +121,10 @@ def trace(
 ) -> Traced:
     """Stage `fn(*args)` where the flat arguments have the given types.
 
-    `author`: the author's function that `fn` wraps, for errors. `axes`: names and sizes
-    that `lax.axis_index` and `lax.axis_size` know besides. `grid`: the sizes of the
-    grid that `fn` runs over; None: the one around it. `whole`: the operands
-    without blocks. `role`: what the author's function is, and its
-    name; default: a kernel.
+    `author`: the author's function that `fn` wraps, for errors. `axes`: further names
+    and sizes for `lax.axis_index` and `lax.axis_size`. `grid`: the sizes of the grid
+    that `fn` runs over; None: the enclosing one. `whole`: the operands without blocks.
+    `role`: what the author's function is, and its name; default: a kernel.
     """
     role = role or ("kernel", name_of(author))
     out_tree: list[Any] = []
@@ -134,7 +133,7 @@ def trace(
         args, kwargs = jax.tree.unflatten(tree, flat)
         try:
             result = fn(*args, **kwargs)
-        except Exception as error:  # here: JAX drops its frames further out
+        except Exception as error:  # caught here, as JAX drops its frames further out
             better = explain_trace_failure(error, author, role, args)
             if better is None:
                 raise
@@ -160,7 +159,7 @@ _kept: contextvars.ContextVar[list[tuple[Any, Any]] | None] = contextvars.Contex
 
 @contextlib.contextmanager
 def jaxprs_kept() -> Iterator[list[tuple[Any, Any]]]:
-    """Kernels traced in a `with` block: the IR of each, and the jaxpr it is from."""
+    """Collects kernels traced in a `with` block: each one's IR and its jaxpr."""
     found: list[tuple[Any, Any]] = []
     token = _kept.set(found)
     try:
@@ -170,21 +169,21 @@ def jaxprs_kept() -> Iterator[list[tuple[Any, Any]]]:
 
 
 def keep_jaxpr(kernel: Any, traced: Traced) -> None:
-    """Hand a kernel and its jaxpr to the `jaxprs_kept` around, if there is one."""
+    """Pass a kernel and its jaxpr to the enclosing `jaxprs_kept`, if any."""
     found = _kept.get()
     if found is not None:
         found.append((kernel, traced.jaxpr))
 
 
 def _pose_as(fn: Any, author: Callable[..., Any]) -> None:
-    """JAX's errors name the function they trace: let that be the author's."""
+    """Make JAX's errors, which name the traced function, name the author's."""
     fn.__wrapped__ = _underlying(author)
     with contextlib.suppress(TypeError, ValueError):
         fn.__signature__ = inspect.signature(author)
 
 
 def storing(fn: Callable[..., Any], name: str, at: Any) -> Callable[..., None]:
-    """`fn`, refused if it returns something: its results are what it stores."""
+    """`fn`, rejected if it returns a value: a kernel's results are its stores."""
 
     def body(*args: Any, **kwargs: Any) -> None:
         result = fn(*args, **kwargs)
@@ -200,7 +199,7 @@ def storing(fn: Callable[..., Any], name: str, at: Any) -> Callable[..., None]:
 
 
 def _kinds(result: Any) -> str:
-    """What a kernel returned, for errors: types of arrays, else of objects."""
+    """The types of what a kernel returned, for errors."""
 
     def kind(leaf: Any) -> str:
         if jaxcompat.is_ref(leaf):
@@ -219,7 +218,7 @@ def _type_of(ref: Any) -> str:
 def check_signature(
     fn: Callable[..., Any], args: Any, kwargs: Any, facts: Any, at: Any
 ):
-    """Refuse a kernel whose parameters cannot take the refs it will be given."""
+    """Reject a kernel whose parameters do not match the refs it will be given."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -243,7 +242,7 @@ def check_signature(
 def mismatch(
     signature: inspect.Signature, given: int, noun: str, error: Exception
 ) -> str:
-    """Why a function cannot be called with as many arguments."""
+    """Why a function cannot be called with that many arguments."""
     kinds = [p.kind for p in signature.parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return str(error)
@@ -260,7 +259,7 @@ def count_of(n: int, noun: str, plural: str = "") -> str:
 
 
 def name_of(fn: Any, unnamed: str = "kernel") -> str:
-    """A readable name for a function (through partial and jit)."""
+    """A readable name for a function (looking through partial and jit)."""
     fn = _underlying(fn)
     name = getattr(fn, "__name__", type(fn).__name__)
     return unnamed if name == "<lambda>" else name
@@ -306,7 +305,7 @@ def user_location() -> Loc | None:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        # What `dataclass` writes has no file of its own, but its module's name.
+        # Code generated by `dataclass` has no file, but has its module's name.
         module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if not file.startswith(_LIBRARIES) and module != "pallasite":
             return Loc(shorten(file), frame.f_lineno, frame.f_code.co_name)
@@ -319,7 +318,7 @@ def shorten(path: str) -> str:
     return _within(os.getcwd(), path) if os.path.isabs(path) else path
 
 
-@functools.lru_cache(maxsize=1024)  # every equation asks, for few files
+@functools.lru_cache(maxsize=1024)  # called per equation, for few files
 def _within(folder: str, path: str) -> str:
     relative = os.path.relpath(path, folder)
     return path if relative.startswith("..") else relative
@@ -337,7 +336,7 @@ def equation_location(eqn: Any) -> Loc | None:
 def explain_trace_failure(
     error: Exception, fn: Any, role: tuple[str, str], args: Sequence[Any]
 ) -> Exception | None:
-    """A JAX error from tracing a kernel, in our words and with the user's line."""
+    """Rewrites a JAX error from tracing a kernel in our terms, with the user's line."""
     if isinstance(error, PallasError):
         return None
     text = str(error)
@@ -401,7 +400,7 @@ def explain_trace_failure(
 
 
 def _explain_index(error: Exception, facts: list[Any], at: Any) -> RefIndexError:
-    """An error that JAX raised from `ref[index]`."""
+    """Our error for one that JAX raised from `ref[index]`."""
     text, index = str(error), _refused_index(error)
     given = _bools_in(index)
     if given is not None:
@@ -424,7 +423,7 @@ def _explain_index(error: Exception, facts: list[Any], at: Any) -> RefIndexError
     )
 
 
-# What Python asks of a ref that only an array has: what to say, and what to do.
+# Attributes that only arrays have, used on a ref: the message, and the fix.
 _ASKED_OF_REFS = {
     "__iter__": (
         "a ref cannot be iterated over",
@@ -439,7 +438,7 @@ _HAS = "at, bitcast, dtype, get, ndim, reshape, set, shape, size, swap, T, trans
 def _used_as_array(
     error: Exception, fn: Any, args: Sequence[Any], facts: Any, at: Any
 ) -> KernelTypeError | None:
-    """The refusal of a ref where an array should be, if that is what is wrong."""
+    """The error for a ref used as an array, if that is the problem."""
     frames = _frames_inside(error)
     called = frames[0] if frames else None
     asked = called.f_code.co_name if called is not None else ""
@@ -468,9 +467,9 @@ def _used_as_array(
 
 
 def _ref_among(frames: Sequence[Any], args: Sequence[Any]) -> Any:
-    """The argument of the kernel that the outermost of some frames deals with."""
+    """The kernel argument that the outermost of these frames operates on."""
     refs = {id(a): a for a in jax.tree.leaves(args, is_leaf=jaxcompat.is_ref)}
-    if stored := _stored_value(frames):  # the ref that it goes to is in order
+    if stored := _stored_value(frames):  # the destination ref is fine
         return refs.get(id(stored[0]))
     for frame in frames:
         for value in frame.f_locals.values():
@@ -486,7 +485,7 @@ def _parameter_of(ref: Any, fn: Any, args: Sequence[Any]) -> str:
 
 
 def _stored_value(frames: Sequence[Any]) -> tuple[Any] | None:
-    """What `ref[...] = value` was to store, where that is what some frames do."""
+    """The value of `ref[...] = value`, if that is what these frames execute."""
     for frame in frames:
         is_store = frame.f_code.co_name in ("__setitem__", "_setitem")
         if is_store and "value" in frame.f_locals:
@@ -495,7 +494,7 @@ def _stored_value(frames: Sequence[Any]) -> tuple[Any] | None:
 
 
 def _kind_of(value: Any) -> str:
-    """What to call a value that is no array."""
+    """What to call a value that is not an array."""
     if value is None or isinstance(value, str):
         return repr(value)
     sized = isinstance(value, (list, tuple, dict))
@@ -503,9 +502,9 @@ def _kind_of(value: Any) -> str:
 
 
 def _read_by_no_integer(facts: Sequence[tuple[str, Any]]) -> PallasError | None:
-    """The refusal of an earlier read whose index is no integer.
+    """The error for an earlier read with a non-integer index.
 
-    What JAX refuses now may follow from the shape that such a read has.
+    The shape of such a read may be what JAX rejects now.
     """
     for eqn in jaxcompat.staged_equations():
         if eqn.primitive.name == "get":
@@ -521,7 +520,7 @@ def _read_by_no_integer(facts: Sequence[tuple[str, Any]]) -> PallasError | None:
 def non_integer_index(
     entry: Any, facts: Sequence[tuple[str, Any]], at: Loc | None
 ) -> PallasError | None:
-    """The refusal of one entry of an index if it is no integer.
+    """The error for an entry of an index that is not an integer, else None.
 
     `entry`: a number, or an operand of a staged equation.
     """
@@ -546,9 +545,9 @@ def non_integer_index(
 
 
 def boolean_index(given: str, facts: Sequence[tuple[str, Any]], at: Loc | None):
-    """The refusal of a mask, or of True or False, as an index into a ref.
+    """The error for a mask, or True or False, as an index into a ref.
 
-    How many elements a mask picks is not known before the kernel runs.
+    How many elements a mask selects is known only at run time.
     """
     return RefIndexError(
         f"{given} cannot index a ref: indices are integers",
@@ -560,18 +559,18 @@ def boolean_index(given: str, facts: Sequence[tuple[str, Any]], at: Loc | None):
 
 
 def add_notes(error: Exception, where: str) -> None:
-    """Say at the end of a JAX error where it happened, and what to do."""
+    """Append to a JAX error where it happened, and what to do."""
     notes = getattr(error, "__notes__", ())
     error.add_note(where)
     said = str(error)
     fixes = [f for words, f in _FIXES_BY_TEXT.items() if re.search(words, said)]
     fixes += [f for kind, f in _TRACER_FIXES.items() if isinstance(error, kind)]
-    if fixes and f"fix: {fixes[0]}" not in notes:  # a pipeline's body has said it
+    if fixes and f"fix: {fixes[0]}" not in notes:  # a pipeline's body may have added it
         error.add_note(f"fix: {fixes[0]}")
 
 
-# Python asks for a number where there is none yet, or keeps a traced value too long;
-# the most special class comes first.
+# Python needs a concrete number from a tracer, or a tracer has leaked; the most
+# specific class comes first.
 _TRACER_FIXES: dict[type[Exception], str] = {
     jax.errors.NonConcreteBooleanIndexError: "keep all elements: "
     "jnp.where(mask, x, other), or a reduction with where=mask",
@@ -609,7 +608,7 @@ _STORE_REFUSED = re.compile(
 
 
 def _explain_store(found: re.Match[str], facts: Any, at: Any) -> KernelTypeError:
-    """What is wrong with a value that JAX does not store into a ref."""
+    """The error for a value that JAX cannot store into a ref."""
     if found["what"] == "dtype":
         return KernelTypeError(
             "a value of the wrong dtype is written to a ref",
@@ -634,7 +633,7 @@ def _explain_store(found: re.Match[str], facts: Any, at: Any) -> KernelTypeError
 
 
 def _reshaped(value: str, picked: str) -> str:
-    """How a value of one shape becomes one of another (shapes as JAX prints them)."""
+    """How to convert a value from one shape to another (shapes as JAX prints them)."""
     if value == "()":
         return f"jnp.full({picked}, value, ref.dtype)"
     have, want = (tuple(map(int, re.findall(r"\d+", s))) for s in (value, picked))
@@ -646,7 +645,7 @@ def _reshaped(value: str, picked: str) -> str:
     return f"an index that picks {value}, or a value of shape {picked}"
 
 
-# What Python says where a list, a dict or None stands in place of a ref.
+# Python's messages for a list, a dict or None used in place of a ref.
 _USED_AS_REF = re.compile(
     r"^(list|tuple) indices must be|^'(NoneType|list|tuple|dict)' object|^Ellipsis$"
 )
@@ -666,7 +665,7 @@ def _not_a_ref(fn: Any, args: Sequence[Any]) -> str | None:
 
 
 def _raised_while_indexing(error: BaseException) -> bool:
-    """Whether JAX's code for indices of refs refused one."""
+    """Whether JAX's code for indexing refs raised the error."""
     return bool(_indexing_frames(error))
 
 
@@ -681,7 +680,7 @@ def _indexing_frames(error: BaseException) -> list[Any]:
 
 
 def _refused_index(error: BaseException) -> Any:
-    """The index that JAX refused, or what is left of it; None if it cannot be told."""
+    """The index that JAX rejected, or what remains of it; None if unknown."""
     return _indexing_frames(error)[0].f_locals.get("indices")
 
 
@@ -696,7 +695,7 @@ def _has_traced_slice(index: Any) -> bool:
 
 
 def _refused_entry(index: Any) -> str | None:
-    """What to call the entry of an index that no index of a ref may have."""
+    """What to call the entry of an index that refs do not accept."""
     for entry in index if isinstance(index, tuple) else (index,):
         if entry is None:
             return "has None in it"

@@ -1,1 +1,1 @@
-"""What a compiled kernel needs at run time: its entry into XLA."""
+"""What a compiled kernel needs at run time: its interface to XLA."""

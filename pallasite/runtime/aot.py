@@ -1,9 +1,9 @@
 """Ahead-of-time compilation by libtpu, on a machine without a TPU.
 
 `compile_all(jobs, chip)` compiles kernels for one chip in a child process, because some
-compiler errors end the process and libtpu reads its flags once. `Job.of` makes a job
-from a kernel and its launch. As a command: `python -m pallasite.runtime.aot v5e`
-reads jobs as JSON lines, one or several to a line, and prints one JSON result per job.
+compiler errors abort the process and libtpu reads its flags only once. `Job.of` makes a
+job from a kernel and its launch. As a command, `python -m pallasite.runtime.aot v5e`
+reads jobs as JSON lines, one or several per line, and prints one JSON result per job.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from pallasite.runtime import bundles
 from pallasite.runtime.bundles import Bundles
 from pallasite.runtime.forms import Form
 
-# No TPU runtime is queried: the topology's name decides what is compiled for.
+# No TPU runtime is queried: the topology's name determines the target.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -43,12 +43,12 @@ ENVIRONMENT = {
 
 
 def is_usable() -> bool:
-    """Whether there is a libtpu to compile with."""
+    """Whether a libtpu to compile with is available."""
     named = config.get("libtpu_python")
     return bool(named) or importlib.util.find_spec("libtpu") is not None
 
 
-GIVE_UP = 5.0  # seconds for the pipes of a process that has ended
+GIVE_UP = 5.0  # seconds to wait for the pipes of an ended process
 READY = "ready"  # the child's first line, once libtpu is loaded
 
 Array = tuple[tuple[int, ...], str]  # shape, numpy dtype name
@@ -66,11 +66,11 @@ class Job:
     api_version: int = 1
     aliases: tuple[tuple[int, int], ...] = ()
     has_side_effect: bool = False
-    devices: int = 1  # that run the call at once
+    devices: int = 1  # that run the call concurrently
 
     @staticmethod
     def of(name: str, kernel: Kernel, launch: Any) -> "Job":
-        """The call of a kernel, given what its backend's `launch` returned."""
+        """The job of a kernel, given what its backend's `launch` returned."""
         operands = _operands(kernel, launch)
         results = _arrays(kernel.outputs, launch.result_forms)
         aliases = launch.aliases
@@ -98,7 +98,7 @@ def _operands(kernel: Kernel, launch: Any) -> tuple[Array, ...]:
 
 
 def _arrays(params: Sequence[Value], forms: Sequence[Form | None]) -> tuple[Array, ...]:
-    """The arrays of a call, in the forms that it takes them in."""
+    """The arrays of a call, in the forms it takes."""
     found = [(p.ref.shape, p.ref.dtype.numpy_name) for p in params]
     for position, form in enumerate(forms):
         if form is not None:
@@ -108,19 +108,19 @@ def _arrays(params: Sequence[Value], forms: Sequence[Form | None]) -> tuple[Arra
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of a job."""
+    """The result of a job."""
 
     name: str
     ok: bool
     error: str = ""
     seconds: float = 0.0
-    cycles: int | None = None  # libtpu's own estimate, where it was asked for
-    bundles: Bundles | None = None  # what its code says, where that was asked for
-    no_estimate: str = ""  # why there is none, where its estimator gave up
+    cycles: int | None = None  # libtpu's own estimate, if requested
+    bundles: Bundles | None = None  # facts read from its code, if requested
+    no_estimate: str = ""  # why its estimator gave up, if it did
 
     @property
     def estimated(self) -> int | None:
-        """Cycles of a call: libtpu's estimate, else those of its code."""
+        """Cycles of a call: libtpu's estimate, else those counted in its code."""
         if self.cycles is None and self.bundles is not None:
             return self.bundles.cycles
         return self.cycles
@@ -141,18 +141,18 @@ def compile_all(
     Args:
         jobs: what to compile.
         chip: the name of a TPU in `target.TPUS`.
-        cycles: also ask for libtpu's static estimate of each kernel's run time.
-        timeout: seconds until a job is given up.
-        units: also read from its code which units are busy, and how many registers
-            are spilled; with `cycles`.
-        keep: a folder that gets libtpu's dumps, in one folder per job; with `cycles`.
-        progress: called with each result as it comes.
-        together: calls of one program, where only errors are of interest: XLA's own
-            part of the time is less. What fails is compiled again by itself.
+        cycles: also request libtpu's static estimate of each kernel's run time.
+        timeout: seconds until a job is abandoned.
+        units: also read from the code which units are busy and how many registers are
+            spilled; with `cycles`.
+        keep: where to write libtpu's dumps, in one folder per job; with `cycles`.
+        progress: called with each result as it arrives.
+        together: how many calls to compile as one program, if only errors matter: XLA's
+            overhead is then shared. Those that fail are recompiled individually.
 
     Returns:
-        One Compiled per job, in order. A job that ends the process, or does not end
-        in time, is reported so; those after it run in a new process.
+        One Compiled per job, in order. A job that aborts the process or times out is
+        reported as such; those after it run in a new process.
 
     Raises:
         CompileError: libtpu cannot be used at all.
@@ -177,7 +177,7 @@ def compile_all(
                 if progress is not None:
                     progress(result)
             if len(done) < len(jobs) and asked.together > 1:
-                asked = replace(asked, together=1)  # which of them was it?
+                asked = replace(asked, together=1)  # to find which of them failed
             elif len(done) < len(jobs):
                 result = _failed(jobs[len(done)], asked, child)
                 done.append(result)
@@ -187,11 +187,11 @@ def compile_all(
 
 
 def _failed(job: Job, asked: "_Asked", child: "_Child") -> Compiled:
-    """Of a job that ended its process, or did not end."""
+    """The result of a job that aborted its process or timed out."""
     if not asked.folder or child.late:
         return Compiled(job.name, False, child.last_words())
     if asked.profile:
-        # The estimator gives up on some programs that compile; their code can be read.
+        # The estimator gives up on some programs that compile; read their code.
         why, asked = child.last_words(), replace(asked, profile=False, units=True)
         again = [*_Child([job], asked, child.log).results()]
         if again and again[0].ok:
@@ -202,18 +202,18 @@ def _failed(job: Job, asked: "_Asked", child: "_Child") -> Compiled:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a child process is to do with each of its jobs."""
+    """What a child process should do with each of its jobs."""
 
     chip: str
-    folder: str  # for dumps; empty: none
+    folder: str  # for dumps; empty for none
     units: bool
     keep: Path | None
     timeout: float
-    together: int = 1  # jobs of one program
-    profile: bool = True  # dumps have the estimate
+    together: int = 1  # jobs per program
+    profile: bool = True  # whether dumps include the estimate
 
     def lines(self, jobs: Sequence[Job]) -> Iterator[str]:
-        """What the process reads: a job, or a list of some, per line."""
+        """What the process reads: a job or a list of jobs per line."""
         pending: list[dict[str, Any]] = []
         for job in jobs:
             if pending and (len(pending) == self.together or job.devices > 1):
@@ -239,7 +239,7 @@ def _line(jobs: Sequence[dict[str, Any]]) -> str:
 
 
 class _Child:
-    """A process that holds libtpu and compiles jobs until one of them ends it."""
+    """A process that holds libtpu and compiles jobs until one aborts it."""
 
     def __init__(self, jobs: Sequence[Job], asked: _Asked, log: Path):
         self.asked, self.log, self.late = asked, log, False
@@ -272,12 +272,12 @@ class _Child:
 
     def _write(self, texts: Sequence[str]) -> None:
         assert self.process.stdin is not None
-        # It may end before it has read them all.
+        # The process may end before it has read them all.
         with contextlib.suppress(OSError), self.process.stdin as jobs:
             jobs.writelines(texts)
 
     def results(self) -> Iterator[Compiled]:
-        """As they come, until there are all or the process ends."""
+        """Results as they arrive, until all are there or the process ends."""
         ready, left = False, self.jobs
         try:
             while left and (line := self.lines.get(timeout=self.asked.timeout)):
@@ -300,7 +300,7 @@ class _Child:
             )
 
     def last_words(self) -> str:
-        """Why the process ended before its last job did."""
+        """Why the process ended before its last job was done."""
         if self.late:
             return f"libtpu did not end within {self.asked.timeout:g} seconds"
         return f"libtpu aborted: {_reason(self.log.read_text(errors='replace'))}"
@@ -324,7 +324,7 @@ def _environment(asked: _Asked) -> dict[str, str]:
 
 
 def _reason(log: str) -> str:
-    """Of what a process wrote before it ended: the fatal line, else the end."""
+    """The fatal line of an ended process's log, else the log's tail."""
     fatal = [line for line in log.splitlines() if re.match(r"F\d{4} ", line)]
     return fatal[0] if fatal else log[-2000:]
 
@@ -354,7 +354,7 @@ def _main(chip: str, folder: str = "", units: str = "", keep: str = "") -> None:
             for result in _compiled_together(job, compile_call):
                 print(json.dumps(asdict(result)), flush=True)
             continue
-        # Dumps are named after the op, and that is the same for every job.
+        # Dumps are named after the op, whose name is the same for every job.
         for dump in Path(folder).iterdir() if folder else ():
             dump.unlink()
         result = _compiled(job, compile_call)
@@ -368,7 +368,7 @@ def _main(chip: str, folder: str = "", units: str = "", keep: str = "") -> None:
         print(json.dumps(asdict(result)), flush=True)
 
 
-OP = "ffi_call"  # what XLA calls the op of a job
+OP = "ffi_call"  # XLA's name for a job's op
 
 
 def _compiler(chip: target.Tpu) -> Callable[..., None]:
@@ -410,7 +410,7 @@ def _compiler(chip: target.Tpu) -> Callable[..., None]:
                 run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
             )
         operands = [[array(o, sharding=sharding) for o in j["operands"]] for j in jobs]
-        # Results say which device it is for, where there are no operands.
+        # Without operands, the results' sharding determines the device.
         jax.jit(run, out_shardings=sharding).lower(*operands).compile()
 
     return compile_calls
@@ -438,7 +438,7 @@ def _compiled_together(
 
 
 def _profiles(folder: str) -> list[Path]:
-    """Profiles of the custom call; XLA's own copies around it have theirs."""
+    """Profiles of the custom call, without those of XLA's copies around it."""
     return sorted(Path(folder).glob(f"{OP}*static_llo_profile*"))
 
 

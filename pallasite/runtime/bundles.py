@@ -1,13 +1,13 @@
-"""What libtpu's dumps say of a compiled kernel: busy units, spills, vector memory.
+"""What libtpu's dumps say about a compiled kernel: busy units, spills, vector memory.
 
-libtpu writes two files per kernel (`aot.py` sets the flags): a table with one row per
-cycle of how many units of each kind are busy, and the regions of the code with their
-loops and branches. Every number is static: one bundle of instructions is one cycle, and
-no copy is waited for.
+libtpu writes two files per kernel (`aot.py` sets the flags): a table of how many units
+of each kind are busy, one row per cycle, and the regions of the code with their loops
+and branches. All numbers are static: a bundle of instructions takes one cycle, and no
+time is spent waiting for copies.
 
-A grid is a loop whose passes are its steps and two more, which fill and empty the
-pipeline and skip the body. Branches over a small part of a loop (first step, last step)
-are taken to be skipped.
+A grid is a loop with one iteration per step and two more, which fill and drain the
+pipeline and skip the body. Code that is a small part of a loop and under a branch
+(first step, last step) is assumed to be skipped.
 """
 
 import re
@@ -18,14 +18,14 @@ from pathlib import Path
 
 UTILISATION = "pre-delay_hlo-static-per-bundle-utilization"
 CODE = "post-bundle-packing-post-ra"
-LABELS = f"({CODE}|{UTILISATION})"  # of the passes to dump
+LABELS = f"({CODE}|{UTILISATION})"  # of the compiler passes to dump
 
 _REGION = re.compile(r"^\s*\$region(\d+): #\{.*?\}(?: parent=(\d+))?(?: // (\w+))?")
 _RANGE = re.compile(r"// region range: \[(\d+), (\d+)\)")
 _LOOP = re.compile(r"^\s*loop: (.*)$")
 _BRANCH = re.compile(r"= sbr\.\w+ .*target bundleno = (\d+) .*region = (\d+)")
 _MEMORY = re.compile(r"#allocation\w+ \[.*?space=(\w+), size = (0x[0-9a-f]+|\d+)")
-_FILL_PASSES = 2  # of a pipelined loop, besides its steps
+_FILL_PASSES = 2  # extra iterations of a pipelined loop
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Bundles:
     """One kernel's code.
 
     Attributes:
-        cycles: of all bundles, loops multiplied out, copies for nothing.
-        busy: cycles that the units of each kind are busy for, divided by how many
-            there are: "MATMUL", "VALU", "EUP", "XLU", "VLOAD", "VSTORE" and so on.
+        cycles: all bundles, times the trip counts of their loops; copies cost nothing.
+        busy: cycles for which the units of each kind are busy, divided by their number:
+            "MATMUL", "VALU", "EUP", "XLU", "VLOAD", "VSTORE" and so on.
         spills: vector registers that the code writes to memory.
         fills: vector registers that it reads back.
         vmem: bytes of vector memory.
@@ -49,7 +49,7 @@ class Bundles:
 
 
 def read(folder: Path | str, op: str) -> Bundles | None:
-    """The code of an op whose name begins so; None if nothing was dumped for it."""
+    """The code of an op by the start of its name; None if nothing was dumped."""
     place = Path(folder)
     tables = sorted(place.glob(f"*-{op}*-{UTILISATION}.txt"))
     codes = sorted(place.glob(f"*-{op}*-{CODE}.txt"))
@@ -59,7 +59,7 @@ def read(folder: Path | str, op: str) -> Bundles | None:
 
 
 def parse(table: str, code: str) -> Bundles:
-    """What the two texts say."""
+    """Parses the two texts."""
     names, units, rows = _table(table)
     regions, memory = _regions(code)
     root = _spans(regions, len(rows))
@@ -84,7 +84,7 @@ def parse(table: str, code: str) -> Bundles:
 
 
 def _table(text: str) -> tuple[list[str], list[int], list[list[int]]]:
-    """Names of the units, how many there are, and per cycle how many are busy."""
+    """The units' names, their numbers, and how many are busy in each cycle."""
     lines = text.splitlines()
     names = [name.strip() for name in lines[1].split(",")]
     units = [int(n) for n in lines[2].split()]
@@ -130,11 +130,11 @@ class _Span:
 
     low: int
     high: int
-    passes: int | None = None  # of a loop; None: a branch
+    passes: int | None = None  # trip count of a loop; None: a branch
     inner: list["_Span"] = field(default_factory=list)
 
     def total(self, of: Callable[[int, int], int], skip_body: bool = False) -> int:
-        """A number of the bundles that run, each as often as it does."""
+        """Sums a quantity over the bundles that run, as often as each runs."""
         total = of(self.low, self.high)
         for span in self.inner:
             total -= of(span.low, span.high)
@@ -153,7 +153,7 @@ class _Span:
 
 
 def _spans(regions: Mapping[int, _Region], size: int) -> _Span:
-    """Loops are branches backwards, what may be skipped is branches forwards."""
+    """Backward branches make loops; forward branches may skip code."""
     root = _Span(0, size)
     stack = [root]
     for span in sorted(_found(regions), key=lambda s: (s.low, -s.high)):
@@ -179,7 +179,7 @@ def _found(regions: Mapping[int, _Region]) -> Iterator[_Span]:
 
 
 def _passes(text: str) -> int:
-    """How often a loop runs; one that only the run knows counts once."""
+    """A loop's trip count; 1 if it is known only at run time."""
     numbers = {k: int(v) for k, v in re.findall(r"(\w+)=(-?\d+)(?=,|$)", text)}
     parts: Sequence[int | None] = [numbers.get(k) for k in ("start", "step", "limit")]
     if None in parts or not numbers["step"]:

@@ -1,10 +1,10 @@
-"""Compiled code on disk: a bounded store of files named by what they were made from.
+"""Compiled code on disk: a bounded store of files named by a key.
 
 `load(key)` and `store(key, payload)` are all that backends use. A file is trusted only
 if it and its folder belong to the user, no one else may write them, and the hashes of
-key and payload written in it are right; anything else is not read, and removed where it
-is ours. Files appear by an atomic rename, so processes may share the folder. Trouble
-with the disk only means that code is compiled again.
+key and payload stored in it match; any other file is ignored, and removed if it is
+ours. Files appear by an atomic rename, so processes may share the folder. Disk errors
+only mean that code is compiled again.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from pathlib import Path
 from pallasite import config
 
 _MAGIC = b"pallasite object 1\n"
-_HEADER = len(_MAGIC) + 32 + 32  # then the hash of the key, that of the payload
+_HEADER = len(_MAGIC) + 32 + 32  # magic, hash of the key, hash of the payload
 _SUFFIX = ".kernel"
-_WRITING = "writing-"  # how the names of files not complete yet begin
+_WRITING = "writing-"  # prefix of files not yet complete
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One file of the store."""
+    """One file in the store."""
 
     path: Path
     size: int
@@ -35,7 +35,7 @@ class Entry:
 
 
 def folder() -> Path | None:
-    """Where files go; None if the store is switched off or cannot be made safe."""
+    """Where files go; None if the store is disabled or cannot be made safe."""
     said = config.get("cache_dir")
     if said.lower() in ("0", "off", "none") or config.get("cache_bytes") <= 0:
         return None
@@ -45,7 +45,7 @@ def folder() -> Path | None:
 
 
 def load(key: str) -> bytes | None:
-    """The payload stored under a key; None if there is none that can be trusted."""
+    """The payload stored under a key; None if there is no trusted one."""
     place = folder()
     if place is None or not _is_private(place):
         return None
@@ -58,12 +58,12 @@ def load(key: str) -> bytes | None:
         if payload is None:
             path.unlink()
         else:
-            os.utime(path)  # the least recently used files go first
+            os.utime(path)  # eviction is by least recent use
     return payload
 
 
 def store(key: str, payload: bytes) -> None:
-    """Keep a payload, and remove old files if there is too much."""
+    """Store a payload, and evict old files if the store is too large."""
     place = folder()
     limit = config.get("cache_bytes")
     if place is None or _HEADER + len(payload) > limit:
@@ -91,7 +91,7 @@ def entries() -> list[Entry]:
 
 
 def clear() -> int:
-    """Remove every file of the store; how many there were."""
+    """Remove every file in the store; return how many there were."""
     removed = 0
     for entry in entries():
         with contextlib.suppress(OSError):
@@ -120,7 +120,7 @@ def _path(place: Path, key: str) -> Path:
 
 
 def _is_ours(status: os.stat_result) -> bool:
-    """Does it belong to the user, and may only the user change it?"""
+    """Whether it belongs to the user and only the user may change it."""
     others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return status.st_uid == os.geteuid() and not others_write
 
@@ -134,7 +134,7 @@ def _is_private(place: Path) -> bool:
 
 
 def _read_own(path: Path) -> bytes | None:
-    """The contents of a file; checked on what was opened, not on its name."""
+    """The contents of a file, whose ownership is checked after opening it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -150,14 +150,14 @@ def _read_own(path: Path) -> bytes | None:
 
 
 def _payload(key: str, data: bytes) -> bytes | None:
-    """What follows the header, if the header is right."""
+    """What follows the header, if the header is valid."""
     payload = data[_HEADER:]
     expected = _MAGIC + _digest(key.encode()) + _digest(payload)
     return payload if data[:_HEADER] == expected else None
 
 
 def _write_at_once(path: Path, data: bytes) -> None:
-    """Others see the whole file or none of it. `mkstemp` makes it mode 0600."""
+    """Writes atomically: others see all or nothing. `mkstemp` sets mode 0600."""
     with _temporary(path.parent) as (descriptor, name):
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
@@ -175,15 +175,16 @@ def _temporary(place: Path) -> Iterator[tuple[int, str]]:
         raise
 
 
-# Bytes that this process may still store before it looks at a folder of this limit.
+# Bytes this process may still store before it rescans a folder with this limit.
 _room: dict[tuple[Path, int], int] = {}
 
 
 def _evict(place: Path, limit: int, added: int) -> None:
-    """Remove the files used least recently if there may be too much.
+    """Remove the least recently used files if the store may be too large.
 
-    Reading the folder takes longer than storing a file. Half of the room left is for
-    other processes, and a full folder gets room for several files at once.
+    Scanning the folder takes longer than storing a file, so it is rare. Half of the
+    remaining room is left to other processes, and eviction frees room for several files
+    at once.
     """
     left = _room.get((place, limit), 0) - added
     if left < 0:

@@ -1,4 +1,4 @@
-"""From a backend's Launch to a custom call in the program XLA compiles.
+"""Turns a backend's Launch into a custom call in the program XLA compiles.
 
 One of the two files below `language` that import JAX (`aot.py` is the other).
 `lower_launch` is the body of the primitive's lowering rule: it registers the handler of
@@ -23,7 +23,7 @@ from pallasite import jaxcompat
 Launch = Any  # pallasite.backends.base.Launch, which is a layer above this one
 
 _lock = threading.Lock()
-# Targets registered with XLA, which keeps them for the life of the process: so must we.
+# Targets registered with XLA, which keeps them until the process ends; so must we.
 _registered: dict[str, Any] = {}
 
 
@@ -31,7 +31,7 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
     """Emit the custom call of a compiled kernel.
 
     Args:
-        launch: what the backend made.
+        launch: what the backend produced.
         ctx: JAX's lowering context; its output avals are the kernel's results.
         *operands: the kernel's operands as MLIR values.
 
@@ -80,7 +80,7 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
 
 
 def _lower_in_forms(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
-    """The call with arrays in other forms, and XLA's conversions around it."""
+    """The call with arrays in other forms, with XLA conversions around it."""
     plain = replace(launch, operands=None)
     inputs = [(operands[n], ctx.avals_in[n], form) for n, form in launch.operands]
     outputs = list(zip(ctx.avals_out, launch.result_forms, strict=True))
@@ -111,14 +111,14 @@ def _carried_aval(aval: Any, form: Any) -> Any:
 
 
 def _run(ctx: Any, fn: Any, avals: Any, out: Any, *operands: Any) -> Sequence[Any]:
-    """Code of a JAX function in the middle of a lowering rule."""
+    """Lowers a JAX function inside a lowering rule."""
     inner = ctx.replace(avals_in=list(avals), avals_out=list(out))
     many = len(out) != 1
     return mlir.lower_fun(fn, multiple_results=many)(inner, *operands)
 
 
 def _note_for_export(launch: Launch, ctx: Any) -> dict[str, Any] | None:
-    """What JAX prints with the call where it refuses to export it; XLA ignores it."""
+    """What JAX prints when it refuses to export the call; XLA ignores it."""
     if not (launch.is_versioned and jaxcompat.is_export(ctx)):
         return None
     check = f"jax.export.DisabledSafetyCheck.custom_call({launch.target!r})"
@@ -132,7 +132,7 @@ def _note_for_export(launch: Launch, ctx: Any) -> dict[str, Any] | None:
 
 
 def _in_bytes(ctx: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """What is narrower than a byte, which XLA packs, in a byte each."""
+    """Widens elements narrower than a byte, which XLA packs, to a byte each."""
     wide = ctx.replace(
         avals_in=[_byte_aval(a) for a in ctx.avals_in],
         avals_out=[_byte_aval(a) for a in ctx.avals_out],

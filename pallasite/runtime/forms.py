@@ -1,7 +1,7 @@
-"""The form in which an array goes to a custom call, where that is not its own.
+"""The form in which an array is passed to a custom call, if it differs from its own.
 
-A chip may lack an array's element type, or read blocks only in shapes that the author's
-are not. Then XLA converts the array before the call and the result after it. `Form`
+A chip may lack an array's element type, or read only blocks of other shapes than the
+author's. XLA then converts the array before the call and the result after it. `Form`
 says how, for `jax.numpy` (`ffi.py`) and numpy (tests) alike.
 """
 
@@ -15,21 +15,21 @@ from typing import Any
 class Form:
     """An array as a custom call takes it.
 
-    Its elements are cast, its dimensions may be put into another order; then it is
-    padded, and dimensions are cut into blocks: (rows, lanes) cut into blocks of (r, l)
-    are (rows / r, lanes / l, r, l). Block numbers come before the last two dimensions,
-    so that blocks of any size are whole in them.
+    Its elements are cast and its dimensions may be permuted; then it is padded, and
+    dimensions are split into blocks: (rows, lanes) split into blocks of (r, l) becomes
+    (rows / r, lanes / l, r, l). Block indices come before the last two dimensions, so
+    that blocks of any size are whole within those.
 
     Attributes:
         shape: of the array itself.
         dtype: of its elements, by numpy name.
         carried_dtype: of the elements in the call.
-        order: of its dimensions, before all that follows; empty: as they are.
-        padding: elements before and after, per dimension; of the value `fill`.
-        blocks: per dimension, what it is cut into; None: it stays whole.
-        fill: in the padding.
-        least_rank: dimensions of one are added in front until there are as many.
-        element: instead of the array, only this one of its elements, as a number.
+        order: permutation of its dimensions, applied first; empty: unchanged.
+        padding: elements before and after, per dimension.
+        blocks: block size per dimension; None: not split.
+        fill: the value of the padding.
+        least_rank: the rank to reach by adding leading dimensions of size one.
+        element: pass only this element, as a scalar, instead of the array.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Form:
 
     @cached_property
     def changes(self) -> bool:
-        """Whether anything is different in the call."""
+        """Whether the form differs from the array's own."""
         same = self.dtype == self.carried_dtype and self.carried_shape == self.shape
         return not same or bool(self.order) or any(map(any, self.padding))
 
@@ -59,7 +59,7 @@ class Form:
             if block is not None:
                 counts.append(size // block)
             inner.append(size if block is None else block)
-        while len(inner) < 2:  # a row of its own
+        while len(inner) < 2:  # a single row
             inner.insert(0, 1)
         return (*inner[:-2], *counts, *inner[-2:])
 
@@ -74,7 +74,7 @@ class Form:
         return tuple(low + n + high for n, (low, high) in pairs)
 
     def pack(self, numbers: Any, x: Any) -> Any:
-        """The array in the form of the call; `numbers` is numpy or jax.numpy."""
+        """The array in the call's form; `numbers` is numpy or jax.numpy."""
         x = numbers.asarray(x).astype(self.carried_dtype)
         if self.order:
             x = numbers.transpose(x, self.order)
@@ -87,7 +87,7 @@ class Form:
         return x.reshape(self.carried_shape)
 
     def unpack(self, numbers: Any, x: Any) -> Any:
-        """The array itself, from its form in the call."""
+        """The array itself, from the call's form."""
         if self.blocks:
             apart = [self._apart[d] for d in self._order]
             back = sorted(range(len(apart)), key=lambda d: self._order[d])
@@ -104,14 +104,14 @@ class Form:
 
     @cached_property
     def _apart(self) -> tuple[int, ...]:
-        """The padded array with the number of blocks before each block."""
+        """The padded shape, with the number of blocks before each block size."""
         pairs = zip(self._padded, self.blocks, strict=True)
         cut = [(n,) if block is None else (n // block, block) for n, block in pairs]
         return tuple(size for part in cut for size in part)
 
     @cached_property
     def _order(self) -> Sequence[int]:
-        """Outer dimensions, block numbers, and the last two dimensions."""
+        """Outer dimensions, block indices, and the last two dimensions."""
         counts, inner, position = [], [], 0
         for block in self.blocks:
             if block is not None:

@@ -1,4 +1,4 @@
-"""The package's own code as part of what identifies compiled code on disk."""
+"""The package's own source as part of the key of compiled code on disk."""
 
 import hashlib
 import secrets
@@ -9,7 +9,7 @@ from pallasite import config
 
 
 def files_in(*places: str) -> list[Path]:
-    """The Python files at or below some paths of the package."""
+    """The Python files at or below some paths in the package."""
     paths = [config.PACKAGE / place for place in places]
     below = [file for path in paths for file in path.rglob("*.py")]
     return sorted(below + [path for path in paths if path.suffix == ".py"])
@@ -17,7 +17,7 @@ def files_in(*places: str) -> list[Path]:
 
 @cache
 def hash_of(*places: str) -> str:
-    """A hash of those files; where they cannot be read, a new one in each process."""
+    """A hash of those files; if unreadable, a new one in each process."""
     try:
         contents = [file.read_bytes() for file in files_in(*places)]
     except OSError:

@@ -1,1 +1,1 @@
-"""Kernel calls between devices: the rule, and the custom call that XLA partitions."""
+"""Kernel calls across devices: the rule, and the custom call that XLA partitions."""

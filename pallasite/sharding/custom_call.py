@@ -1,11 +1,11 @@
-"""Kernel calls under sharded `jit`: partitioned over devices instead of gathered.
+"""Kernel calls under sharded `jit`: partitioned across devices instead of gathered.
 
 When XLA compiles for several devices, a kernel call is lowered to a custom call that
-carries a Shardy rule, so shardings flow through it. XLA then calls back here with the
-shardings of operands and results; the callback splits the grid axes that the rule
+carries a Shardy rule, so shardings propagate through it. XLA then calls back here with
+the shardings of operands and results; the callback splits the grid axes that the rule
 allows (`passes/analysis/partition.py`), and returns the kernel of one device
-(`passes/shard.py`), with a sum over devices where the rule has one. Lowering needs no
-mesh and no devices.
+(`passes/shard.py`), with a sum over devices if the rule has one. Lowering needs no mesh
+and no devices.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from pallasite.passes.shard import local_shape, shard
 from pallasite.sharding.rule import Partition, local_of, rule_of
 
 TARGET = "pallasite_partition"
-DEVICES = "pallasite_devices"  # the axis name of all devices together
+DEVICES = "pallasite_devices"  # the axis name over all devices
 _THIS_PROCESS = secrets.token_hex(8)
 
 
@@ -36,8 +36,8 @@ _THIS_PROCESS = secrets.token_hex(8)
 
 
 class Compute(Protocol):
-    """Makes what one device runs, given how the grid is split: a function from its
-    parts of the operands, then its first step along each axis that the function
+    """Makes the function one device runs, given how the grid is split: it takes the
+    device's parts of the operands, then its first step along each axis that it
     names."""
 
     def __call__(
@@ -50,11 +50,11 @@ Function = Callable[..., Sequence[Any]]
 
 @dataclass(frozen=True)
 class Task:
-    """Something XLA may ask to have partitioned.
+    """Something XLA may ask to partition.
 
     Args:
-        name: the kernel's.
-        key: text that identifies it.
+        name: the kernel's name.
+        key: text that identifies the task.
         rule: how it may be partitioned.
         compute: what one device runs.
         loc: the author's line.
@@ -68,7 +68,7 @@ class Task:
 
 
 def call_task(call: Any, bind: Callable[..., Any]) -> Task:
-    """A kernel call as a task; `bind` is what binds the call's primitive."""
+    """A kernel call as a task; `bind` binds the call's primitive."""
     rule, local = rule_of(call), local_of(call)
 
     def split_kernel(splits: Mapping[int, int]) -> tuple[Function, Sequence[int]]:
@@ -81,15 +81,15 @@ def call_task(call: Any, bind: Callable[..., Any]) -> Task:
 
 
 def _given(local: Callable[..., Any]) -> Compute:
-    """What the author says one device runs, however the call is partitioned."""
+    """The author's function for one device, however the call is partitioned."""
     return lambda splits: (lambda *operands: jax.tree.leaves(local(*operands)), ())
 
 
-_locals: dict[Any, int] = {}  # functions of authors, numbered as they come
+_locals: dict[Any, int] = {}  # authors' functions, numbered in order of first use
 
 
 def call_key(call: Any) -> str:
-    """Text that is the same for equal calls, in any process."""
+    """Text that is equal for equal calls, in any process."""
     rule: Any = call.partition
     if isinstance(rule, Partition):
         rule = (rule.rule, rule.sums, _locals.setdefault(rule.local, len(_locals)))
@@ -99,7 +99,7 @@ def call_key(call: Any) -> str:
 
 @dataclass(frozen=True)
 class Pending:
-    """A task with where it is compiled."""
+    """A task and where it is being compiled."""
 
     task: Task
     platforms: tuple[str, ...]
@@ -108,18 +108,18 @@ class Pending:
 
     @property
     def config(self) -> str:
-        """The custom call's backend config: names the task."""
+        """The custom call's backend config, which names the task."""
         parts = (self.task.key, self.platforms, self.x64, self.devices)
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()
         text = f"{self.task.name} {digest[:20]}"
         if "cpu" in self.platforms and jaxcompat.flag("jax_compilation_cache_dir"):
-            # Machine code is registered by the callback, so another process must not
-            # find the compiled program and skip it.
+            # The callback registers machine code, so another process must not reuse
+            # the compiled program and skip the callback.
             text += f" {_THIS_PROCESS}"
         return text
 
 
-_pending: dict[str, Pending] = {}  # XLA may ask at any later time
+_pending: dict[str, Pending] = {}  # XLA may call back at any later time
 
 
 def lower_partitioned(ctx: Any, operands: Sequence[Any], task: Task) -> Any:
@@ -148,9 +148,9 @@ def _register() -> None:
 def shardy_text(rule: PartitionRule) -> str:
     """The rule as Shardy's text: one factor per axis that may be split.
 
-    A dimension that follows an axis is that axis' factor times what stays together;
-    any other dimension is a factor of its own, so that a sharding of it stays there,
-    reaches the callback and can be warned about.
+    A dimension that follows an axis is that axis's factor times what stays together;
+    any other dimension is its own factor, so that its sharding is kept, reaches the
+    callback and can be warned about.
     """
     sizes: list[int] = []
 
@@ -183,7 +183,7 @@ def shardy_text(rule: PartitionRule) -> str:
 
 
 def _symbol(factor: int) -> str:
-    """Shardy's name of a factor: i to z, then z_1 and so on."""
+    """Shardy's name for a factor: i to z, then z_1 and so on."""
     last = ord("z") - ord("i")
     return chr(ord("i") + factor) if factor <= last else f"z_{factor - last}"
 
@@ -193,7 +193,7 @@ def _symbol(factor: int) -> str:
 
 @dataclass(frozen=True)
 class AxisSplit:
-    """One grid axis split into parts: which part each device has."""
+    """A grid axis split into parts, and the part of each device."""
 
     axis: int
     parts: int
@@ -250,11 +250,11 @@ def _rank_within(keys: np.ndarray) -> np.ndarray:
 def place(
     rule: PartitionRule, tiles: Mapping[int, np.ndarray], devices: int
 ) -> Placement:
-    """Split axes as the arrays are sharded, as far as blocks and devices allow.
+    """Split axes the way the arrays are sharded, as far as blocks and devices allow.
 
     Args:
-        rule: the kernel's.
-        tiles: array number -> its tile assignment, for arrays that are sharded.
+        rule: the kernel's rule.
+        tiles: from array numbers to tile assignments, for sharded arrays.
         devices: how many there are.
     """
     found: dict[int, tuple[tuple[int, int], AxisSplit]] = {}
@@ -281,7 +281,7 @@ def place(
 
 
 def _part_of(assignment: np.ndarray, dim: int) -> np.ndarray:
-    """Which part along a dimension each device has."""
+    """Each device's part along a dimension."""
     parts = np.zeros(assignment.size, int)
     parts[assignment.ravel()] = np.indices(assignment.shape)[dim].ravel()
     return parts
@@ -306,7 +306,7 @@ def _partition(
     result_sharding: Any,
     config: bytes,
 ) -> tuple[bytes, list[Any], Any]:
-    """The module of one device, and the shardings it works on."""
+    """The module of one device, and the shardings it expects."""
     pending = _pending[config.decode()]
     rule = pending.task.rule
     results = _elements(result_shape, result_sharding)
@@ -338,10 +338,10 @@ def _partition(
 
 
 def _without_numbers(task: Task, placement: Placement) -> Placement:
-    """Only splits for which no device needs to know its number.
+    """Keeps only splits for which no device needs to know its number.
 
-    In a shard_map over some axes of a mesh, XLA shows the devices of one group and
-    numbers them from zero; their numbers in the whole mesh are not known here.
+    In a shard_map over some axes of a mesh, XLA shows only the devices of one group,
+    numbered from zero; their numbers in the whole mesh are not known here.
     """
     rule = task.rule
     splits = [
@@ -356,7 +356,7 @@ def _without_numbers(task: Task, placement: Placement) -> Placement:
 def _infer(
     shapes: Sequence[Any], shardings: Sequence[Any], result_shape: Any, config: bytes
 ) -> Any:
-    """Shardings of the results from those of the operands (without Shardy)."""
+    """The results' shardings from the operands' (without Shardy)."""
     rule = _pending[config.decode()].task.rule
     devices = max((s.num_devices() for s in shardings if s.is_tiled()), default=1)
     placement = place(rule, _tiles(shardings), devices)
@@ -405,7 +405,7 @@ def _summed(result: Any, placement: Placement, axes: Sequence[int]) -> Any:
 
 
 def result_specs(call: Any, avals: Sequence[Any]) -> list[tuple[Any, ...] | None]:
-    """Shardings of results over explicit mesh axes, as types have them; or None."""
+    """Shardings of results over explicit mesh axes, in the form of types; or None."""
     specs = [jaxcompat.explicit_spec(a) for a in avals]
     if call.partition is False or not any(any(spec) for spec in specs):
         return [None] * call.kernel.num_outputs
@@ -430,7 +430,7 @@ _warned: set[str] = set()
 
 
 def _warn_gathered(task: Task, tiles: Mapping[int, np.ndarray], at: Placement) -> None:
-    """Warn once per kernel of operands that are gathered: devices need more of them."""
+    """Warn once per kernel about gathered operands, of which devices need more."""
     facts, rule = [], task.rule
     for number, array in enumerate(rule.inputs):
         if number not in tiles:

@@ -1,8 +1,8 @@
 """`pallas_call(..., partition=...)`: how the author lets a call be partitioned.
 
 None: as the grid and the BlockSpecs allow. False: not at all. A `Partition` names the
-dimensions that may be split; with a function of its own for one device's arrays it also
-covers kernels whose blocks do not show it. `rule_of` gives the rule of a call.
+dimensions that may be split; with a function for one device's arrays it also covers
+kernels whose blocks do not show this. `rule_of` returns the rule of a call.
 """
 
 import math
@@ -26,16 +26,16 @@ Names = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Partition:
-    """How a kernel call may be partitioned over devices.
+    """How a kernel call may be partitioned across devices.
 
     Args:
         rule: one name per dimension of each operand and result, `*` for dimensions
-            that stay whole: `"m k, k n -> m n"`. Dimensions of one name
-            are split alike.
+            that stay whole: `"m k, k n -> m n"`. Dimensions with the same name are
+            split the same way.
         local: a function from one device's parts of the operands to its parts of the
             results. Without it the kernel itself is partitioned, and each name must
             stand for a grid axis that can be split.
-        sums: names over which the results of `local` are to be added up.
+        sums: names over which the results of `local` must be summed.
 
     Example:
         >>> import pallasite as pl
@@ -56,7 +56,7 @@ class Partition:
         return _parse(self.rule)[1]
 
     def batched(self, mapped: Sequence[bool]) -> "Partition":
-        """The rule of the call under vmap: one more dimension, which may be split."""
+        """The rule of the call under vmap: a new dimension, which may be split."""
         name = f"batch{self.rule.count('batch')}"
         pairs = zip(self.operands, mapped, strict=True)
         operands = [(name, *names) if m else names for names, m in pairs]
@@ -69,20 +69,20 @@ class Partition:
 
 @dataclass(frozen=True)
 class Inherited(Partition):
-    """The rule of a kernel made from the author's, as a derivative is: dimensions keep
-    their names, and those along which this kernel cannot be split stay whole."""
+    """The rule of a kernel derived from the author's, such as a derivative: dimensions
+    keep their names, and those along which this kernel cannot be split stay whole."""
 
 
 def inherit(
     given: bool | Partition | None, kernel: Kernel, names: Sequence[Sequence[str]]
 ) -> bool | Partition | None:
-    """`partition=` of a kernel made from the author's.
+    """`partition=` of a kernel derived from the author's.
 
     Args:
-        given: the author's. A function for one device says nothing about this kernel,
-            which is then partitioned as its own grid allows.
-        kernel: the kernel that was made.
-        names: those of the last dimensions of each of its arrays.
+        given: the author's. If it has a function for one device, that says nothing
+            about this kernel, which is then partitioned as its own grid allows.
+        kernel: the derived kernel.
+        names: the names of the last dimensions of each of its arrays.
     """
     if not isinstance(given, Partition):
         return given
@@ -94,7 +94,7 @@ def inherit(
     return Inherited(_text(full[:count], full[count:]))
 
 
-# Classes, not closures: equal calls must compare equal to share what is compiled.
+# Classes, not closures: equal calls must compare equal to share compiled code.
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _text(operands: Sequence[Sequence[str]], results: Sequence[Sequence[str]]) -
 def check(
     given: Any, kernel: Kernel, before: int, operands: int, at: Any
 ) -> bool | Partition | None:
-    """`partition=` as a call keeps it: with an entry for every operand of the kernel.
+    """`partition=` as stored in a call, with an entry for every kernel operand.
 
     Args:
         given: what the author wrote.
@@ -171,7 +171,7 @@ def check(
     everything[mine] = rule.operands
     local = rule.local and _Without(rule.local, before, before + operands)
     full = replace(rule, rule=_text(everything, rule.results), local=local)
-    _resolve(full, kernel, at)  # says now what it would say when XLA asks
+    _resolve(full, kernel, at)  # reports errors now, not when XLA calls back
     return full
 
 
@@ -251,7 +251,7 @@ def _restricted(given: Partition, rule: "PartitionRule", at: Any) -> "PartitionR
 
 
 def _named_axes(given: Partition, rule: "PartitionRule") -> set[int]:
-    """Grid axes that some dimension with a name follows."""
+    """Grid axes that some named dimension follows."""
     every = zip((*given.operands, *given.results), rule.arrays, strict=True)
     pairs = [pair for n, a in every for pair in zip(n, a.axes, strict=True)]
     return {axis for name, axis in pairs if name != FREE and axis is not None}

@@ -1,7 +1,7 @@
-"""The one table of chips: what each has, where schedules, estimates and errors look.
+"""The table of chips, used by schedules, estimates and errors.
 
-`chip("v5e")` gives a row; `host()` is this computer's CPU. Nothing else in the package
-keeps facts about a chip.
+`chip("v5e")` returns a row; `host()` is this computer's CPU. No other part of the
+package contains facts about a chip.
 """
 
 from pallasite.target.chip import Chip, Gpu, Memory, SparseCore, Tpu

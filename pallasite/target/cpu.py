@@ -1,7 +1,7 @@
-"""Facts about the machine code is generated for.
+"""Facts about the CPU that code is generated for.
 
-`host()` gives this computer's CPU as LLVM sees it; tests put another one in its place
-with `using`. Backends choose vector widths and instructions by these facts only.
+`host()` returns this computer's CPU as LLVM sees it; tests substitute another one with
+`using`. Backends choose vector widths and instructions only by these facts.
 """
 
 import ctypes
@@ -25,15 +25,15 @@ def _architecture() -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """One CPU. `features` are LLVM's names of what it has."""
+    """One CPU. `features` are LLVM's names for its features."""
 
     vector_bytes: int
     registers: int  # vector registers
     features: frozenset[str] = frozenset()
-    l1_bytes: int = 48 << 10  # of one core's data cache
-    l2_bytes: int = 2 << 20  # of one core
-    threads: int = 1  # that can run at once
-    # What one core takes, roughly: enough to tell microseconds from milliseconds.
+    l1_bytes: int = 48 << 10  # data cache per core
+    l2_bytes: int = 2 << 20  # per core
+    threads: int = 1  # that can run concurrently
+    # Roughly, for one core: enough to tell microseconds from milliseconds.
     ns_per_flop: float = 0.01
     ns_per_transcendental: float = 0.8
     ns_per_byte: float = 0.05
@@ -61,8 +61,8 @@ def host() -> Host:
 
 @contextmanager
 def using(host: Host) -> Iterator[None]:
-    """Generate code as for another CPU. To run it here, this one must have all of its
-    features and its architecture."""
+    """Generate code for another CPU. To run it here, this CPU must have the same
+    architecture and all of the features."""
     token = _chosen.set(host)
     try:
         yield
@@ -71,7 +71,7 @@ def using(host: Host) -> Iterator[None]:
 
 
 def host_of(features: frozenset[str], **others: Any) -> Host:
-    """The vector unit that a set of LLVM feature names describes."""
+    """The CPU that a set of LLVM feature names describes."""
     if "avx512f" in features:
         return Host(64, 32, features, **others)
     if "avx2" in features:
@@ -92,14 +92,14 @@ def _this_computer() -> Host:
 
 
 def _threads() -> int:
-    """How many threads this process may run at once, which is how many XLA has."""
+    """How many threads this process may run concurrently, as many as XLA uses."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _caches() -> dict[str, int]:
-    """Sizes of the first core's caches, as far as the system tells (Linux does)."""
+    """Sizes of the first core's caches, if the system reports them (as Linux does)."""
     found: dict[str, int] = {}
     for place in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
         try:
@@ -115,7 +115,7 @@ def _caches() -> dict[str, int]:
 
 
 def _may_use_tiles(features: set[str]) -> bool:
-    """Ask the kernel for AMX tile state, which Linux grants a process on request."""
+    """Ask the OS kernel for AMX tile state, which Linux grants on request."""
     if "amx-tile" not in features or platform.system() != "Linux":
         return False
     # arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA): Documentation/arch/x86/xstate.rst

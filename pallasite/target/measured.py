@@ -1,7 +1,7 @@
-"""What this computer's CPU does at best, found by trying.
+"""The peak rates of this computer's CPU, measured.
 
 No table has every CPU, and a virtual machine hides its clock. Both measurements are
-short and take the best of many, so that other work on the machine matters little.
+short and take the best of many, so that other load on the machine matters little.
 """
 
 import ctypes
@@ -16,17 +16,17 @@ import numpy as np
 
 from pallasite.target.cpu import host
 
-CHAINS = 12  # sums that do not wait for each other: more than a unit's latency needs
+CHAINS = 12  # independent sums: more than a unit's latency needs
 ROUNDS = 20_000
 TRIES = 40
-MARGIN = 1.05  # of noise
-USUAL_CACHE = 64 << 20  # where the system does not tell
-STREAM_BYTES = 64 << 20  # per thread: no cache has as much
+MARGIN = 1.05  # for noise
+USUAL_CACHE = 64 << 20  # if the system does not report it
+STREAM_BYTES = 64 << 20  # per thread: larger than any cache
 
 
 @cache
 def flops_per_second() -> float:
-    """Operations on 32-bit floats of one core, multiplication and addition as one."""
+    """Peak 32-bit FLOPs of one core, by fused multiply-adds (two FLOPs each)."""
     from llvmlite import binding as llvm
 
     lanes = host().lanes(32)
@@ -47,7 +47,7 @@ def flops_per_second() -> float:
 
 
 def _sums(lanes: int) -> str:
-    """A loop of multiplications and additions in registers."""
+    """A loop of fused multiply-adds in registers."""
     vector = f"<{lanes} x float>"
     names = range(CHAINS)
     every = ", ".join(["i32 0"] * lanes)
@@ -85,11 +85,11 @@ def _sums(lanes: int) -> str:
 
 @cache
 def bytes_per_second() -> float:
-    """What all threads together read from main memory."""
+    """Main memory read bandwidth of all threads together."""
     threads = host().threads
     parts = [np.zeros(STREAM_BYTES // 8, np.int64) for _ in range(threads)]
     for part in parts:
-        part += 1  # pages exist once they are written
+        part += 1  # pages are allocated when written
     with ThreadPoolExecutor(threads) as pool:
         seconds = _best(lambda: list(pool.map(np.max, parts)), tries=5)
     return MARGIN * threads * STREAM_BYTES / seconds
@@ -97,7 +97,7 @@ def bytes_per_second() -> float:
 
 @cache
 def cache_bytes() -> int:
-    """The largest cache: what it holds need not come from main memory again."""
+    """The size of the largest cache, whose contents need not be read again."""
     places = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     sizes = [re.fullmatch(r"(\d+)([KM])\s*", place.read_text()) for place in places]
     units = {"K": 1 << 10, "M": 1 << 20}

@@ -1,6 +1,6 @@
-"""Targets as they are spelled: `cpu`, `tpu:v6e`, `gpu:h200`, `gpu:sm_90a`.
+"""Names of targets: `cpu`, `tpu:v6e`, `gpu:h200`, `gpu:sm_90a`.
 
-`named("tpu:v6e")` gives what one is: JAX's platform and the chip's row.
+`named("tpu:v6e")` returns the target: JAX's platform and the chip's row.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from pallasite.target.table import CHIPS, GPUS, TPUS
 
 @dataclass(frozen=True)
 class Named:
-    """One target. `platform`: what JAX calls it ("cuda", not "gpu")."""
+    """One target. `platform` is JAX's name ("cuda", not "gpu")."""
 
     name: str
     platform: str
@@ -36,7 +36,7 @@ def named(text: str) -> Named:
     if kind in ("tpu", "gpu") and chip:
         family: dict[str, Tpu] | dict[str, Gpu] = TPUS if kind == "tpu" else GPUS
         by_arch = {row.arch: row for row in reversed(GPUS.values())}
-        # The letter of sm_90a says that code is for this chip alone: ours is.
+        # The suffix of sm_90a means code for this chip alone, which ours is.
         found = family.get(chip) or (kind == "gpu" and by_arch.get(chip.rstrip("a")))
         if found:
             return of_chip(found)
@@ -51,5 +51,5 @@ def of_chip(chip: Chip) -> Named:
 
 
 def known() -> list[str]:
-    """Every target, as it is spelled."""
+    """The names of all targets."""
     return ["cpu", *(of_chip(row).name for row in CHIPS.values())]

@@ -1,7 +1,7 @@
-"""The rows: TPUs and GPUs.
+"""The rows of the table: TPUs and GPUs.
 
 From the makers' public descriptions (Google Cloud's TPU documentation; NVIDIA's
-architecture whitepapers and data sheets), dense rates without sparsity.
+architecture whitepapers and data sheets); rates are dense, without sparsity.
 """
 
 import re
@@ -119,7 +119,7 @@ def chip(name: str) -> Chip:
 
 
 def chip_of_device(kind: str) -> Chip | None:
-    """The row of what JAX calls `device.device_kind`; the longest name that fits."""
+    """The row for JAX's `device.device_kind`, by the longest matching name."""
     kind = re.sub(r"\s+", " ", kind)
     named = [(name, row) for row in CHIPS.values() for name in row.device_kinds]
     fits = [pair for pair in named if re.match(rf"{re.escape(pair[0])}\b", kind)]

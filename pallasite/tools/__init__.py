@@ -1,1 +1,1 @@
-"""What looks at kernels from outside."""
+"""Tools that inspect kernels from outside."""

@@ -1,7 +1,7 @@
-"""One kernel call on one target: what compiles it, and what is known of it then.
+"""One kernel call on one target: what compiles it, and what is then known about it.
 
-`analyse(site, target)` is the one analysis; `explain.py` adds measured times to it,
-`check.py` what a TPU's compiler says.
+`analyse(site, target)` is the shared analysis; `explain.py` adds measured times,
+`check.py` what a TPU's compiler reports.
 """
 
 import warnings
@@ -29,13 +29,13 @@ from pallasite.tools.report import KernelReport
 from pallasite.tools.roofline import Peaks, Roofline, roofline
 
 EMULATION = "interpret"
-# Passes that give the cores of a chip their parts of the work.
+# Passes that split the work among a chip's cores.
 _SHARE = ("share_programs", "specialize", "launch")
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """A report, and what it was made from."""
+    """A report, and the data it was made from."""
 
     site: Site
     target: Named
@@ -48,14 +48,14 @@ class Analysis:
         return replace(self, report=replace(self.report, **changes))
 
     def with_hints(self) -> "Analysis":
-        """The report with hints from all facts there are by now."""
+        """The report with hints from all facts known so far."""
         if self.facts is None or not self.report.ok:
             return self
         return self.with_report(hints=hints(self.facts))
 
 
 def analyse(site: Site, target: Named) -> Analysis:
-    """What a target makes of a call. Nothing is run."""
+    """Analyses a call on a target. Nothing is run."""
     call = site.call
     kernel = run(call.kernel)
     work, bound, peaks = bound_of(site, kernel, target)
@@ -101,14 +101,14 @@ def analyse(site: Site, target: Named) -> Analysis:
 
 
 def bound_of(site: Site, kernel: Kernel, target: Named) -> tuple[Work, Roofline, Peaks]:
-    """The work of a call, the least time it takes, and what that follows from."""
+    """The work of a call, a lower bound on its time, and the peaks behind it."""
     peaks = Peaks.of(target.chip)
     work, least = count(kernel), count(kernel, least=True)
     return work, roofline(least, peaks, _repeated(site, least)), peaks
 
 
 def _repeated(site: Site, work: Work) -> int:
-    """Bytes of operands that are the same array as another operand."""
+    """Bytes of operands that repeat another operand's array."""
     names = [param.name or "unnamed" for param in site.call.kernel.inputs]
     again = [n for n, first in enumerate(site.sources) if first != n]
     touched = {row.array: row.distinct for row in work.traffic if row.mode == "in"}
@@ -131,8 +131,8 @@ Made = tuple[base.Compiled, base.Launch]
 def _compile(
     call: Call, target: Named
 ) -> tuple[Made | None, str, tuple[str, ...], str]:
-    """What the target's backends make of a call: the result, why that backend, what it
-    warned of, and why there is none."""
+    """Compiles a call with the target's backends: the result, why that backend, its
+    warnings, and why there is no result."""
     call = for_platform(call, target.platform)
     if wants_emulation(call):
         return None, "the call asks for it", (), ""
@@ -147,7 +147,7 @@ def _compile(
                 refusals.append((name, error))
                 continue
             except Exception as error:
-                # One kernel must not keep the others from being looked at.
+                # One kernel must not prevent the analysis of the others.
                 refusals.append((name, _broken(name, call, error)))
                 continue
         texts = [str(w.message) for w in said if w.category is PerformanceWarning]
@@ -169,7 +169,7 @@ def _broken(name: str, call: Call, error: Exception) -> InternalError:
 def _launch(name: str, call: Call, target: Named) -> Made:
     backend = base.get(name)
     chip = target.chip if isinstance(target.chip, Chip) else None
-    # A TPU's compiler then names the author's lines.
+    # With debug, a TPU's compiler names the author's lines.
     debug = call.debug or target.platform == "tpu"
     options = replace(call.options, chip=chip, debug=debug)
     compiled = base.Compiled(backend, call.kernel, options)
@@ -177,7 +177,7 @@ def _launch(name: str, call: Call, target: Named) -> Made:
 
 
 def backends_for(call: Call, target: Named) -> tuple[Sequence[str], str]:
-    """The backends to ask, in order, and why those.
+    """The backends to try, in order, and why those.
 
     Raises:
         UnsupportedError: the call names one that does not run on the target.
@@ -198,7 +198,7 @@ def backends_for(call: Call, target: Named) -> tuple[Sequence[str], str]:
 
 
 def _reason(why: str, refusals: Sequence[tuple[str, Exception]]) -> str:
-    """Why a backend was taken, after others had refused."""
+    """Why a backend was chosen after others rejected the kernel."""
     said = []
     for name, error in refusals:
         what = error.what if isinstance(error, PallasError) else str(error)

@@ -1,6 +1,6 @@
-"""`pl.aot(f, *args).compile("tpu:v6e")`: kernels compiled for chips that are not here.
+"""`pl.aot(f, *args).compile("tpu:v6e")`: compiles kernels for chips not present.
 
-`check.py` does it; the same is the command `pallasite check`.
+`check.py` implements it; `pallasite check` is the same as a command.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Aot:
-    """The kernels of a function, to be compiled for chips that need not be here."""
+    """The kernels of a function, to compile for chips that need not be present."""
 
     sites: tuple[Site, ...]
 
@@ -32,9 +32,9 @@ class Aot:
 
         Args:
             targets: "tpu:v6e", "gpu:h200", "cpu" and so on.
-            dump: a folder that gets the text of every stage, and libtpu's dumps.
+            dump: a folder for the text of every stage and libtpu's dumps.
             timeout: seconds for libtpu to compile one kernel.
-            progress: called with a line of text whenever something happens.
+            progress: called with a line of text at each event.
 
         Returns:
             One report per target and kernel.
@@ -58,11 +58,11 @@ def aot(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Aot:
 
     Args:
         function: any JAX function that calls kernels.
-        args, kwargs: arrays or `jax.ShapeDtypeStruct`s; anything else is handed to
+        args, kwargs: arrays or `jax.ShapeDtypeStruct`s; anything else is passed to
             `function` as it is.
 
     Returns:
-        An `Aot`; its `compile("tpu:v6e")` gives a report. Nothing is run.
+        An `Aot`, whose `compile("tpu:v6e")` returns a report. Nothing is run.
 
     Raises:
         SpecError: the function calls no kernel.

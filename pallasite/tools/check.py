@@ -1,8 +1,8 @@
-"""Kernels judged without the chip: what `pl.aot(f, *args).compile("tpu:v6e")` reports.
+"""Checks kernels without the chip, for `pl.aot(f, *args).compile("tpu:v6e")`.
 
 Every kernel of a function goes through the passes and the backend of each target; for a
-TPU libtpu then compiles the result in a process of its own. The report says for each
-whether it compiles, or why not; what it takes; and what limits it (`report.py`).
+TPU, libtpu then compiles the result in a separate process. The report says whether each
+kernel compiles, or why not; what it uses; and what limits it (`report.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from pallasite.tools.tpu_words import in_words
 
 TIMEOUT = 600.0  # seconds for libtpu, per kernel
 NO_LIBTPU = "libtpu is not installed: Mosaic was made, and not compiled"
-# libtpu's names of units, and ours.
+# libtpu's names of units, and our names.
 UNITS = {
     "MATMUL": "matrix",
     "VALU": "vector",
@@ -41,14 +41,14 @@ def compile_sites(
     timeout: float = TIMEOUT,
     progress: Progress | None = None,
 ) -> list[KernelReport]:
-    """What becomes of calls on one target.
+    """Compiles calls for one target and reports on each.
 
     Args:
         sites: the calls.
         target: what to compile for.
-        folder: gets the text of every stage, and libtpu's dumps.
+        folder: where to write the text of every stage and libtpu's dumps.
         timeout: seconds for libtpu to compile one kernel.
-        progress: called with a line of text whenever something happens.
+        progress: called with a line of text at each event.
     """
     tell, found = progress or (lambda text: None), []
     with config.override(dump=str(folder or config.get("dump"))):
@@ -62,7 +62,7 @@ def compile_sites(
 
 
 def native(site: Site, target: Named) -> Site:
-    """The call as if it asked for no emulation, nor for another platform's backend."""
+    """The call without a request for emulation or another platform's backend."""
     call = replace(site.call, interpret=False)
     backend = None if call.backend == "interpret" else call.backend
     if backend is not None and target.platform not in base.get(backend).platforms:
@@ -76,7 +76,7 @@ def estimated(
     timeout: float = TIMEOUT,
     progress: Progress | None = None,
 ) -> list[Analysis]:
-    """What libtpu says of kernels for one TPU, added to their reports."""
+    """Adds libtpu's results for one TPU to the kernels' reports."""
     if not libtpu.is_usable():
         return [each.with_report(note=NO_LIBTPU) for each in found]
     jobs = {
@@ -139,7 +139,7 @@ def _estimate(found: Analysis, chip: Tpu, result: libtpu.Compiled) -> Estimate:
     estimated = result.estimated
     if estimated is None:
         return Estimate(None, None, {})
-    # libtpu's estimate lets copies overlap with each other without a limit.
+    # libtpu's estimate lets any number of copies overlap each other.
     least = bound.seconds if bound is not None else 0.0
     seconds = max(estimated / chip.clock, least)
     busy: dict[str, float] = {}
@@ -158,7 +158,7 @@ def _estimate(found: Analysis, chip: Tpu, result: libtpu.Compiled) -> Estimate:
 
 
 def _with_vmem(report: KernelReport, vmem: int | None) -> tuple[Resource, ...]:
-    """The compiler knows better than the backend how much it took."""
+    """The report's resources, with the VMEM use the compiler gives, if it does."""
     if vmem is None:
         return report.resources
     return tuple(

@@ -1,7 +1,7 @@
 """The commands `pallasite check`, `pallasite explain` and `pallasite explore`.
 
-A command runs in a child process: what ends that (a compiler's abort, a signal) is
-reported like any other result, with an exit status of its own.
+A command runs in a child process: whatever ends that process (a compiler's abort, a
+signal) is reported like any other result, with its own exit status.
 """
 
 import argparse
@@ -97,11 +97,11 @@ def _parser(commands: Any, name: str, epilog: str, text: str) -> Any:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Run the command that was given; the exit status.
+    """Run the given command; return its exit status.
 
     Args:
-        options: what the parser made of them.
-        arguments: as they were written.
+        options: the parsed arguments.
+        arguments: the arguments as written.
     """
     if options.in_child:
         return _here(options)
@@ -184,7 +184,7 @@ def _explore(options: argparse.Namespace, line: "_Line") -> int:
 
 
 def _known(targets: list[str]) -> None:
-    """Refuse a wrong name before anything is run."""
+    """Reject an unknown name before anything is run."""
     from pallasite.target import named
 
     for target in targets:
@@ -192,7 +192,7 @@ def _known(targets: list[str]) -> None:
 
 
 class _Line:
-    """One line on the terminal that says what is going on; none elsewhere."""
+    """A status line on the terminal; nothing if the output is not a terminal."""
 
     def __init__(self) -> None:
         self._shown = 0

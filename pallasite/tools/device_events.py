@@ -1,4 +1,4 @@
-"""What ran on an accelerator, by the profiler of JAX."""
+"""What ran on an accelerator, from JAX's profiler."""
 
 import tempfile
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from pallasite.tools.time_profile import Span
 
 
 def device_events(run: Callable[[], None]) -> list[Span]:
-    """The spans of everything that devices do while a function runs.
+    """The spans of everything that devices execute while a function runs.
 
     Args:
-        run: the function; it waits for what it starts.
+        run: the function; it must wait for the work it starts.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -35,6 +35,6 @@ def _spans_of(file: Path) -> list[tuple[str, float, float, str]]:
         for plane in data.planes
         if plane.name.startswith("/device:GPU")
         for line in plane.lines
-        if line.name.startswith("Stream")  # the others repeat them, by source
+        if line.name.startswith("Stream")  # other lines repeat them, by source
         for event in line.events
     ]

@@ -1,8 +1,8 @@
 """`pl.explain(f)(*args)`: every kernel of a function, what runs it, and how well.
 
 One report per kernel call (`report.py`): backend, grid, traffic, what the passes did,
-the chip's bound and the time taken, and what would make it faster. `timing.py` makes
-them.
+the chip's bound and the measured time, and what would make it faster. `timing.py` makes
+the reports.
 """
 
 import inspect
@@ -30,14 +30,14 @@ def explain(
             `vmap`, `scan` or `shard_map`.
         target: "cpu", "tpu:v6e", "gpu:h200" and so on, or several; default: this
             computer.
-        measure: run each kernel, with operands made up, and take the time; default:
-            on this computer only. For a TPU that is not here its compiler's estimate
-            is asked for instead, where libtpu is installed.
+        measure: whether to run and time each kernel, with synthetic operands; default:
+            on this computer only. For a TPU that is not present, its compiler's
+            estimate is used instead, if libtpu is installed.
 
     Returns:
         A function of the same arguments (arrays or `jax.ShapeDtypeStruct`s; anything
-        else is handed to `function` as it is). It gives a `Report`: print it, or look
-        at its `kernels`.
+        else is passed to `function` as it is). It returns a `Report`: print it, or
+        look at its `kernels`.
 
     Raises:
         SpecError: the function calls no kernel, or a target is not known.
@@ -58,7 +58,7 @@ def explain(
 
 
 def kernels_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Site]:
-    """The kernel calls of a function, of which it must have one."""
+    """The kernel calls of a function; it must have at least one."""
     sites = sites_in(function, *args, **kwargs)
     if not sites:
         name = getattr(function, "__name__", repr(function))
@@ -71,7 +71,7 @@ def kernels_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[
 
 
 def _definition(function: Callable[..., Any]) -> Loc | None:
-    """Where a function is written, for want of a line that calls it (a command)."""
+    """Where a function is defined, if no line calls it (in a command)."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return None

@@ -1,7 +1,7 @@
 """What an author could change to make a kernel faster.
 
-Each rule looks at the facts of a compiled kernel and gives a hint with the part of the
-time that it may save; the two largest are reported.
+Each rule examines the facts of a compiled kernel and yields a hint with the fraction of
+the time it may save; the two largest are reported.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +19,14 @@ from pallasite.tools.roofline import Peaks, Roofline
 
 MOST = 2
 LEAST_GAIN = 0.1
-STEP_SECONDS = {"cpu": 2e-8, "tpu": 2.5e-7}  # to start one step of a grid
-LEAST_SECONDS = 2e-5  # of work that is worth waking other cores for
+STEP_SECONDS = {"cpu": 2e-8, "tpu": 2.5e-7}  # overhead of one grid step
+LEAST_SECONDS = 2e-5  # of work worth waking other cores for
 MANY_SPILLS = 64
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What hints are taken from."""
+    """What hints are derived from."""
 
     platform: str
     chip: Chip | Host
@@ -35,11 +35,11 @@ class Facts:
     work: Work  # as the author wrote it
     bound: Roofline
     scheduled: Kernel | None = None  # after the backend's passes
-    scheduled_work: Work | None = None  # where the grid is still one
+    scheduled_work: Work | None = None  # where there is still one grid
     warnings: tuple[str, ...] = ()
     spills: int | None = None
-    shared: bool = False  # the backend divides the work among cores by itself
-    why_small: str = ""  # why the backend keeps the author's steps, where it does
+    shared: bool = False  # the backend itself splits the work among cores
+    why_small: str = ""  # why the backend keeps the author's steps, if it does
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -53,7 +53,7 @@ Hint = tuple[float, str]
 
 
 def hints(facts: Facts) -> tuple[str, ...]:
-    """The most useful ones, the best first."""
+    """The most useful hints, best first."""
     found = [hint for rule in RULES for hint in rule(facts)]
     useful = [hint for hint in found if hint[0] >= LEAST_GAIN]
     best = sorted(useful, key=lambda hint: -hint[0])[:MOST]
@@ -61,7 +61,7 @@ def hints(facts: Facts) -> tuple[str, ...]:
 
 
 def refused_tiles(facts: Facts) -> Iterator[Hint]:
-    """What the backend has warned of."""
+    """What the backend has warned about."""
     for text in facts.warnings:
         yield 0.5, " ".join(text.split())
 
@@ -88,7 +88,7 @@ def idle_cores(facts: Facts) -> Iterator[Hint]:
 
 
 def copied_again(facts: Facts) -> Iterator[Hint]:
-    """Blocks that come again and again, where that takes longer than all else."""
+    """Blocks copied repeatedly, if that takes longer than everything else."""
     work = facts.scheduled_work
     if work is None or facts.platform != "tpu":
         return
@@ -141,7 +141,7 @@ def wide_products(facts: Facts) -> Iterator[Hint]:
 
 
 def half_empty_units(facts: Facts) -> Iterator[Hint]:
-    """Products that are narrower than a TPU's matrix unit."""
+    """Matmuls narrower than a TPU's matrix unit."""
     if not isinstance(facts.chip, Tpu) or facts.scheduled is None:
         return
     side = facts.chip.mxu_size

@@ -1,7 +1,7 @@
 """Every stage of a kernel as text: `pl.lower(f)(*args).stages()`.
 
-Traces a JAX function, finds the kernels in it and shows what the passes and a backend
-make of one. Nothing is run. `PALLASITE_DUMP` writes the same texts during normal use.
+Traces a JAX function, finds its kernels and shows what the passes and a backend turn
+them into. Nothing is run. `PALLASITE_DUMP` writes the same texts during normal use.
 """
 
 from collections.abc import Callable
@@ -30,18 +30,17 @@ class Lowered:
         return tuple(call.kernel for call in self.calls)
 
     def stages(self, backend: str | None = None, kernel: int = 0) -> dict[str, str]:
-        """What each stage makes of one kernel, by the stage's name.
+        """One kernel after each stage, by the stage's name.
 
         Args:
             backend: "cpu", "triton", "cuda" or "tpu"; by default the call's own, else
                 the one for the platform JAX uses.
-            kernel: which of `kernels`.
+            kernel: the index in `kernels`.
 
         Returns:
-            Texts in order: "import" (the IR as traced), one per pass (a pass that
-            runs again is named with its number: "canonicalize.2"), "scheduled" (the
-            result of the last one), then the backend's; for "cpu" those are "llvm"
-            and "asm".
+            Texts in order: "import" (the IR as traced), one per pass (repeated passes
+            are numbered: "canonicalize.2"), "scheduled" (the result of the last pass),
+            then the backend's stages: for "cpu", "llvm" and "asm".
 
         Raises:
             UnsupportedError: the backend cannot compile the kernel.
@@ -61,11 +60,11 @@ class Lowered:
         return texts | stages
 
     def choice(self, platform: str | None = None, kernel: int = 0) -> Choice:
-        """The backend that runs one kernel where operands are on a platform, and why.
+        """The backend that runs one kernel on a platform, and why.
 
         Args:
             platform: "cpu", "cuda" or "tpu"; by default the one JAX uses.
-            kernel: which of `kernels`.
+            kernel: the index in `kernels`.
 
         Raises:
             UnsupportedError: the backend that the call names cannot run it there.
@@ -79,14 +78,14 @@ class Lowered:
 
 
 def lower(function: Callable[..., Any]) -> Callable[..., Lowered]:
-    """See what becomes of the kernels in a function.
+    """See what the kernels in a function are compiled to.
 
     Args:
         function: any JAX function that calls kernels.
 
     Returns:
         A function of the same arguments (arrays or `jax.ShapeDtypeStruct`s; anything
-        else is handed to `function` as it is); it gives a `Lowered`: `.kernels` and
+        else is passed to `function` as it is). It returns a `Lowered`: `.kernels` and
         `.stages()`.
 
     Raises:
@@ -115,13 +114,13 @@ def _default_backend(call: Call) -> str:
     if named and named != "interpret":
         return named
     platform = _own_platform()
-    # A backend that is not the default yet can be looked at all the same.
+    # A backend that is not yet the default can be inspected all the same.
     usable = [name for name in base.names() if platform in base.get(name).platforms]
     return next(iter((*base.defaults(platform, call.kernel), *usable)), "cpu")
 
 
 def _own_platform() -> str:
-    """The platform of JAX's default backend, named as lowering rules name it."""
+    """The platform of JAX's default backend, as named in lowering rules."""
     name = jax.default_backend()
     if name == "gpu":
         try:

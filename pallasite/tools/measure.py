@@ -13,12 +13,12 @@ from pallasite.primitive import Call, call_p
 BATCHES = 5
 BATCH_SECONDS = 0.02
 MOST_CALLS = 1000
-# Whether these end depends on the operands, and those are made up.
+# Whether these terminate depends on the operands, which are synthetic.
 _WAIT = {"while", "sem_wait", "roles"}
 
 
 def cannot_measure(call: Call) -> str:
-    """Why a call is not measured; empty if it can be."""
+    """Why a call cannot be measured; empty if it can."""
     found = {op.name for op in walk(call.kernel.body)} & _WAIT
     if found:
         return f"not measured: {', '.join(sorted(found))} in it depends on operands"
@@ -26,9 +26,9 @@ def cannot_measure(call: Call) -> str:
 
 
 def measure(call: Call) -> float:
-    """Seconds of one call, the best of several batches.
+    """Seconds per call, the best of several batches.
 
-    Operands are made up: floats between 0 and 1, integers of 0.
+    Operands are synthetic: floats between 0 and 1, integers of 0.
     """
     rng = np.random.default_rng(0)
     refs = [param.ref for param in call.kernel.inputs]
@@ -55,7 +55,7 @@ def _batch(run: Any, operands: list[Any], calls: int) -> float:
 def made_up(
     shape: Sequence[int], dtype: np.dtype, rng: np.random.Generator
 ) -> np.ndarray:
-    """An array to run something with: floats between 0 and 1, integers of 0."""
+    """A synthetic operand: floats between 0 and 1, integers of 0."""
     if not jax.numpy.issubdtype(dtype, np.floating):
         return np.zeros(shape, dtype)
     return rng.random(tuple(shape), np.float32).astype(dtype)

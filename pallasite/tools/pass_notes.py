@@ -7,8 +7,8 @@ from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.run import Step
 
-# Passes that say something by what they do; others are named where the grid, a block
-# or the number of products changed.
+# Passes that have a description; others are listed if the grid, a block or the number
+# of matmuls changed.
 WHAT = {
     "choose_blocks": "blocks chosen for the chip",
     "merge_k_steps": "steps along k merged",
@@ -60,7 +60,7 @@ class PassNote:
 
 
 def notes(kernel: Kernel, steps: Iterable[Step]) -> tuple[PassNote, ...]:
-    """What each step did, beginning with `kernel`."""
+    """What each pass did, starting from `kernel`."""
     found = []
     for step in steps:
         if not step.changed:
@@ -74,7 +74,7 @@ def notes(kernel: Kernel, steps: Iterable[Step]) -> tuple[PassNote, ...]:
 
 
 def differences(before: Kernel, after: Kernel) -> list[str]:
-    """Grid, blocks and numbers of products that differ."""
+    """Differences in the grid, the blocks and the number of matmuls."""
     old, new = _pipeline(before), _pipeline(after)
     found = []
     if old is not None and new is not None:

@@ -1,6 +1,6 @@
 """`pl.profile(f)(*args)`: run a function, and see which kernels take the time.
 
-`time_profile.py` has what it gives, `recorded_runs.py` runs and records.
+`time_profile.py` defines the result, `recorded_runs.py` runs and records.
 """
 
 from collections.abc import Callable
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 def profile(
     function: Callable[..., Any], runs: int | None = None
 ) -> "Callable[..., Profile]":
-    """Run a function a few times and take the time of every kernel in it.
+    """Run a function a few times and time every kernel in it.
 
-    On a CPU machine code records when each thread takes which programs; on a GPU the
-    times are those of the device's own profiler.
+    On a CPU the machine code records which programs each thread runs, and when; on a
+    GPU the times come from the device's own profiler.
 
     Args:
         function: any JAX function that calls kernels, also inside `jit`, `grad`,
-            `vmap` or `scan`. It is compiled as one, as `jax.jit` does.
-        runs: how often it is run; default: for half a second, 20 times at most.
+            `vmap` or `scan`. It is compiled as a whole, as by `jax.jit`.
+        runs: how often to run it; default: for half a second, at most 20 times.
 
     Returns:
-        A function of the same arguments (arrays, or `jax.ShapeDtypeStruct`s for which
-        numbers are made up; anything else is handed to `function` as it is). It gives
-        a `Profile`: print it, look at its `kernels`, `.save("trace.json")` it for
+        A function of the same arguments (arrays, or `jax.ShapeDtypeStruct`s, which get
+        synthetic values; anything else is passed to `function` as it is). It returns a
+        `Profile`: print it, look at its `kernels`, or `.save("trace.json")` it for
         Perfetto.
 
     Raises:
-        SpecError: the function calls no kernel, or `runs` is no number of runs.
-        UnsupportedError: there is no way to record on this device.
+        SpecError: the function calls no kernel, or `runs` is not a valid number.
+        UnsupportedError: recording is not possible on this device.
 
     Example:
         `print(pl.profile(f)(x))`

@@ -1,7 +1,7 @@
-"""Runs of a function in which kernels are recorded: what `pl.profile` does.
+"""Runs a function while recording its kernels, for `pl.profile`.
 
-On a CPU the kernels' own code records (`backends/cpu/call/recording.py`), on a GPU the
-profiler of JAX (`device_events.py`).
+On a CPU the kernels' own code records (`backends/cpu/call/recording.py`), on a GPU
+JAX's profiler (`device_events.py`).
 """
 
 import time
@@ -31,7 +31,7 @@ Runs = list[tuple[float, float]]
 
 @dataclass
 class _Recorded:
-    """What was seen of one kernel."""
+    """What was recorded of one kernel."""
 
     sites: list[Site]
     calls: list[Span] = field(default_factory=list)
@@ -44,20 +44,20 @@ def run_recorded(
     sites: Sequence[Site],
     count: int | None,
 ) -> Profile:
-    """Compile a function, run it, and say where the time went.
+    """Compile a function, run it, and report where the time went.
 
     Args:
         function: what to run.
-        given: its arguments; of arrays shapes alone will do.
+        given: its arguments; for arrays, shapes are enough.
         sites: the kernel calls in it.
-        count: of runs; None: what half a second has room for.
+        count: how many runs; None: as many as fit in half a second.
     """
     platform = _platform()
     with recorded() as calls:
-        # A function of its own: JAX keeps what it has lowered.
+        # A new function object, as JAX caches what it has lowered.
         compiled = jax.jit(given.of_arrays(function)).lower(*given.arrays).compile()
     known = [site.call for site in sites]
-    # What XLA has divided among devices is another kernel.
+    # A call that XLA has split across devices is another kernel.
     sites = [*sites, *(Site(call) for call in calls if call not in known)]
     kernels, unseen = _by_key(sites, platform)
     runner = _Runner(compiled, _operands(given.arrays), count)
@@ -83,7 +83,7 @@ def _platform() -> str:
 def _by_key(
     sites: Sequence[Site], platform: str
 ) -> tuple[dict[int | str, _Recorded], list[str]]:
-    """Kernels by what identifies them in a record, and those that have nothing."""
+    """Kernels by their identifier in a recording, and those without one."""
     found: dict[int | str, _Recorded] = {}
     unseen: list[str] = []
     for site in sites:
@@ -115,7 +115,7 @@ def _operands(arrays: Sequence[Any]) -> list[Any]:
 
 
 class _Runner:
-    """Runs a compiled function; its clock is that of machine code."""
+    """Runs a compiled function, timed by the clock that machine code uses."""
 
     def __init__(self, compiled: Any, operands: list[Any], count: int | None):
         self._compiled, self._operands = compiled, operands
@@ -161,7 +161,7 @@ def _on_cpu(
 
 
 def _in_order(spans: Sequence[recording.Span]) -> list[int]:
-    """Threads in the order in which they began to work."""
+    """Threads in the order in which they started work."""
     ordered = sorted(spans, key=lambda span: span.begin)
     return list(dict.fromkeys(span.thread for span in ordered))
 
@@ -184,7 +184,7 @@ def _on_device(
 
 
 def _is_called(name: str, symbol: str) -> bool:
-    """Whether a name in a trace is a kernel's; XLA may have added a number."""
+    """Whether a name in a trace is the kernel's; XLA may have appended a number."""
     rest = name.removeprefix(symbol)
     return name.startswith(symbol) and not rest.strip("_0123456789.")
 
@@ -227,7 +227,7 @@ def _row(kernel: _Recorded, runs: int) -> KernelTime:
 
 
 def _report(sites: Sequence[Site], seconds: float) -> KernelReport:
-    """What is known of a kernel, with the time that a call of it took."""
+    """The report of a kernel, with the measured time of a call."""
     found = analyse(sites[0], this_computer()).with_report(measured=seconds)
     places = list(dict.fromkeys(str(s.call.kernel.loc or "") for s in sites))
     return replace(found.with_hints().report, at=", ".join(filter(None, places)))

@@ -1,6 +1,6 @@
-"""What is known of a kernel on a target, as a dataclass that prints well.
+"""What is known about a kernel on a target, as a dataclass that prints well.
 
-`explain.py` and `check.py` fill the same `KernelReport`. It has numbers only; `str`
+`explain.py` and `check.py` fill in the same `KernelReport`. It holds only data; `str`
 gives text, `_repr_html_` a table for notebooks, `as_json` plain data.
 """
 
@@ -18,14 +18,14 @@ from pallasite.tools.roofline import Roofline
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a chip's own compiler says of a kernel that it compiled.
+    """What a chip's own compiler reports about a kernel it compiled.
 
     Attributes:
         cycles: its static estimate of a call.
-        seconds: the same by the chip's clock, and not less than the bound.
-        busy: of the seconds, the part that each unit is busy for.
-        spills: vector registers written to memory and read again, in the code.
-        vmem: bytes of vector memory, all of the compiler's own among them.
+        seconds: the cycles at the chip's clock rate, but not less than the bound.
+        busy: the fraction of the seconds for which each unit is busy.
+        spills: spills and reloads of vector registers in the code.
+        vmem: bytes of vector memory, including the compiler's own.
     """
 
     cycles: int | None
@@ -40,23 +40,23 @@ class KernelReport:
     """One kernel call on one target.
 
     Attributes:
-        name: the kernel's.
-        at: the line of the call or the kernel, as the author wrote it.
+        name: the kernel's name.
+        at: the author's line of the call or the kernel.
         inside: the control flow around the call, outermost first.
-        times: how often one run of the function makes it; None: data decide.
+        times: how often one run of the function makes the call; None: data-dependent.
         target: what it is compiled for.
         backend: what runs it; "interpret" is the emulation.
         why: why that backend.
         error: why it does not compile; empty if it does.
-        axes: of the grid, parallel or sequential and why.
-        work: of one call: operations, and which blocks move how often.
-        bound: the least time that the target needs.
+        axes: the grid axes: parallel or sequential, and why.
+        work: of one call: operations, and how often each block is copied.
+        bound: a lower bound on the target's time.
         measured: seconds on this computer; None: not measured.
         estimate: the compiler's numbers, for a TPU.
         resources: on-chip memory and registers, used and available.
-        passes: what was done to the kernel.
-        hints: what would make it faster, the most useful first.
-        note: what else there is to say, about the numbers that are missing.
+        passes: what the passes did to the kernel.
+        hints: what would make it faster, most useful first.
+        note: further remarks, such as why numbers are missing.
         fused: what `pl.fuse` moved into the kernel, and why not more.
     """
 
@@ -85,7 +85,7 @@ class KernelReport:
 
     @property
     def intensity(self) -> float | None:
-        """Operations per byte that has to be moved."""
+        """Operations per byte that must be moved."""
         if self.work is None or not self.work.distinct_bytes:
             return None
         return (self.work.flops + self.work.transcendentals) / self.work.distinct_bytes
@@ -193,7 +193,7 @@ class KernelReport:
         return f"<table><caption>{title}</caption>{''.join(cells)}</table>"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data: what `json.dumps` takes."""
+        """Plain data that `json.dumps` accepts."""
         data = plain(self)
         data["ok"] = self.ok
         if self.work is not None:
@@ -221,7 +221,7 @@ class Report:
         return "\n".join(kernel._repr_html_() for kernel in self.kernels)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data: what `json.dumps` takes."""
+        """Plain data that `json.dumps` accepts."""
         return {"ok": self.ok, "kernels": [k.as_json() for k in self.kernels]}
 
 

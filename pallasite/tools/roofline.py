@@ -1,7 +1,7 @@
-"""The least time a chip needs for some work: its rates, and which unit is the limit.
+"""A lower bound on a chip's time for some work: its peak rates, and the limiting unit.
 
-Rates are the best there are, and of main memory only what cannot have stayed in a cache
-since the last call counts: no run is faster than `Roofline.seconds`.
+Rates are peaks, and main memory traffic counts only what cannot have stayed in a cache
+since the last call: no run is faster than `Roofline.seconds`.
 """
 
 from collections.abc import Mapping
@@ -11,11 +11,11 @@ from math import inf
 from pallasite.passes.analysis.work import Work
 from pallasite.target import Chip, Gpu, Host, Tpu, measured
 
-GPU_CLOCK = 2e9  # cycles per second: more than any of the table sustains
-GPU_LANES = 128  # of a multiprocessor
+GPU_CLOCK = 2e9  # cycles per second: more than any GPU in the table sustains
+GPU_LANES = 128  # per SM
 GPU_SPECIAL = 16
-SPECIAL_FLOPS = 4  # of an exponential on a CPU, at the very least
-# Products of narrower types on a CPU against 32-bit floats: with one of the features.
+SPECIAL_FLOPS = 4  # least FLOPs of an exponential on a CPU
+# Matmul rates of narrower types on a CPU, relative to f32, given a CPU feature.
 CPU_PRODUCTS = {
     "f16": (2.0, ("fullfp16", "avx512fp16")),
     "bf16": (4.0, ("bf16", "avx512bf16")),
@@ -27,15 +27,15 @@ CPU_TILES = {"bf16": 16.0, "f16": 16.0, "i8": 32.0, "u8": 32.0}  # AMX
 
 @dataclass(frozen=True)
 class Peaks:
-    """What a chip does in a second at best.
+    """A chip's peak rates, per second.
 
     Attributes:
-        products: operations of matrix products by type of operands.
+        products: matmul operations, by operand type.
         vector: operations on 32-bit floats.
-        special: exponentials and their like.
+        special: exponentials and the like.
         bytes: to and from main memory.
-        cached: bytes that may be on the chip before a kernel starts.
-        one_unit: products, vectors and exponentials take turns.
+        cached: bytes that may already be on chip when a kernel starts.
+        one_unit: whether matmuls, vectors and exponentials share one unit.
     """
 
     products: Mapping[str, float]
@@ -59,7 +59,7 @@ class Peaks:
         return Peaks(chip.rates, *rates, bandwidth, chip.cache.bytes)
 
     def product_rate(self, dtype: str) -> float:
-        """A type without a rate of its own is computed in one that has."""
+        """The matmul rate; a type without its own uses that of bf16 or f32."""
         if dtype in self.products:
             return self.products[dtype]
         wide = self.products.get("bf16") or self.products.get("f32")
@@ -86,7 +86,7 @@ def _of_host(chip: Host) -> Peaks:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The least seconds that each unit of a chip is busy for."""
+    """The least time each unit of a chip is busy, in seconds."""
 
     units: Mapping[str, float]
 
@@ -96,7 +96,7 @@ class Roofline:
 
     @property
     def limit(self) -> str:
-        """The unit that is busy for longest."""
+        """The unit that is busy the longest."""
         return max(self.units, key=lambda name: self.units[name])
 
 
@@ -104,11 +104,11 @@ def roofline(work: Work, peaks: Peaks, repeated_bytes: int = 0) -> Roofline:
     """The bound of some work.
 
     Args:
-        work: counted with `least=True`, so that it is certain to be done.
+        work: counted with `least=True`, so that all of it must be done.
         peaks: the chip's.
-        repeated_bytes: of operands that are the same array as another.
+        repeated_bytes: bytes of operands that repeat another operand's array.
     """
-    # What a block has outside its array need not be computed.
+    # Elements of a block outside its array need not be computed.
     needed = min((row.inside for row in work.traffic), default=1.0)
     rates = {name: peaks.product_rate(name) for name in work.products}
     products = needed * sum(n / rates[name] for name, n in work.products.items())

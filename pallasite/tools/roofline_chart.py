@@ -1,5 +1,4 @@
-"""Kernels against the ceilings of chips, as numbers: `pl.roofline` and the explorer
-draw them.
+"""The data of roofline charts, which `pl.roofline` and the explorer draw.
 
 Operations per second over operations per byte, both on logarithmic scales. A chip's
 memory is a slope, its units are levels; a kernel is a point at the rate it reaches.
@@ -22,7 +21,7 @@ MEASURED, ESTIMATED, BOUND = "measured", "estimated", "bound"
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What a chip does at best: a level, or with `slope` bytes per second."""
+    """A peak rate of a chip: a level, or with `slope`, bytes per second."""
 
     chip: str
     name: str
@@ -48,7 +47,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn; `left_out` are kernels without operations on floats."""
+    """What is drawn; `left_out` lists kernels without floating-point operations."""
 
     ceilings: tuple[Ceiling, ...]
     points: tuple[Point, ...]
@@ -71,8 +70,8 @@ class Chart:
 
     @property
     def limits(self) -> tuple[float, float, float, float]:
-        """Least and greatest of both axes, in whole decades."""
-        # Past the ridge, so that the level is to be seen.
+        """The limits of both axes, in whole decades."""
+        # Past the ridge, so that the level is visible.
         ridges = [5 * r for r in map(self.ridge, self.chips) if r]
         across = [p.intensity for p in self.points] + ridges
         levels = [c.rate for c in self.ceilings if not c.slope]
@@ -88,7 +87,7 @@ def _decades(values: Sequence[float]) -> tuple[float, float]:
 
 
 def chart_of(reports: Iterable[KernelReport]) -> Chart:
-    """The chart of some kernels, on all chips that the reports are for.
+    """The chart of some kernels, on all chips covered by the reports.
 
     Raises:
         SpecError: none of them has a rate.
@@ -141,7 +140,7 @@ def _ceilings(chip: str, types: set[str]) -> list[Ceiling]:
 
 
 def reports_in(given: Iterable[Any]) -> list[KernelReport]:
-    """The kernels' reports in reports, profiles and lists of them."""
+    """The kernel reports in reports, profiles and lists of these."""
     found: list[KernelReport] = []
     for each in given:
         if isinstance(each, KernelReport):

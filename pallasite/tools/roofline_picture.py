@@ -1,4 +1,4 @@
-"""`pl.roofline(reports...)`: kernels against what chips can do, drawn by matplotlib."""
+"""`pl.roofline(reports...)`: a roofline chart of kernels, drawn by matplotlib."""
 
 from importlib import import_module
 from typing import Any
@@ -12,12 +12,12 @@ def roofline(*reports: Any, axes: Any = None) -> Any:
     """Draw kernels below the ceilings of their chips.
 
     Several kernels on one chip, or one kernel on several chips: operations per second
-    over operations per byte that has to be moved. A filled point is measured, an empty
-    one a compiler's estimate, a cross the bound, where there is neither.
+    over operations per byte that must be moved. A filled point is measured, an empty
+    one a compiler's estimate; a cross is the bound, where there is neither.
 
     Args:
-        *reports: of `pl.explain` or `pl.profile`, or of single kernels.
-        axes: of matplotlib, to draw into; default: those of a new figure.
+        *reports: from `pl.explain` or `pl.profile`, or of single kernels.
+        axes: matplotlib axes to draw into; default: those of a new figure.
 
     Returns:
         The figure: `.savefig("roofline.svg")` writes it.
@@ -59,7 +59,7 @@ def _draw_ceilings(axes: Any, chart: Any, chip: str, color: str) -> None:
     left, right, bottom, top = chart.limits
     memory, level = chart.roof(chip)
     text = {"color": color, "fontsize": "small", "textcoords": "offset points"}
-    # Levels of two chips may be close: their names are side by side.
+    # Levels of two chips may be close, so their names are placed side by side.
     place = 0.99 - 0.27 * (chart.chips.index(chip) % 3)
     for ceiling in chart.ceilings:
         if ceiling.chip != chip:

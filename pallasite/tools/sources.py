@@ -1,4 +1,4 @@
-"""Kernels of a file: `FILE::FUNCTION` with operands, or all that a script lowers."""
+"""Kernels in a file: `FILE::FUNCTION` with operands, or all that a script lowers."""
 
 import contextlib
 import inspect
@@ -27,10 +27,10 @@ def sites_of(source: str, operands: str = "") -> list[Site]:
 
     Args:
         source: "FILE::FUNCTION", or "FILE" for a script, which is run.
-        operands: of the function, as "f32[8,128], i32[4]".
+        operands: of the function, such as "f32[8,128], i32[4]".
 
     Raises:
-        SpecError: there is no such file, function or kernel, or operands do not fit.
+        SpecError: no such file, function or kernel, or the operands do not match.
     """
     name, _, function = source.partition("::")
     path = Path(name)
@@ -51,8 +51,8 @@ def sites_of(source: str, operands: str = "") -> list[Site]:
 
 @contextlib.contextmanager
 def _blamed(path: Path) -> Iterator[None]:
-    """What the user's own code raises is said with its line, not with all that called
-    it; errors of ours have theirs."""
+    """Reports an exception from the user's code with its line instead of the whole
+    traceback; our own errors already have a line."""
     try:
         yield
     except PallasError:
@@ -75,7 +75,7 @@ def _blamed(path: Path) -> Iterator[None]:
 
 
 def _run(path: Path, name: str) -> dict[str, Any]:
-    """What a file defines. What it prints goes where messages do."""
+    """What a file defines. Its output goes to stderr, like messages."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     own, sys.argv = sys.argv, [str(path)]  # the command's options are not the script's
     try:

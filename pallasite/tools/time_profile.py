@@ -1,7 +1,7 @@
 """When each kernel of a function ran, as a dataclass that prints well.
 
-`Profile` is what `pl.profile` gives: a table of kernels sorted by their time, and the
-spans that it was made from, which `save` writes as a trace.
+`Profile` is the result of `pl.profile`: a table of kernels sorted by time, and the
+spans it was made from, which `save` writes as a trace.
 """
 
 import html
@@ -21,12 +21,12 @@ class Span:
     """Something that ran.
 
     Attributes:
-        name: of the kernel, or of what else ran on a device.
+        name: of the kernel, or of whatever else ran on a device.
         where: the thread, or the stream of a device.
-        begin: seconds since the first run began.
-        end: the same.
-        units: of a part of a call, the first of its programs and the one after the
-            last, counted along the parallel axes; None: a whole call.
+        begin: start, in seconds since the first run began.
+        end: end, in the same seconds.
+        units: for part of a call, its first program and the one past its last, counted
+            along the parallel axes; None: a whole call.
         kernel: whether it is one of the function's kernels.
     """
 
@@ -47,11 +47,11 @@ class KernelTime:
     """One kernel in a run.
 
     Attributes:
-        report: what is known of it (`pl.explain`); `measured` is one call's time.
-        calls: in one run.
-        seconds: of all its calls in one run.
-        least: of the calls in all runs, the shortest.
-        busy: threads that work on a call at the same time, on average; None: not known.
+        report: its report (`pl.explain`), with one call's time as `measured`.
+        calls: calls in one run.
+        seconds: total time of its calls in one run.
+        least: the shortest call in all runs.
+        busy: average number of threads working on a call; None: not known.
     """
 
     report: KernelReport
@@ -66,7 +66,7 @@ class KernelTime:
 
     @property
     def of_bound(self) -> float | None:
-        """The least time of a call on this chip, as a part of the time it took."""
+        """The bound of a call on this chip, as a fraction of the time it took."""
         if self.report.bound is None or not self.report.measured:
             return None
         return self.report.bound.seconds / self.report.measured
@@ -79,11 +79,11 @@ class Profile:
     Attributes:
         name: of the function.
         target: what it ran on.
-        seconds: of one run, the mean.
-        runs: when each began and ended, in seconds since the first began.
-        kernels: the longest in all first.
+        seconds: mean time of one run.
+        runs: start and end of each run, in seconds since the first began.
+        kernels: in order of total time, longest first.
         other: seconds of a run in which no kernel ran.
-        spans: all that was recorded.
+        spans: everything recorded.
         note: what is missing, and why.
     """
 
@@ -98,7 +98,7 @@ class Profile:
 
     @property
     def report(self) -> Report:
-        """What is known of the kernels, with the times that they took."""
+        """The kernels' reports, with their measured times."""
         return Report(tuple(kernel.report for kernel in self.kernels))
 
     def rows(self) -> Iterator[tuple[str, ...]]:
@@ -148,7 +148,7 @@ class Profile:
         return f"<table>{caption}{''.join(lines)}</table>{note}"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data: what `json.dumps` takes."""
+        """Plain data that `json.dumps` accepts."""
         data = plain(self)
         for row, kernel in zip(data["kernels"], self.kernels, strict=True):
             row["report"] = kernel.report.as_json()
@@ -189,7 +189,7 @@ def _event(
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """The seconds in which at least one of some spans is under way."""
+    """The total time covered by at least one span, in seconds."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(end - max(begin, until), 0.0)

@@ -1,7 +1,7 @@
-"""Reports of kernel calls with the time that they take: what `pl.explain` shows.
+"""Reports of kernel calls with their times, for `pl.explain`.
 
-On this computer a kernel is run and measured; for a TPU that is not here its compiler
-is asked.
+On this computer a kernel is run and measured; for a TPU that is not present, its
+compiler gives an estimate.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def explain_sites(
 
     Args:
         sites: the calls.
-        wanted: targets as they are spelled; none: this computer.
+        wanted: target names; none: this computer.
         measure: see `pl.explain`.
     """
     targets = [named(each) for each in wanted] if wanted else [this_computer()]
@@ -35,7 +35,7 @@ def explain_sites(
 
 
 def this_computer() -> Named:
-    """The target of the knob, else the device that JAX uses."""
+    """The target the knob names, else the device JAX uses."""
     if config.get("target"):
         return named(config.get("target"))
     device = jax.devices()[0]
@@ -55,7 +55,7 @@ def is_here(target: Named) -> bool:
 
 
 def explain_site(site: Site, target: Named, wanted: bool | None) -> Analysis:
-    """What is known of one call on one target; `wanted`: see `pl.explain`."""
+    """Analyses one call on one target; `wanted`: see `pl.explain`."""
     found = analyse(site, target)
     here = is_here(target)
     if here and wanted is not False:
@@ -72,7 +72,7 @@ def _measured(found: Analysis) -> Analysis:
     seconds = measure(found.site.call)
     bound = found.report.bound
     if bound is not None and seconds < bound.seconds:
-        # The chip did better than its rates: they were measured while it was busy.
+        # Faster than the measured peaks: those were taken while the chip was busy.
         measured.measure_again()
         _, bound, _ = bound_of(found.site, found.site.call.kernel, found.target)
     found = found.with_report(measured=seconds, bound=bound)

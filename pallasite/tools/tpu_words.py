@@ -1,4 +1,4 @@
-"""What libtpu says of a kernel, in our words: what is wrong, where, and what to do."""
+"""Translates libtpu's errors about a kernel: what is wrong, where, and what to do."""
 
 import re
 from typing import NamedTuple
@@ -85,7 +85,7 @@ _OTHERWISE = _Words(
 
 
 def in_words(text: str, kernel: Kernel) -> CompileError:
-    """An error that says what the compiler's text means, and keeps its first lines."""
+    """An error that explains the compiler's text and keeps its first lines."""
     words = next((w for w in WORDS if re.search(w.pattern, text)), _OTHERWISE)
     return CompileError(
         words.what,
@@ -96,7 +96,7 @@ def in_words(text: str, kernel: Kernel) -> CompileError:
 
 
 def _place(text: str) -> Loc | None:
-    """The author's line, which is in the text where libtpu knows it."""
+    """The author's line, if libtpu's text contains it."""
     found = re.search(r'loc\((?:[^()]*\()*"([^"<>]+\.py)":(\d+)', text)
     return Loc(found[1], int(found[2])) if found else None
 

@@ -1,6 +1,6 @@
 """PyTorch operators from JAX functions with kernels: `wrap`.
 
-The one part of the package that imports torch.
+The only part of the package that imports torch.
 """
 
 try:

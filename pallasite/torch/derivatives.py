@@ -1,7 +1,7 @@
-"""Programs with a backward pass, by `jax.vjp`.
+"""Programs with a backward pass, built with `jax.vjp`.
 
-The forward program returns the results and the residuals; of those it leaves out what
-is an operand or a result anyway and what the backward pass does not read.
+The forward program returns the results and the residuals, except residuals that are
+operands or results anyway and those that the backward pass does not read.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def with_backward(
     wanted: tuple[int, ...],
     device: torch.device,
 ) -> Program:
-    """The program of `function` with what gradients of operands `wanted` need."""
+    """The program of `function`, with what the gradients of operands `wanted` need."""
     saved: dict[str, Any] = {}
 
     def saving(*arrays: Any) -> Arrays:
@@ -87,7 +87,7 @@ def with_backward(
 def _gradients(
     pull: Any, result_avals: Arrays, differentiable: tuple[int, ...]
 ) -> Callable[[Arrays, Arrays], Arrays]:
-    """The backward pass, of residuals and cotangents; `pull` is the tree of a vjp."""
+    """The backward pass from residuals and cotangents; `pull` is a vjp's pytree."""
 
     def gradients(residuals: Arrays, cotangents: Arrays) -> Arrays:
         every: list[Any] = [
@@ -102,7 +102,7 @@ def _gradients(
 
 
 def _conjugate(x: Any) -> Any:
-    """A gradient of a complex array is conjugate in torch to what it is in JAX."""
+    """Conjugates complex gradients, as torch's are the conjugates of JAX's."""
     return jnp.conj(x) if jnp.issubdtype(x.dtype, np.complexfloating) else x
 
 
@@ -117,7 +117,7 @@ def _read(backward: Any, count: int) -> list[int]:
 def _places(
     forward: Any, count: int, read: list[int]
 ) -> tuple[tuple[tuple[str, int], ...], list[int]]:
-    """Where each residual is that is read, and what a program must return.
+    """Where to find each residual that is read, and what a program must return.
 
     Args:
         forward: returns `count` results, then the residuals.

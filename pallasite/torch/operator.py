@@ -1,8 +1,8 @@
-"""The operator of torch that runs a program, and its gradient.
+"""The torch operator that runs a program, and its gradient.
 
-There is one operator, `pallasite::call`, for all programs: it takes the program's name.
-torch traces it without running it (`register_fake`), so it is one node in the graphs of
-`torch.compile`. It is defined by schema: calls of a `torch.library.custom_op` take
+One operator, `pallasite::call`, serves all programs: it takes the program's name. torch
+traces it without running it (`register_fake`), so it is one node in the graphs of
+`torch.compile`. It is defined by schema, as calls of a `torch.library.custom_op` take
 twice as long.
 """
 
@@ -60,7 +60,7 @@ _call = torch.ops.pallasite.call.default
 
 
 def apply(program: Program, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Run a program on tensors, recorded for autograd where it needs to be."""
+    """Run a program on tensors, recorded for autograd if needed."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         return _Apply.apply(program, *operands)
     return _call(list(operands), program.name)
@@ -81,7 +81,7 @@ class _Apply(torch.autograd.Function):
         backward = program.backward
         if backward is None:
             return
-        # Residuals do require gradients: what is computed of them refuses to give any.
+        # Residuals require gradients, so that differentiating them is an error.
         ctx.mark_non_differentiable(
             *(x for x in output if not (x.is_floating_point() or x.is_complex()))
         )
@@ -107,14 +107,14 @@ class _Apply(torch.autograd.Function):
         return None, *gradients
 
 
-# torch asks for the signature at every call, and inspecting the function takes longer.
+# torch needs the signature at every call; inspecting the function is slower.
 _Apply.forward.__signature__ = inspect.signature(_Apply.forward)
 
 
 def _or_zeros(
     cotangent: torch.Tensor | None, program: Program, number: int
 ) -> torch.Tensor:
-    """The cotangent of a program's result; zeros where autograd has none."""
+    """The cotangent of a program's result; zeros if autograd has none."""
     if cotangent is not None:
         return cotangent
     shape, dtype = program.out_avals[number].shape, program.out_dtypes[number]

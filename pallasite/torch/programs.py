@@ -1,6 +1,6 @@
 """Compiled programs: a JAX function for operands of one signature, run on tensors.
 
-A program of which gradients are wanted also returns residuals and has a program for the
+A program that needs gradients also returns residuals and has a second program for the
 backward pass (`derivatives.py`).
 """
 
@@ -19,12 +19,12 @@ from pallasite import jaxcompat
 from pallasite.torch import tensors
 
 Arrays = Sequence[Any]
-Function = Callable[..., Arrays]  # arrays to arrays, all flat
+Function = Callable[..., Arrays]  # flat arrays to flat arrays
 
-# By name, which is what a graph of torch holds. The name is of this process: torch
+# By name, which is what a torch graph holds. Names are unique to this process: torch
 # keeps compiled graphs on disk, and another process has other programs.
 programs: weakref.WeakValueDictionary[str, "Program"] = weakref.WeakValueDictionary()
-# Programs in graphs of torch.compile, which hold names only.
+# Programs in torch.compile graphs, which hold only names.
 pinned: set["Program"] = set()
 _process = f"{os.getpid():x}_{os.urandom(4).hex()}"
 _numbers = itertools.count()
@@ -32,13 +32,13 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Backward:
-    """How to get gradients of a program's operands.
+    """How to compute gradients of a program's operands.
 
     Attributes:
         program: takes residuals, then cotangents of the results that have one; returns
             gradients of the operands in `wanted`.
-        residuals: where each one is: ("operand", number) or ("result", number), the
-            program's own results first and then the residuals it returns.
+        residuals: where each is found: ("operand", number) or ("result", number),
+            counting the function's own results first, then the returned residuals.
         differentiable: numbers of the results with cotangents.
     """
 
@@ -53,7 +53,7 @@ class Program:
 
     Attributes:
         results: how many of the returned tensors are the function's own results.
-        backward: None where gradients cannot be had.
+        backward: None if there are no gradients.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Program:
         return [outs[n] for n in self._computed]
 
     def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Every result in memory of its own, as an operator of torch must have it."""
+        """Every result in its own memory, as a torch operator requires."""
         made = self._run(*tensors.to_jax(operands, self.jax_device))
         outs = tensors.to_torch(made, self.device)
         of = {"operand": operands, "result": outs}
@@ -121,11 +121,11 @@ def _with_dimension(aval: Any, dim: int, size: int) -> jax.ShapeDtypeStruct:
 
 
 def _sources(closed: Any) -> tuple[list[int], list[tuple[str, int]]]:
-    """Which outputs of a jaxpr to compute, and how to make all of them of those.
+    """Which outputs of a jaxpr to compute, and how to make all outputs from those.
 
     Returns:
-        Numbers of the outputs to compute, and for each output ("own", n), it is
-        computed output n; ("result", n), a copy of that; ("operand", n), a copy of an
+        Numbers of the outputs to compute, and for each output: ("own", n) for computed
+        output n, ("result", n) for a copy of it, ("operand", n) for a copy of an
         operand.
     """
     jaxpr, _ = jaxcompat.opened(closed)
@@ -150,5 +150,5 @@ def _sources(closed: Any) -> tuple[list[int], list[tuple[str, int]]]:
 
 
 def is_literal(out: Any) -> bool:
-    """Is an output of a jaxpr a constant, not a variable?"""
+    """Whether an output of a jaxpr is a constant, not a variable."""
     return hasattr(out, "val")

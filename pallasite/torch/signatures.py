@@ -1,4 +1,4 @@
-"""`wrap`: a function of JAX as a function of torch, a program for each signature."""
+"""`wrap`: a JAX function as a torch function, with one program per signature."""
 
 import functools
 import inspect
@@ -28,17 +28,17 @@ def wrap(
         rms_norm = pallasite.torch.wrap(pallasite.kernels.rms_norm)
         y = rms_norm(x, weight)  # torch tensors; y.sum().backward() works
 
-    Tensors are passed and returned in the memory they are in (DLPack), on a CPU and on
-    NVIDIA GPUs, in the order of torch's current stream. Tensors that are not
-    contiguous, or not aligned to 64 bytes, are copied. Works under autograd,
-    `torch.func.vjp` and `vmap`, and `torch.compile(fullgraph=True)`.
+    Tensors are passed and returned without copies (DLPack), on a CPU and on NVIDIA
+    GPUs, in the order of torch's current stream. Tensors that are not contiguous, or
+    not aligned to 64 bytes, are copied. Works under autograd, `torch.func.vjp` and
+    `vmap`, and `torch.compile(fullgraph=True)`.
 
     Args:
         function: takes and returns arrays in any pytrees. It is traced and compiled
-            once for each signature: shapes, dtypes, device, which tensors require
-            gradients, and the values of all arguments that are not tensors, which must
-            be hashable.
-        max_signatures: how many signatures stay compiled. Those used least recently are
+            once per signature: shapes, dtypes, device, which tensors require gradients,
+            and the values of all arguments that are not tensors, which must be
+            hashable.
+        max_signatures: how many signatures stay compiled. The least recently used are
             dropped, with a warning the first time.
     """
     signatures = _Signatures(function, max_signatures)
@@ -52,7 +52,7 @@ def wrap(
         own = results[: compiled.program.results]
         return jax.tree.unflatten(compiled.out_tree, own)
 
-    # torch.compile takes the call as it is, without reading the code of JAX.
+    # torch.compile keeps the call opaque, without tracing into JAX's code.
     return torch._dynamo.nonstrict_trace(wrapped)
 
 
@@ -116,7 +116,7 @@ class _Signatures:
         return _Compiled(program, out_tree)
 
     def _device(self, operands: list[torch.Tensor], names: list[str]) -> torch.device:
-        """The one device that all tensors are on."""
+        """The device that all tensors are on."""
         if not operands:
             raise KernelTypeError(
                 f"{self.label}: a wrapped function needs a tensor, for its device",
@@ -170,11 +170,11 @@ class _Signatures:
 
 
 def _signature(leaf: Any, grad: bool) -> Any:
-    """What a program depends on, of one argument."""
+    """What a program depends on in one argument."""
     if isinstance(leaf, torch.Tensor):
         shape = tuple(map(int, leaf.shape))
         return shape, leaf.dtype, leaf.device, leaf.layout, grad and leaf.requires_grad
-    # 1, 1.0 and True are equal, and not the same to a program.
+    # 1, 1.0 and True compare equal, but make different programs.
     return type(leaf), leaf
 
 

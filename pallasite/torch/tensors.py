@@ -1,16 +1,16 @@
-"""Tensors as JAX arrays and back, in the same memory and in the order of both streams.
+"""Converts tensors to JAX arrays and back, sharing memory and respecting both streams.
 
-On a GPU, torch queues work on its current stream and JAX on streams of its own. Both
-sides follow the stream protocol of DLPack, so nothing waits on the host:
+On a GPU, torch queues work on its current stream and JAX on its own streams. Both sides
+follow the stream protocol of DLPack, so the host never waits:
 
 - Tensors become arrays: the stream that JAX names waits for torch's current stream, and
-  JAX uses the arrays no sooner.
+  JAX does not use the arrays earlier.
 - Arrays become tensors: torch's current stream waits for the event of JAX's result.
 
-So what JAX reads is kept until JAX has read it: torch reuses memory in the order of its
-stream, which by then waits for the result. The memory of a result is JAX's again when
-torch drops the tensor; the next wrapped call that writes to it waits for torch's stream
-first, since it takes a tensor from there (`_current_stream`, for other streams).
+So what JAX reads stays valid until JAX has read it: torch reuses memory in the order of
+its stream, which by then waits for the result. A result's memory returns to JAX when
+torch drops the tensor; the next wrapped call that writes to it first waits for torch's
+stream, since it takes a tensor from there (`_current_stream`, for other streams).
 """
 
 import functools
@@ -51,22 +51,22 @@ JAX_DTYPES: dict[torch.dtype, np.dtype] = {
     ]
 }
 TORCH_DTYPES = {dtype: mine for mine, dtype in JAX_DTYPES.items()}
-# Of 64-bit dtypes, the one that `jax_enable_x64` leaves in place of each.
+# What each 64-bit dtype becomes in JAX without `jax_enable_x64`.
 NARROWER = {
     torch.int64: torch.int32,
     torch.uint64: torch.uint32,
     torch.float64: torch.float32,
     torch.complex128: torch.complex64,
 }
-# XLA takes memory as it is only where it starts at a multiple of this.
+# XLA uses memory in place only if it starts at a multiple of this.
 ALIGNMENT = 64
 
 
 def aval_of(tensor: torch.Tensor, name: str) -> jax.ShapeDtypeStruct:
-    """The tensor's shape and dtype as JAX has them; what JAX has not is refused.
+    """The tensor's shape and dtype in JAX; dtypes that JAX lacks are rejected.
 
     Args:
-        name: what the error calls the tensor.
+        name: the tensor's name in errors.
     """
     dtype = JAX_DTYPES.get(tensor.dtype)
     facts = [("operand", f"{name}: {tensor.dtype}{list(tensor.shape)}")]
@@ -105,7 +105,7 @@ def dtype_of(aval: Any, name: str) -> torch.dtype:
 
 @functools.cache
 def jax_device(device: torch.device) -> Any:
-    """The device of JAX in whose memory tensors of `device` are."""
+    """The JAX device in whose memory tensors of `device` are."""
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
             f"JAX shares no memory with torch's device {str(device)!r}",
@@ -133,10 +133,10 @@ def jax_device(device: torch.device) -> Any:
 
 
 def to_jax(operands: Iterable[torch.Tensor], device: Any) -> list[jax.Array]:
-    """Tensors as arrays, in the same memory where XLA can take it as it is.
+    """Tensors as arrays, in the same memory if XLA can use it in place.
 
-    Rows must be one after another and start at a multiple of 64 bytes; torch copies
-    the tensor first where they do not, and where a conjugation or negation is pending.
+    The tensor must be contiguous and start at a multiple of 64 bytes; otherwise torch
+    copies it first, as it does if a conjugation or negation is pending.
     """
     plain = [_plain(x) for x in operands]
     stream = jaxcompat.stream_for_imports(device)
@@ -152,7 +152,7 @@ def _stream_at(address: int, device: torch.device) -> Any:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as DLPack and XLA take it: dense, aligned, without a graph."""
+    """The tensor as DLPack and XLA require it: dense, aligned, detached."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
@@ -166,7 +166,7 @@ def to_torch(arrays: Iterable[jax.Array], device: torch.device) -> list[torch.Te
     """Arrays as tensors in the same memory."""
     stream = None
     if device.type == "cuda":
-        # DLPack writes 1 for the default stream of CUDA.
+        # In DLPack, 1 denotes CUDA's default stream.
         stream = torch.cuda.current_stream(device).cuda_stream or 1
     else:
         jax.block_until_ready(arrays)
@@ -174,10 +174,10 @@ def to_torch(arrays: Iterable[jax.Array], device: torch.device) -> list[torch.Te
 
 
 def _current_stream(device: torch.device) -> Any:
-    """torch's current stream, which waits for the stream of the call before this one.
+    """torch's current stream, after making it wait for the previous call's stream.
 
-    JAX gives the memory of a dropped result to its next program, which waits for the
-    current stream alone; another stream may still read that memory.
+    JAX gives the memory of a dropped result to its next program, which waits only for
+    the current stream; another stream may still be reading that memory.
     """
     if torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(

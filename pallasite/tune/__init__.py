@@ -1,6 +1,6 @@
-"""Configurations of kernels: where they come from, and the search that finds them.
+"""Kernel configurations: where they come from, and the search that finds them.
 
-Reading order: `choices.py` (what a kernel asks while it is traced), `table.py` (files
-of configurations), `autotune.py` (the tuner) with `space.py`, `candidates.py`,
+Reading order: `choices.py` (lookup at trace time), `table.py` (files of
+configurations), `autotune.py` (the tuner) with `space.py`, `candidates.py`,
 `search.py`, `workers.py`, `measure.py`.
 """

@@ -1,6 +1,6 @@
-"""`pl.autotune(f)(*args)`: finds good configurations of all kernels in a function.
+"""`pl.autotune(f)(*args)`: finds good configurations for all kernels in a function.
 
-`tuner.py`, which is loaded when something is tuned, does the work.
+`tuner.py` does the work; it is loaded only when something is tuned.
 """
 
 import os
@@ -30,30 +30,30 @@ def autotune(
     """Finds fast configurations for every tunable kernel in a function.
 
     Args:
-        function: any JAX function: one kernel, or a whole training step. What it calls
-            of `pallasite.kernels` and of functions declared by `pl.tunable` is tuned,
-            unless it is called with a configuration.
+        function: any JAX function: one kernel, or a whole training step. Its calls of
+            `pallasite.kernels` and of functions declared by `pl.tunable` are tuned,
+            unless they pass a configuration.
         space: values of the function's own keyword arguments, as for `pl.tunable`.
-        target: the chip to tune for, "v6e" for example; default: the one JAX uses. A
-            TPU need not be here: candidates are then compared by libtpu's estimates.
+        target: the chip to tune for, such as "v6e"; default: the one JAX uses. A TPU
+            need not be present: candidates are then compared by libtpu's estimates.
         limit: seconds that a kernel may take to compile and run once.
-        workers: processes that compile; default: one per core. 0: this one, where
-            nothing guards against a kernel that does not end.
-        tolerance: relative difference from the default configuration's result that is
-            accepted; default: by dtype.
-        share: how many of a space's configurations are compiled at most; 1: all.
-        again: search even if it is known what is best.
-        keep: write what is found to the user's file of configurations.
-        progress: show a line with progress; default: on a terminal.
+        workers: processes that compile; default: one per core. 0: this process, where
+            nothing guards against a kernel that does not terminate.
+        tolerance: accepted relative difference from the default configuration's
+            result; default: by dtype.
+        share: the largest fraction of a space's configurations to compile; 1: all.
+        again: search even if the best configuration is already known.
+        keep: whether to write the results to the user's file of configurations.
+        progress: whether to show a progress line; default: on a terminal.
 
     Returns:
         A function of the arguments to tune with (arrays, or `jax.ShapeDtypeStruct`s,
-        for which random numbers and zeros are taken). It gives a `Tuned`; calling that
-        calls the function with what was found. Ctrl-C ends the search and gives what
-        was found by then.
+        which get random floats and zero integers). It returns a `Tuned`, which calls
+        the function with the configurations found. Ctrl-C ends the search and returns
+        what has been found so far.
 
     Raises:
-        SpecError: the function has nothing to tune, or the chip is not here.
+        SpecError: the function has nothing to tune, or the chip is not present.
 
     Example:
         `step = pl.autotune(step)(params, batch)`

@@ -1,9 +1,9 @@
 """Candidates: a function with one configuration each, up to the backend's schedule.
 
-Tracing and the passes take a fraction of what compiling does, and tell a lot:
-configurations that do not fit, those of which a backend makes the same program, and
-what each takes by a static estimate. The estimate is for order; `bound` is a time that
-no program of the kind can beat, where the chip's rates are known.
+Tracing and the passes take a fraction of the time of compiling, and reveal a lot:
+configurations that do not fit, those that a backend turns into the same program, and a
+static estimate of each one's time. The estimate is only for ranking; `bound` is a lower
+bound on the time, where the chip's rates are known.
 """
 
 import warnings
@@ -31,10 +31,10 @@ from pallasite.tools.roofline import Peaks, roofline
 from pallasite.tune import choices
 from pallasite.tune.table import Config, Table
 
-STEP_SECONDS = {Tpu: 2.5e-7, Host: 5e-7}  # to start a program, roughly
-SMALL = 0.1  # of what other units do meanwhile, that which is not hidden
-CACHE_RATE = 3  # of main memory's: at which multiprocessors read a GPU's cache, roughly
-OVERLAPPED = 2  # units of a GPU that are busy at a time, of kernels without roles
+STEP_SECONDS = {Tpu: 2.5e-7, Host: 5e-7}  # roughly, to start a program
+SMALL = 0.1  # fraction of the other units' time that is not hidden
+CACHE_RATE = 3  # roughly, a GPU's cache bandwidth relative to main memory
+OVERLAPPED = 2  # units of a GPU busy at a time, in kernels without roles
 
 
 @dataclass
@@ -43,12 +43,12 @@ class Candidate:
 
     Attributes:
         config: the configuration tried.
-        table: names it for the function's kernels.
-        refused: why it cannot be the answer; "" while it can.
+        table: selects it for the function's kernels.
+        refused: why it was rejected; "" if it was not.
         calls: the kernel calls of the function.
         identity: equal for candidates that are the same program.
-        kernels: those kernels as their backend schedules them.
-        seconds: measured, None before that.
+        kernels: those kernels as scheduled by their backend.
+        seconds: the measured time; None until then.
     """
 
     config: Config
@@ -74,14 +74,14 @@ def make(
     backends: Callable[[Call], Sequence[str]],
     chip: Chip | Host,
 ) -> Candidate:
-    """Traces and schedules one candidate; what fails is in `refused`.
+    """Traces and schedules one candidate; a failure is noted in `refused`.
 
     Args:
         config: the values to try.
         table: those values, for `pl.configs`.
         function, args: what is tuned.
-        backends: names the backends of a call, the first that takes it counts; none:
-            it is emulated.
+        backends: gives the backends of a call, of which the first to accept it is
+            used; none: it is emulated.
         chip: what to schedule for.
     """
     candidate = Candidate(config, table)
@@ -93,7 +93,7 @@ def make(
         candidate.calls = tuple(site.call for site in sites_of_jaxpr(traced))
         around = str(traced)
         scheduled = [_scheduled(call, backends(call), chip) for call in candidate.calls]
-    except Exception as error:  # the function's own code runs here: anything
+    except Exception as error:  # the user's function may raise anything
         candidate.refused = _first_line(error)
         return candidate
     candidate.kernels = tuple(scheduled)
@@ -131,7 +131,7 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Model:
-    """What a kernel takes on a chip, from its scheduled form."""
+    """The time of a kernel on a chip, modelled from its scheduled form."""
 
     chip: Chip | Host
 
@@ -151,7 +151,7 @@ class Model:
         return max(computed, moved) + SMALL * min(computed, moved) + started
 
     def bound(self, kernel: Kernel) -> float:
-        """Seconds that no run is below.
+        """A lower bound on the time of any run, in seconds.
 
         A CPU's rates are not known well enough to rule anything out.
         """
@@ -166,7 +166,7 @@ class Model:
         return computed
 
     def _products(self, kernel: Kernel) -> float:
-        """Seconds of products outside of loops and branches, at the peak rate."""
+        """Seconds of matmuls outside loops and branches, at the peak rate."""
         assert isinstance(self.chip, Chip)
         found = 0.0
         for op in kernel.body.ops:
@@ -192,9 +192,9 @@ def _programs(kernel: Kernel) -> int:
 
 
 def _on_gpu(kernel: Kernel, chip: Gpu) -> float:
-    """Seconds, by all that is computed: what masks leave out makes the difference.
+    """Seconds, counting all work, including what masks may skip.
 
-    Zero: not known, because operands' values decide most of it.
+    Zero means unknown, because operand values decide most of the work.
     """
     least, most = (_busy(kernel, chip, count(kernel, least=x)) for x in (True, False))
     return most if least > most / 2 else 0.0
@@ -203,12 +203,12 @@ def _on_gpu(kernel: Kernel, chip: Gpu) -> float:
 def _busy(kernel: Kernel, chip: Gpu, work: Work) -> float:
     """Seconds that some work takes.
 
-    Warpgroups keep at most one unit of a multiprocessor busy each, so that one
-    alone multiplies and computes in turns.
+    Each warpgroup keeps at most one unit of an SM busy, so a single one alternates
+    between matmuls and other arithmetic.
     """
     peaks = Peaks.of(chip)
     matrix = sum(n / peaks.product_rate(t) for t, n in work.products.items())
-    lanes = 2 * (work.arithmetic + work.other) / peaks.vector  # a fused one is two
+    lanes = 2 * (work.arithmetic + work.other) / peaks.vector  # an FMA counts as two
     lanes += work.transcendentals / peaks.special
     turns = (matrix + lanes) / _multiplying(kernel)
     read = work.bytes / (CACHE_RATE * peaks.bytes)
@@ -219,7 +219,7 @@ def _busy(kernel: Kernel, chip: Gpu, work: Work) -> float:
 
 
 def _multiplying(kernel: Kernel) -> int:
-    """Warpgroups of a multiprocessor that run products, of a kernel with roles."""
+    """How many warpgroups per SM run matmuls, in a kernel with roles."""
     for op in walk(kernel.body):
         if op.name == "roles":
             both = zip(Roles.of(op).warpgroups, op.regions, strict=True)

@@ -1,9 +1,9 @@
-"""What a kernel asks while it is traced: which configuration to take.
+"""Looks up a kernel's configuration at trace time.
 
-`choose` is the one question. Tables that a `with pl.configs(...)` names come first,
-then the user's own, then the ones shipped; a table is part of the key of JAX's caches,
-so that a jitted function is traced again with another one. The tuner tries a
-configuration by the same means, and finds what there is to tune by `recorded`.
+`choose` is the only entry point. Tables of a `with pl.configs(...)` come first, then
+the user's own, then the ones shipped. A table is part of the key of JAX's caches, so a
+jitted function is retraced with another table. The tuner uses the same mechanism to try
+a configuration, and `recorded` to find what there is to tune.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _active = jax.make_user_context(())  # tables, innermost first
 
 @dataclass(frozen=True)
 class Question:
-    """One call of `choose`: what is configured, and with which values it can be."""
+    """One call of `choose`: what is configured, and its possible values."""
 
     site: Site
     default: Config
@@ -41,8 +41,8 @@ _recording: ContextVar[list[Question] | None] = ContextVar("recording", default=
 def choose(site: Site, default: Config, space: Space) -> Config:
     """The configuration of a call: tuned if there is one, else the default.
 
-    While questions are recorded it is the default: what is to be tuned must not depend
-    on what was tuned before.
+    While questions are recorded it is always the default: what is to be tuned must not
+    depend on what was tuned before.
     """
     questions = _recording.get()
     if questions is not None:
@@ -59,7 +59,7 @@ def choose(site: Site, default: Config, space: Space) -> Config:
 
 
 def _suits(entry: Entry, site: Site, default: Config, space: Space) -> bool:
-    """Whether an entry still names this kernel's parameters, with values it takes."""
+    """Whether an entry still has this kernel's parameters, with accepted values."""
     if entry.config.keys() != default.keys():
         return False
     return entry.site == site or entry.config in space.configs
@@ -67,13 +67,12 @@ def _suits(entry: Entry, site: Site, default: Config, space: Space) -> bool:
 
 @contextlib.contextmanager
 def configs(source: Table | str | os.PathLike[str]) -> Iterator[Table]:
-    """Take configurations from a table first, in a `with` block.
+    """Look up configurations in this table first, in a `with` block.
+
+    Functions traced in the block use them; functions traced outside are retraced.
 
     Args:
-        source: a file that `save` or `pallasite tune --output` wrote, or a table.
-
-    Functions that JAX traces in the block take them; what was traced outside of it is
-    traced again.
+        source: a file written by `save` or `pallasite tune --output`, or a table.
     """
     table = source if isinstance(source, Table) else tables.load(source)
     with _active((table, *_active.value)):
@@ -82,11 +81,11 @@ def configs(source: Table | str | os.PathLike[str]) -> Iterator[Table]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Question]]:
-    """Collects every question asked in the block, of cached functions too."""
+    """Collects every question asked in the block, even by cached functions."""
     questions: list[Question] = []
     token = _recording.set(questions)
     try:
-        with configs(Table()):  # a table of its own: nothing is traced already
+        with configs(Table()):  # a new table, so that everything is retraced
             yield questions
     finally:
         _recording.reset(token)
@@ -98,14 +97,14 @@ def describe(x: Any) -> str:
 
 
 def site_of(kernel: str, operands: Sequence[Any], options: Mapping[str, Any]) -> Site:
-    """The site of a call; operands that are None are left out."""
+    """The site of a call; operands that are None are omitted."""
     arrays = tuple(describe(x) for x in operands if x is not None)
     named = sorted((name, str(value)) for name, value in options.items())
     return Site(kernel, arrays, tuple(named))
 
 
 def chip_name() -> str:
-    """The chip that calls traced now are for, as tables name it."""
+    """The chip for which calls are currently traced, as tables name it."""
     chip = chip_for(None)
     if isinstance(chip, target.Host):
         return f"{chip.architecture}-{8 * chip.vector_bytes}x{chip.threads}"
@@ -114,5 +113,5 @@ def chip_name() -> str:
 
 @cache
 def versions() -> tuple[tuple[str, str], ...]:
-    """Of JAX and of this package, which need not be installed."""
+    """The versions of JAX and of this package, which need not be installed."""
     return ("jax", jax.__version__), ("pallasite", config.VERSION)

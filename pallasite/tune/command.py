@@ -1,6 +1,6 @@
 """`pallasite tune`: tunes a function named on the command line, or lists what is known.
 
-The parts of `__main__.py` for it: arguments, and what they do.
+Its arguments and implementation, used by `__main__.py`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Adds the command's arguments."""
     parser.epilog = EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit status of the command."""
+    """Runs the command; returns its exit status."""
     if options.function is None:
         return _list()
     try:
@@ -125,7 +125,7 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _operand(text: str) -> Any:
-    """ "bf16[8,128]" as JAX describes an array."""
+    """ "bf16[8,128]" as a `jax.ShapeDtypeStruct`."""
     import jax
 
     from pallasite.ir.types import DTYPES

@@ -1,4 +1,4 @@
-"""A lock that processes of one user share, by a file."""
+"""A file lock shared by the processes of one user."""
 
 import contextlib
 import os
@@ -8,10 +8,10 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """No other process is in a block with this file meanwhile.
+    """Excludes other processes from blocks with the same file.
 
-    Where there are no such locks, or the file cannot be made or is somebody else's,
-    others may be.
+    Without effect where the system has no such locks, or where the file cannot be
+    created or belongs to someone else.
     """
     try:
         import fcntl
@@ -25,4 +25,4 @@ def exclusive(path: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)  # which gives the lock back
+        os.close(descriptor)  # releases the lock

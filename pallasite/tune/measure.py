@@ -1,8 +1,8 @@
-"""Timing, interleaved: every candidate runs in every round, so that what else the
-computer does meets all of them; and comparing results with the default's. Tuners that
-run side by side take turns (`alone`): they compile at once, and measure one by one. On
-a GPU the time that it is busy counts: starting a short kernel takes longer than running
-it, and is the same for all candidates."""
+"""Interleaved timing, and comparison of results with the default's. Every candidate
+runs in every round, so that other load on the computer affects all of them. Concurrent
+tuners take turns (`alone`): they compile concurrently, but measure one at a time. On a
+GPU, only its busy time counts: launching a short kernel takes longer than running it,
+and costs the same for all candidates."""
 
 import contextlib
 import functools
@@ -23,13 +23,13 @@ from pallasite.tune.locks import exclusive
 Timer = Callable[[Callable[[], Any]], float]
 
 ROUNDS = 7
-VISIT_SECONDS = 0.01  # that a candidate runs in a round, at least
-HOPELESS = 1.5  # times the best: not measured further
+VISIT_SECONDS = 0.01  # least time a candidate runs per round
+HOPELESS = 1.5  # times the best time: measured no further
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """No other tuner of this user runs a candidate on this computer meanwhile."""
+    """Keeps this user's other tuners from running candidates in the meantime."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     with exclusive(Path(tempfile.gettempdir()) / f"pallasite-tune-{user}.lock"):
         yield
@@ -38,14 +38,14 @@ def alone() -> Iterator[None]:
 def wall(
     run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Seconds until a function has run, by a clock."""
+    """Seconds that a function takes, by a clock."""
     started = clock()
     run()
     return clock() - started
 
 
 def on_device(run: Callable[[], Any]) -> float:
-    """Seconds that the device is busy while a function runs, by JAX's profiler."""
+    """Seconds for which the device is busy while a function runs (JAX's profiler)."""
     took: list[float] = []
     spans = device_events(lambda: took.append(wall(run)))
     return covered([(span.begin, span.end) for span in spans]) or took[0]
@@ -53,11 +53,11 @@ def on_device(run: Callable[[], Any]) -> float:
 
 @functools.cache
 def timer() -> Timer:
-    """What measures on the device JAX uses."""
+    """The timer for the device JAX uses."""
     if jax.default_backend() != "gpu":
         return wall
     try:
-        # The profiler may be in use, or find no library to record kernels with.
+        # The profiler may be in use, or lack a library for recording kernels.
         spans = device_events(lambda: _repeated(lambda: jax.numpy.ones(8) + 1, 1))
     except RuntimeError:
         return wall
@@ -69,7 +69,7 @@ def interleaved(
     timed: Timer | None = None,
     rounds: int = ROUNDS,
 ) -> list[float]:
-    """Seconds of one call of each function: the least of all rounds."""
+    """Seconds per call of each function: the least of all rounds."""
     timed = timed or timer()
     best = [float("inf")] * len(runs)
     repeats = [1] * len(runs)
@@ -90,13 +90,13 @@ def _repeated(run: Callable[[], Any], times: int) -> None:
 
 
 def difference(found: Any, expected: Any, tolerance: float) -> str:
-    """How results differ from those expected; "" where they agree.
+    """How results differ from those expected; "" if they agree.
 
     Args:
-        found, expected: trees of arrays.
-        tolerance: allowed of the difference's root mean square, relative to that of
-            what is expected; single elements may differ by sixteen times as much,
-            relative to the largest one. Integers must be equal.
+        found, expected: pytrees of arrays.
+        tolerance: allowed root mean square of the difference, relative to that of the
+            expected values; single elements may differ by sixteen times as much,
+            relative to the largest. Integers must be equal.
     """
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     for number, (a, b) in enumerate(pairs):
@@ -128,7 +128,7 @@ def difference(found: Any, expected: Any, tolerance: float) -> str:
 
 
 def tolerance_of(dtypes: Iterable[Any]) -> float:
-    """What rounding in the coarsest of these dtypes explains."""
+    """The tolerance that rounding in the coarsest of these dtypes requires."""
     floats = [d for d in dtypes if jax.numpy.issubdtype(d, np.floating)]
     coarsest = max((float(jax.numpy.finfo(d).eps) for d in floats), default=0.0)
     return 4 * coarsest + 1e-5

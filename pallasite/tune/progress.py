@@ -1,4 +1,4 @@
-"""The line that says how far the tuner is, what is best so far, how long it takes."""
+"""The tuner's progress line: how far it is, the best so far, and the time taken."""
 
 import sys
 import time
@@ -10,13 +10,13 @@ WIDTH = 20
 
 
 class Progress:
-    """One line on a terminal, rewritten; nothing where there is no terminal.
+    """One line on a terminal, rewritten in place; nothing without a terminal.
 
     Args:
         title: what is tuned.
         unit: "s" or "cycles", of the times shown.
-        stream: where it goes; by default standard error.
-        shown: True or False decides; None: whether the stream is a terminal.
+        stream: where to write; by default standard error.
+        shown: whether to show it; None: if the stream is a terminal.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the tuner gives: `Tuned`, a function with the configurations found for it."""
+"""The tuner's result: `Tuned`, a function with the configurations found for it."""
 
 import os
 from collections.abc import Callable
@@ -12,23 +12,23 @@ from pallasite.tune.table import Config, Entry, Table
 
 @dataclass(frozen=True)
 class Found:
-    """What became of one site."""
+    """The outcome for one site."""
 
     entry: Entry
     default: Config
-    compiled: int  # candidates that were compiled; 0: it was known already
+    compiled: int  # candidates compiled; 0: it was already known
     considered: int  # the size of its space
-    refused: tuple[tuple[str, str], ...] = ()  # configurations, and why not
+    refused: tuple[tuple[str, str], ...] = ()  # configurations rejected, and why
 
 
-@dataclass(eq=False)  # hashed by identity: `jax.jit` takes it as any function
+@dataclass(eq=False)  # hashed by identity, as `jax.jit` requires
 class Tuned:
-    """What a tuner found. Calling it calls the function with that.
+    """What a tuner found. Calling it calls the function with those configurations.
 
     Attributes:
         function: what was tuned.
         sites: what was found, site by site.
-        unit: of the times in it: "s", or "cycles" on a TPU that is not here.
+        unit: the unit of times: "s", or "cycles" for a TPU that is not present.
         interrupted: whether Ctrl-C ended the search.
         table: what was found, for `pl.configs`.
     """

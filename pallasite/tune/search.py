@@ -1,10 +1,10 @@
 """The search: which candidates to compile and measure, and when to stop.
 
-Of `n` configurations at most a quarter is compiled (four at least): the default, then
-what is predicted to be best, half of it among neighbours of the best one measured. The
-prediction is the static estimate, corrected by what was measured. A candidate that is
-the same program as a measured one takes its time, and one whose bound is above the best
-time is left out: neither is compiled.
+Of `n` configurations at most a quarter is compiled (at least four): the default, then
+those predicted to be best, half of them neighbours of the best one measured. The
+prediction is the static estimate, corrected by measurements. A candidate that is the
+same program as a measured one gets its time, and one whose bound exceeds the best time
+is skipped: neither is compiled.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,21 +16,21 @@ import numpy as np
 from pallasite.tune.candidates import Candidate
 from pallasite.tune.space import Space
 
-RIDGE = 0.01  # how much a correction must explain to be believed
-LEAST = 4  # candidates that are always compiled, if there are that many
-SHARE = 0.25  # of all that is compiled at most
+RIDGE = 0.01  # regularisation of the fitted corrections
+LEAST = 4  # candidates always compiled, if there are that many
+SHARE = 0.25  # largest fraction of candidates to compile
 
 
 @dataclass
 class Outcome:
-    """What a search knows, at any time.
+    """The state of a search.
 
     Attributes:
         default: the candidate with the default configuration.
         candidates: all of them, the default first.
-        share: how many of them are compiled at most.
+        share: the largest fraction of them to compile.
         compiled: how many were compiled.
-        complete: whether the search came to its end.
+        complete: whether the search ran to its end.
     """
 
     default: Candidate
@@ -45,7 +45,7 @@ class Outcome:
 
     @property
     def best(self) -> Candidate:
-        """The fastest that was measured; the default before anything was."""
+        """The fastest candidate measured; the default before any was."""
         done = [c for c in self.candidates if c.seconds is not None and not c.refused]
         return min(
             done, key=lambda c: (c.seconds, c is not self.default), default=self.default
@@ -62,19 +62,19 @@ def search(
     evaluate: Callable[[Sequence[Candidate]], None],
     width: int,
 ) -> None:
-    """Runs a search to its end, or until `evaluate` raises (`outcome` stays right).
+    """Runs a search to its end, or until `evaluate` raises (`outcome` stays valid).
 
     Args:
         outcome: where results are kept.
         space: says which configurations are neighbours.
-        evaluate: sets `seconds` or `refused` of each candidate of a batch.
+        evaluate: sets `seconds` or `refused` of each candidate in a batch.
         width: how many candidates make a batch.
     """
     first = True
     while not outcome.complete:
         _share_times(outcome.candidates)
-        # The default alone says how long others may take, and what is right.
-        # Of what is left at most half is compiled at once: what comes later learns.
+        # First only the default: it sets the time limit and the expected result. Then
+        # at most half of the rest per batch, so that later batches can learn.
         left = outcome.budget - outcome.compiled
         room = 1 if first else min(width, (left + 1) // 2)
         batch = list(_next(outcome, space, room))
@@ -89,7 +89,7 @@ def search(
 
 
 def _next(outcome: Outcome, space: Space, room: int) -> Iterator[Candidate]:
-    """Up to `room` different programs that may be better than the best one."""
+    """Up to `room` distinct programs that may beat the best one."""
     if outcome.default.seconds is None:
         yield outcome.default
         return
@@ -103,7 +103,7 @@ def _next(outcome: Outcome, space: Space, room: int) -> Iterator[Candidate]:
     ]
     predicted = _predicted(outcome.candidates, space)
     ranked = sorted(waiting, key=lambda c: predicted[id(c)])
-    # Half of each batch; single ones take turns.
+    # Neighbours are half of each batch; batches of one alternate.
     count = (room + outcome.compiled % 2) // 2
     around = [c for c in ranked if c.config in near][:count]
     for candidate in (*around, *ranked):
@@ -113,12 +113,12 @@ def _next(outcome: Outcome, space: Space, room: int) -> Iterator[Candidate]:
 
 
 def _predicted(candidates: Sequence[Candidate], space: Space) -> dict[int, float]:
-    """The logarithm of each candidate's time, by its `id`.
+    """The predicted logarithm of each candidate's time, by its `id`.
 
-    That of the estimate, plus a parabola in the place of each parameter's value, fitted
-    to what was measured.
+    It is that of the estimate, plus a parabola in the position of each parameter's
+    value, fitted to the measurements.
     """
-    # Nothing is known of kernels whose work their operands' values decide.
+    # There is no estimate for kernels whose work depends on operand values.
     is_known = all(c.estimate > 0 for c in candidates if not c.refused)
     estimates = {id(c): c.estimate if is_known else 1.0 for c in candidates}
     usable = [c for c in candidates if not c.refused]
@@ -135,7 +135,7 @@ def _predicted(candidates: Sequence[Candidate], space: Space) -> dict[int, float
 
 
 def _places(candidate: Candidate, space: Space) -> np.ndarray:
-    """Where each value is among its parameter's, from -1 to 1, and its square."""
+    """Each value's position among its parameter's, from -1 to 1, and its square."""
     places = []
     for name, values in space.values.items():
         value = candidate.config[name]
@@ -146,7 +146,7 @@ def _places(candidate: Candidate, space: Space) -> np.ndarray:
 
 
 def _share_times(candidates: Sequence[Candidate]) -> None:
-    """Candidates that are the same program take the same time."""
+    """Gives candidates that are the same program the same time."""
     done = {c.identity: c for c in candidates if c.seconds is not None or c.refused}
     for candidate in candidates:
         same = done.get(candidate.identity)

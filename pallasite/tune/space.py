@@ -1,4 +1,4 @@
-"""Spaces of configurations: values of each parameter, and which go together."""
+"""Spaces of configurations: the values of each parameter, and valid combinations."""
 
 import hashlib
 import itertools
@@ -16,8 +16,8 @@ class Space:
     """Every combination of values that a rule allows.
 
     Args:
-        values: of each parameter, in an order in which neighbours are alike.
-        allows: says of a configuration whether it is one; None: all are.
+        values: the values of each parameter, ordered so that neighbours are similar.
+        allows: whether a configuration is valid; None: all are.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Space:
 
     @cached_property
     def configs(self) -> list[Config]:
-        """All of them, in order."""
+        """All configurations, in order."""
         combined = itertools.product(*self.values.values())
         made = [dict(zip(self.values, each, strict=True)) for each in combined]
         return [
@@ -51,12 +51,12 @@ class Space:
 
     @cached_property
     def identity(self) -> str:
-        """The same for spaces with the same configurations."""
+        """Equal for spaces with the same configurations."""
         text = json.dumps(self.configs, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def neighbours(self, config: Config) -> Iterator[Config]:
-        """Configurations of the space with one parameter a step up or down."""
+        """Configurations with one parameter moved one value up or down."""
         for name, values in self.values.items():
             if config[name] not in values:
                 continue

@@ -1,9 +1,9 @@
 """Tables of tuned configurations: JSON files, exact and nearest lookup.
 
 An entry says which configuration of which kernel is fast for which operands on which
-chip, and how that was found. A table is read once for each state of its file, so that
-the same contents are the same object: `choices.py` hands tables to JAX as part of the
-key of its caches.
+chip, and how it was found. A table is read once per state of its file, so the same
+contents are the same object: `choices.py` passes tables to JAX as part of its cache
+keys.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from pallasite.runtime import cache as cache_files
 from pallasite.tune.locks import exclusive
 
 FORMAT = 1
-FARTHEST = 2.0  # times as large or small a size may be as the one that was tuned
+FARTHEST = 2.0  # largest factor between a size and the tuned one
 SHIPPED = config.PACKAGE / "tune" / "tables"
 USER_FILE = "configs.json"
 
@@ -34,12 +34,12 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Site:
-    """What is configured: a kernel, called with such operands.
+    """What is configured: a kernel, called with operands of given types.
 
     Attributes:
         kernel: its name.
-        operands: dtype and shape of each array, "bfloat16[8,128]".
-        options: whatever else decides the kernel's code.
+        operands: dtype and shape of each array, as "bfloat16[8,128]".
+        options: whatever else determines the kernel's code.
     """
 
     kernel: str
@@ -59,11 +59,11 @@ class Entry:
         site: what it is for.
         chip: the chip's name.
         config: the values.
-        seconds, default_seconds: of the function that was tuned, with this and with
-            the default configuration (cycles on a chip that is not here).
+        seconds, default_seconds: times of the tuned function with this and with the
+            default configuration (cycles for a chip that is not present).
         kernels: names of all kernels of that function.
-        space: identifies the space that was searched.
-        complete: whether the search came to its end.
+        space: identifies the space searched.
+        complete: whether the search ran to its end.
         versions: of the package and of JAX.
         found: when, in seconds since the epoch.
     """
@@ -81,7 +81,7 @@ class Entry:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a table holds one entry for."""
+        """The key under which a table holds one entry."""
         return self.site, self.chip, self.kernels, self.versions
 
     def to_json(self) -> dict[str, Any]:
@@ -114,12 +114,12 @@ class Table:
         return self._by_kernel.get((kernel, chip), [])
 
     def with_entry(self, entry: Entry) -> "Table":
-        """This table with one more entry, which replaces the one of its key."""
+        """This table with one more entry, which replaces any with the same key."""
         rest = [each for each in self.entries if each.key != entry.key]
         return Table([*rest, entry])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file; others see all of it or what was there before."""
+        """Write the file atomically: readers see the old or the new contents."""
         target = Path(path)
         rows = [entry.to_json() for entry in self.entries]
         text = json.dumps({"format": FORMAT, "configs": rows}, indent=1)
@@ -138,7 +138,7 @@ def load(path: str | os.PathLike[str]) -> Table:
     """The table in a file.
 
     Raises:
-        SpecError: there is no such file, or it is not one of ours.
+        SpecError: there is no such file, or it is not a table.
     """
     target = Path(path)
     try:
@@ -154,7 +154,7 @@ def load(path: str | os.PathLike[str]) -> Table:
 
 @cache
 def _load(path: Path, modified: int, size: int) -> Table:
-    del modified, size  # that the file has changed
+    del modified, size  # only part of the cache key
     try:
         found = json.loads(path.read_text())
         if found["format"] != FORMAT:
@@ -169,13 +169,13 @@ def _load(path: Path, modified: int, size: int) -> Table:
 
 
 def user_path() -> Path | None:
-    """The user's own file; None where nothing is kept on disk."""
+    """The user's own file; None if nothing is kept on disk."""
     place = cache_files.folder()
     return place / USER_FILE if place else None
 
 
 def user_table() -> Table:
-    """What was tuned here; empty where there is nothing that can be read."""
+    """What was tuned here; empty if there is nothing readable."""
     path = user_path()
     if path is None or not path.exists():
         return EMPTY
@@ -186,10 +186,10 @@ def user_table() -> Table:
 
 
 def keep(entry: Entry) -> None:
-    """Add an entry to the user's file, if there is a place for it.
+    """Add an entry to the user's file, if one may be kept.
 
-    What was found serves the caller also where it cannot be written: that is a warning.
-    A file that cannot be read (a newer package may have written it) is put aside.
+    Failure to write it is only a warning, as the caller can still use the entry. A file
+    that cannot be read (a newer package may have written it) is moved aside.
     """
     path = user_path()
     if path is None:
@@ -221,7 +221,7 @@ def _put_aside_unreadable(path: Path) -> None:
 
 @cache
 def shipped() -> Table:
-    """The tables that come with the package, as one."""
+    """The tables shipped with the package, as one."""
     files = sorted(SHIPPED.glob("*.json"))
     return Table(entry for file in files for entry in load(file).entries)
 
@@ -232,11 +232,11 @@ EMPTY = Table()
 def best_entry(
     tables: Iterable[Table], site: Site, chip: str, versions: tuple
 ) -> Entry | None:
-    """The entry to use for a call: of its own shapes, else of the nearest ones, if
-    there are any within `FARTHEST`.
+    """The entry to use for a call: for its exact shapes, else for the nearest ones
+    within `FARTHEST`, if any.
 
-    Of entries as near, the one of the first table counts; in one table that of these
-    versions, and then the last one found.
+    Of equally near entries the first table's wins; within a table, that of these
+    versions, then the last one found.
     """
     found: list[tuple[Any, Entry]] = []
     for number, table in enumerate(tables):
@@ -251,11 +251,12 @@ def best_entry(
 
 
 def distance(a: Site, b: Site) -> float | None:
-    """How far shapes are apart: halvings and doublings of all sizes.
+    """The distance between shapes: the halvings and doublings of all sizes.
 
-    None: other dtypes, ranks or options, or too far. What is best for four sequences
-    says nothing about sixty-four: programs that filled a chip in the one case are too
-    many in the other. So no size may differ by more than a factor of `FARTHEST`.
+    None for other dtypes, ranks or options, or if too far. What is best for four
+    sequences says nothing about sixty-four: a split that just fills a chip in one case
+    makes too many programs in the other. So no size may differ by more than a factor of
+    `FARTHEST`.
     """
     if a.options != b.options or len(a.operands) != len(b.operands):
         return None

@@ -22,14 +22,15 @@ def tunable(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declares which values a function's keyword arguments may have.
 
-    A call that gives none of them takes a tuned configuration for its operands, or
+    A call that passes none of them uses a tuned configuration for its operands, or
     else the defaults of the function's signature. `pl.autotune(f)(*args)` finds one.
 
     Args:
-        name: what tables call the function; by default its own name.
-        allows: `allows(*args, **config)` says whether the values go together for these
-            arguments.
-        values: for each keyword argument the values to choose from, neighbours alike.
+        name: the function's name in tables; by default its own name.
+        allows: `allows(*args, **config)` says whether a combination of values is valid
+            for these arguments.
+        values: for each keyword argument, its values, ordered so that neighbours are
+            similar.
 
     Raises:
         SpecError: the function has no such argument, or it has no default or values.
@@ -50,9 +51,9 @@ def declared(
     name: str | None = None,
     allows: Callable[..., bool] | None = None,
 ) -> Callable[..., Any]:
-    """The function as `tunable` makes it."""
+    """The function as `tunable` returns it."""
     default = _defaults(function, values)
-    Space(values)  # says what is wrong with them now, not when the function is called
+    Space(values)  # reports errors now, not when the function is called
     title = name or function.__name__
 
     @functools.wraps(function)
@@ -91,7 +92,7 @@ def _defaults(function: Callable[..., Any], values: Mapping[str, Any]):
 
 
 def _site(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]):
-    """Arrays by dtype and shape, everything else by what it prints as."""
+    """The site of a call: arrays by dtype and shape, everything else by its repr."""
     leaves, _ = jax.tree.flatten((args, kwargs))
     arrays = [x for x in leaves if is_shaped(x)]
     others = [_shown(x) for x in leaves if not is_shaped(x)]
@@ -99,5 +100,5 @@ def _site(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]):
 
 
 def _shown(x: Any) -> str:
-    # The address in a function's repr differs from run to run.
+    # A function's repr contains an address, which differs from run to run.
     return getattr(x, "__qualname__", None) or repr(x)

@@ -1,8 +1,8 @@
 """The tuner: measures a function with candidates for each of its sites.
 
-The function is what is measured, so that forward and backward kernels of a training
-step, and what XLA puts around them, are tuned together. Each site (a tunable kernel at
-its shapes) is searched in turn, with the best so far for the others.
+The whole function is measured, so that the forward and backward kernels of a training
+step, and what XLA adds around them, are tuned together. Each site (a tunable kernel at
+its shapes) is searched in turn, with the best configurations so far for the others.
 """
 
 import time
@@ -33,10 +33,10 @@ from pallasite.tune.search import Outcome, search
 from pallasite.tune.table import Config, Entry, Site, Table
 from pallasite.tune.workers import Workers
 
-LEAST_HERTZ = 0.9e9  # no TPU has a slower clock: bounds in cycles
-NEAR, FINALISTS = 1.1, 4  # times the best: measured again at the end, so many at most
+LEAST_HERTZ = 0.9e9  # no TPU has a slower clock; converts bounds to cycles
+NEAR, FINALISTS = 1.1, 4  # within this factor of the best, at most this many remeasured
 LAST_ROUNDS, LAST_SECONDS = 21, 10.0
-GAIN = 0.98  # of the default's time: what is not below that may be noise
+GAIN = 0.98  # of the default's time: anything above may be noise
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Tuner:
         return knobs.override(target=self.target)
 
     def of_arrays(self, *arrays: Any) -> Any:
-        """The function, of its arguments that are arrays."""
+        """The function of its array arguments."""
         return self.given.call(self.function, *arrays)
 
     def tune(self) -> Tuned:
@@ -171,7 +171,7 @@ class Tuner:
     def _candidates(
         self, question: Question, others: Table, progress: Progress
     ) -> list[Candidate]:
-        """All of a site's candidates, the default first."""
+        """All candidates of a site, the default first."""
         rest = [c for c in question.space.configs if c != question.default]
         made = []
         for number, config in enumerate([question.default, *rest]):
@@ -202,7 +202,7 @@ class Tuner:
         )
 
     def _backends_of(self, call: Call) -> Sequence[str]:
-        """Backends that may schedule a call for the chip; none: it is emulated."""
+        """Backends that may schedule a call for the chip; if none, it is emulated."""
         if wants_emulation(call):
             return ()
         named = call.backend or knobs.get("backend")
@@ -211,7 +211,7 @@ class Tuner:
         return base.defaults(_platform(), call.kernel)
 
     def estimate(self, batch: Sequence[Candidate]) -> None:
-        """Cycles that libtpu estimates, of all kernels of each candidate."""
+        """Sums libtpu's estimated cycles over the kernels of each candidate."""
         tpu, jobs, owners = base.get("tpu"), [], []
         for candidate in batch:
             for call in candidate.calls:
@@ -233,7 +233,7 @@ class Tuner:
             if not result.ok or result.estimated is None:
                 candidate.refused = result.error or "libtpu has no estimate"
                 continue
-            # Where only the code is known, copies are not in it.
+            # An estimate of the code alone excludes copies; the bound has them.
             cycles = (candidate.seconds or 0) + result.estimated
             candidate.seconds = max(cycles, candidate.bound)
 
@@ -266,7 +266,7 @@ class _Meter:
         self.tuner, self.outcome = tuner, outcome
         self.workers, self.progress = workers, progress
         self.arrays = _arrays(tuner.given.arrays)
-        self.expected: Any = None  # what the first candidate that runs gives
+        self.expected: Any = None  # the result of the first candidate that runs
         allowed = tuner.options.tolerance
         if allowed is None:
             params = [p for call in outcome.default.calls for p in call.kernel.params]
@@ -294,11 +294,11 @@ class _Meter:
         kept = [self.outcome.default, *self.near_best()]
         for candidate in self.outcome.candidates:
             if all(candidate is not each for each in kept):
-                candidate.run = None  # and with it the compiled program
+                candidate.run = None  # frees the compiled program
         self.progress.update(self.outcome)
 
     def near_best(self) -> list[Candidate]:
-        """The few that noise may have kept from being the best."""
+        """The few candidates that noise may have kept from being the best."""
         best = self.outcome.best.seconds
         near = [
             c
@@ -308,10 +308,10 @@ class _Meter:
         return sorted(near, key=lambda c: c.seconds or 0.0)[:FINALISTS]
 
     def run_off(self) -> None:
-        """Measures those near the best once more, side by side and for longer.
+        """Measures those near the best once more, interleaved and for longer.
 
-        The best of a batch is measured again with each later one: of times that are the
-        least of several, its own is of more than the others'.
+        The best is remeasured with each later batch, so its time is the least of more
+        measurements than the others', which favours it.
         """
         default, last = self.outcome.default, self.near_best()
         if len(last) < 2 or not self.tuner.is_here:
@@ -326,7 +326,7 @@ class _Meter:
         with measure.alone():
             runs = [c.run for c in last if c.run is not None]
             times = measure.interleaved(runs, rounds=rounds)
-        # What is not among them was slower, whatever the clock does now.
+        # Candidates not remeasured stay slower, whatever the clock rate is now.
         slower = max(1.0, min(times) / (self.outcome.best.seconds or inf))
         for candidate in self.outcome.candidates:
             if candidate.seconds is not None:
@@ -347,9 +347,9 @@ class _Meter:
             candidate.refused = next(filter(None, said), "")
 
     def check(self, candidate: Candidate) -> None:
-        """Compiles and runs the function; compares what it gives."""
+        """Compiles and runs the function, and compares its result."""
         try:
-            # A kernel for a TPU that is not here means the same where it runs.
+            # A kernel for a TPU that is not present computes the same here.
             with self.tuner.for_target(), choices.configs(candidate.table):
                 program = jax.jit(lambda *xs: self.tuner.of_arrays(*xs))
                 compiled = program.lower(*self.arrays).compile()
@@ -364,7 +364,7 @@ class _Meter:
         candidate.run = lambda: compiled(*self.arrays)
 
     def time_all(self, running: Sequence[Candidate]) -> None:
-        """Measures candidates side by side, and the best one so far again."""
+        """Measures candidates interleaved, together with the best one so far."""
         best = self.outcome.best
         again = [best] if best.run is not None and best not in running else []
         timed = [*running, *again]
@@ -394,7 +394,7 @@ def _platform() -> str:
 
 
 def _is_here(chip: Chip | Host) -> bool:
-    """Whether JAX has a device of that chip."""
+    """Whether JAX has a device with that chip."""
     device = jax.devices()[0]
     if isinstance(chip, Host):
         return device.platform == "cpu"
@@ -402,7 +402,7 @@ def _is_here(chip: Chip | Host) -> bool:
 
 
 def _arrays(given: Sequence[Any]) -> list[Any]:
-    """The arrays to tune with: those given, made-up ones where only shapes are."""
+    """The arrays to tune with: those given, synthetic ones for bare shapes."""
     made = []
     for number, x in enumerate(given):
         if not isinstance(x, jax.ShapeDtypeStruct):

@@ -1,12 +1,11 @@
-"""Kernels compiled and run once in processes of their own, with a time limit.
+"""Compiles and runs kernels once in child processes, with a time limit.
 
-A kernel that ends its process, does not come back from the compiler or does not end
-when it runs ends a child, not the process that tunes. What was compiled stays in the
-cache on disk (`runtime/cache.py`), where this process finds it. Operands are made up:
-floats at random, integers zero.
+A kernel that crashes, hangs the compiler or does not terminate takes down a child, not
+the tuner. Compiled code stays in the disk cache (`runtime/cache.py`), where this
+process finds it. Operands are synthetic: random floats, zero integers.
 
 As a command (`python -m pallasite.tune.workers`) it is the child: it reads pickled
-calls, each after its length, and answers each with a line of JSON.
+calls, each preceded by its length, and answers each with a line of JSON.
 """
 
 import contextlib
@@ -26,18 +25,18 @@ from pallasite import config
 from pallasite.errors import CompileError
 from pallasite.primitive import Call
 
-START_SECONDS = 180.0  # until a child is ready: it imports JAX and finds its devices
+START_SECONDS = 180.0  # for a child to import JAX and find its devices
 _LENGTH = struct.Struct("<Q")
 
 
 class Workers:
-    """Some child processes; use it in a `with` block, which ends them.
+    """A pool of child processes; use it in a `with` block, which ends them.
 
     Args:
         count: how many.
         limit: seconds that one kernel may take.
-        platform: the platform that the children run kernels on.
-        command: what a child is; tests have others.
+        platform: the platform on which the children run kernels.
+        command: what a child runs; tests pass others.
     """
 
     def __init__(
@@ -63,14 +62,14 @@ class Workers:
     def probe(
         self, calls: Iterable[Call], said: Callable[[int], None] = lambda left: None
     ) -> dict[Call, str]:
-        """Compiles and runs each call once; why it cannot be used, or ""."""
+        """Compiles and runs each call once; returns why it is unusable, or ""."""
         asked = list(dict.fromkeys(calls))
         new = [call for call in asked if call not in self._known]
         waiting = iter(new)
         lock = threading.Lock()
         stop = threading.Event()
-        # Not by joining threads: before Python 3.13 a Ctrl-C in `join` makes a thread
-        # that runs look ended.
+        # Events instead of `join`: before Python 3.13 a Ctrl-C in `join` makes a
+        # running thread look finished.
         ended = [threading.Event() for _ in range(min(len(self._idle), len(new)))]
 
         def serve(place: int) -> None:
@@ -95,9 +94,9 @@ class Workers:
         except BaseException:
             stop.set()
             for each in ended[:started]:
-                self._kill()  # which ends what threads wait for
+                self._kill()  # ends what the threads wait for
                 while not each.wait(0.2):
-                    self._kill()  # a child that was only just started, too
+                    self._kill()  # including a child only just started
             raise
         return {call: self._known[call] for call in asked}
 
@@ -123,14 +122,14 @@ class Workers:
 
 
 class _Gone(Exception):
-    """A child that cannot be used any more, and why."""
+    """A child can no longer be used, and why."""
 
 
 class _Child:
     def __init__(self, command: Sequence[str], platform: str):
         root = str(config.PACKAGE.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        # Kernels must not take all of a GPU's memory: the parent has its share.
+        # Kernels must not take all of a GPU's memory, as the parent needs some.
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             command,
@@ -144,7 +143,7 @@ class _Child:
                 "JAX_PLATFORMS": platform,
                 "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             },
-            start_new_session=True,  # Ctrl-C is the parent's
+            start_new_session=True,  # only the parent gets Ctrl-C
         )
 
     def wait_until_ready(self) -> None:
@@ -165,7 +164,7 @@ class _Child:
         ready, _, _ = select.select([self.process.stdout], [], [], limit)
         if not ready:
             raise _Gone(late)
-        line = self.process.stdout.readline()  # written at once
+        line = self.process.stdout.readline()  # the child flushes each line
         if not line:
             raise _Gone(f"its process ended: {self._last_words()}")
         return json.loads(line)
@@ -187,7 +186,7 @@ class _Child:
 
 
 def _knobs() -> dict[str, str]:
-    """What `config.override` says here, as variables of the environment."""
+    """This process's `config.override`, as environment variables."""
     said = {knob.env: config.get(knob.name) for knob in config.KNOBS.values()}
     return {
         env: str(int(value) if isinstance(value, bool) else value)
@@ -201,7 +200,7 @@ def _knobs() -> dict[str, str]:
 
 def _main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what kernels print is no answer
+    os.dup2(2, 1)  # kernels' output must not mix with answers
     import jax
 
     jax.devices()
@@ -210,7 +209,7 @@ def _main() -> None:
         answers.write(json.dumps({"error": error}) + "\n")
         answers.flush()
 
-    answer("")  # it is ready
+    answer("")  # ready
     for call in _calls(sys.stdin.buffer):
         answer(_tried(call))
 
@@ -221,7 +220,7 @@ def _calls(stream: BinaryIO) -> Iterator[Call]:
 
 
 def _tried(call: Call) -> str:
-    """Runs a call; what went wrong."""
+    """Runs a call; returns what went wrong."""
     import jax
 
     from pallasite.primitive import bind_call, choose, wants_emulation
@@ -234,7 +233,7 @@ def _tried(call: Call) -> str:
         jax.block_until_ready(jax.jit(lambda *xs: bind_call(call, xs))(*operands))
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            return ""  # memory that the parent holds: there it may run
+            return ""  # the parent holds the memory, and may run it
         return f"{type(error).__name__}: {str(error)[:300]}"
     return ""
 
