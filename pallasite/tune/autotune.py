@@ -41,7 +41,8 @@ def autotune(
             nothing guards against a kernel that does not terminate.
         tolerance: accepted relative difference from the default configuration's
             result; default: by dtype.
-        share: the largest fraction of a space's configurations to compile; 1: all.
+        share: the largest fraction of a space's configurations to compile, at least
+            four of them; 1: all.
         again: search even if the best configuration is already known.
         keep: whether to write the results to the user's file of configurations.
         progress: whether to show a progress line; default: on a terminal.
