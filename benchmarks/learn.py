@@ -171,7 +171,9 @@ def estimated(step: Step, chip: str) -> dict[str, Any]:
     known = [each for each in cycles if each is not None]
     if len(known) < len(report.kernels):
         return {"cycles": None, "why": str(report)[-600:]}
-    return {"cycles": sum(known)}
+    # Of some kernels only the code is known, which is no estimate of a call.
+    notes = [k.note for k in report.kernels if k.note]
+    return {"cycles": None, "why": notes[0]} if notes else {"cycles": sum(known)}
 
 
 def shown(row: dict[str, Any]) -> str:
