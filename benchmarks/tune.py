@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Shape
 
 import pallasite as pl
-from benchmarks.kernels import device_timer
 from pallasite import config, kernels
 from pallasite.kernels import masks
 from pallasite.tune.measure import interleaved
@@ -118,7 +117,9 @@ def compare(name: str, function, operands: list[Shape], options) -> None:
             jax.random.normal(jax.random.key(0), x.shape, x.dtype) for x in operands
         ]
         runs = [compiled(function, arrays, chosen[n]) for n in ("tuner", "exhaustive")]
-        times = [shown_time(t, "s") for t in side_by_side(runs, arrays)]
+        calls = [lambda run=run: run(*arrays) for run in runs]
+        jax.block_until_ready([call() for call in calls])  # first calls are slow
+        times = [shown_time(t, "s") for t in interleaved(calls, rounds=21)]
         lines.append(f"side by side: tuner's {times[0]}, exhaustive's {times[1]}")
     print(f"{name} {operands[0].shape}", *lines, sep="\n  ", flush=True)
 
@@ -127,15 +128,6 @@ def compiled(function: Callable, arrays: list[jax.Array], found: Any) -> Callabl
     """A function with the configurations that were found."""
     with pl.configs(found.table):
         return jax.jit(lambda *xs: function(*xs)).lower(*arrays).compile()
-
-
-def side_by_side(runs: list[Callable], arrays: list[jax.Array]) -> list[float]:
-    """Seconds of a call of each: on a GPU of its kernels, without their launches."""
-    timer = device_timer()
-    if timer is None:
-        return interleaved([lambda run=run: run(*arrays) for run in runs], rounds=21)
-    rounds = [[timer(run, arrays, 20) for run in runs] for _ in range(7)]
-    return [min(times) for times in zip(*rounds, strict=True)]
 
 
 if __name__ == "__main__":

@@ -272,7 +272,7 @@ def _steps(
     saved: Sequence[Value],
 ) -> tuple[Built, ...]:
     """The kernels of some stages that change no memory."""
-    sums = _Sums(sum(map(_bytes, kernel.inputs)), made.machine)
+    sums = _Sums.of(kernel, made.machine)
     results = [*made.targets.values(), *saved]
     steps = [built for s in stages for built in _kernels(s, results, set(), sums)]
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in made.targets.items()}
@@ -289,7 +289,7 @@ def _keeping(made: BackwardPlan, kernel: Kernel) -> KeepingPlan | None:
     most = KEPT_SHARE * sum(map(_bytes, kernel.params))
     if kept is None or sum(map(_bytes, kept.refs)) > most:
         return None
-    sums = _Sums(sum(map(_bytes, kernel.inputs)), made.machine)
+    sums = _Sums.of(kernel, made.machine)
     forward = _kernels(kept.forward, [*kernel.outputs, *kept.refs], set(), sums)
     if len(forward) != 1:
         return None
@@ -350,7 +350,7 @@ def _plan(
     results = list(dict.fromkeys([*targets.values(), *changing.values()]))
     program = split_axes(replace(program, body=made.body), results)
     # Partial sums are for small operands, such as the weights of a norm.
-    sums = _Sums(sum(map(_bytes, kernel.inputs)), machine)
+    sums = _Sums.of(kernel, machine)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
     ways: list[Way] = []
     for stages in _alternatives(program, made, results):
@@ -478,6 +478,10 @@ class _Sums(NamedTuple):
 
     budget: int
     machine: Machine
+
+    @staticmethod
+    def of(kernel: Kernel, machine: Machine) -> "_Sums":
+        return _Sums(sum(map(_bytes, kernel.inputs)), machine)
 
 
 def _kernels(

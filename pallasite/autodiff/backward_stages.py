@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from pallasite.autodiff.op_derivative import is_pure
 from pallasite.autodiff.per_program import Program, producers_of
-from pallasite.autodiff.reverse_activity import defined, facts_of, used_values
+from pallasite.autodiff.reverse_activity import defined, facts_of
 from pallasite.autodiff.sink_sums import sink_sums
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, BlockDim, Op, Value, Window, walk
-from pallasite.ir.rewrite import clone, substitute
+from pallasite.ir.rewrite import clone, substitute, used_values
 from pallasite.ir.roles import Loop
 from pallasite.ir.types import INDEX, RefType
 

@@ -7,6 +7,7 @@ Refs count by their root: a view depends on what its memory depends on.
 from collections.abc import Iterable, Sequence
 
 from pallasite.ir.nodes import Block, Op, Value, walk
+from pallasite.ir.rewrite import used_values
 from pallasite.ir.roles import Cond, Loop, While
 from pallasite.ir.types import TileType
 from pallasite.passes.analysis.intervals import Facts
@@ -101,13 +102,6 @@ def defined(block: Block) -> set[Value]:
         found.update(op.results)
         found.update(p for region in op.regions for p in region.params)
     return found
-
-
-def used_values(block: Block) -> list[Value]:
-    """Every value that a block and its regions use, in order, with repetitions."""
-    found = [v for op in walk(block) for v in op.operands]
-    found += [v for op in walk(block) for region in op.regions for v in region.yields]
-    return [*found, *block.yields]
 
 
 def facts_of(block: Block, sizes: Sequence[int | None]) -> Facts:

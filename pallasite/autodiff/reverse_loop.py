@@ -8,12 +8,12 @@ may run the iterations in any order.
 from collections.abc import Sequence
 from typing import Protocol
 
-from pallasite.autodiff.reverse_activity import Activity, used_values
+from pallasite.autodiff.reverse_activity import Activity
 from pallasite.autodiff.reverse_rules import cotangent_type
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, Kernel, Op, Span, Value, walk
-from pallasite.ir.rewrite import clone, dead_code, substitute
+from pallasite.ir.rewrite import clone, dead_code, substitute, used_values
 from pallasite.ir.roles import Loop
 
 Cotangents = dict[Value, Value]

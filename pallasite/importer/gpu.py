@@ -21,6 +21,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Op, Span, Value, walk
 from pallasite.ir.rule_table import Rule, RuleTable
 from pallasite.ops.gpu import NOT_OUTSIDE
+from pallasite.passes.analysis.cost import bytes_of
 from pallasite.passes.analysis.memory import VIEWS
 
 RULES = RuleTable()
@@ -251,7 +252,7 @@ def _load_to_smem(im: Importer, eqn: Any, *_: Value) -> None:
         return
     source, target = _ends(im, ("gmem", "smem"), source, target)
     barrier, b = _barrier(im, ref, transforms), im.builder
-    b.emit("barrier_expect", barrier, bytes=_bytes(target))
+    b.emit("barrier_expect", barrier, bytes=bytes_of(target.type))
     notes: dict[str, Any] = {NOT_OUTSIDE: True} if eqn.params["inside"] else {}
     if not axes:
         b.emit("copy_start", source, target, barrier, priority=0, **notes)
@@ -279,15 +280,11 @@ def _load_counted_by_first(
     checks.ends(im, ("gmem", "smem"), from_, to)
     counted = _barrier(im, *barrier)
     with im.nested() as inner:
-        inner.emit("barrier_expect", counted, bytes=blocks * _bytes(to))
+        inner.emit("barrier_expect", counted, bytes=blocks * bytes_of(to.type))
         expected = inner.block()
     which = b.cast(b.op("eq", place, b.index(0)), T.I32)
     b.emit("cond", which, regions=(Block(), expected))
     b.emit("cluster_copy", from_, to, counted, axes=axes, to="first")
-
-
-def _bytes(ref: Value) -> int:
-    return checks.bytes_of(ref.ref)
 
 
 def _size(im: Importer, axis: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 from pallasite.errors import KernelTypeError, ResourceError
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Value
+from pallasite.passes.analysis.cost import bytes_of
 from pallasite.target.table import GPUS
 
 SHARED_BYTES = max(chip.shared.bytes for chip in GPUS.values())
@@ -28,10 +29,6 @@ SUMS_OF = {
     "f8e4m3fn": ("f32", "f16"),
     "f8e5m2": ("f32", "f16"),
 }
-
-
-def bytes_of(ref: T.RefType) -> int:
-    return ref.size * ref.dtype.bits // 8
 
 
 def _columns_of(ref: T.RefType) -> int:

@@ -126,9 +126,7 @@ class Monitor:
 
     def _unnamed(self, ref: Value, role: str) -> str:
         """Memory without a name, by the line that allocates it."""
-        while ref in self.roots.parent:
-            ref = self.roots.parent[ref]
-        maker = self._makers.get(ref)
+        maker = self._makers.get(self.roots.of(ref))
         if maker is None or maker.loc is None:
             return f"unnamed {role}"
         return f"{role} of {maker.loc}"

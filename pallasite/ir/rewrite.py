@@ -303,6 +303,13 @@ def _with_operands(op: Op, operands: tuple[Value, ...]) -> Op:
     return op if operands is op.operands else op.with_(operands=operands)
 
 
+def used_values(block: Block) -> list[Value]:
+    """Every value that a block and its regions use, in order, with repetitions."""
+    found = [v for op in walk(block) for v in op.operands]
+    found += [v for op in walk(block) for region in op.regions for v in region.yields]
+    return [*found, *block.yields]
+
+
 def with_regions(op: Op, regions: Sequence[Block]) -> Op:
     """The op with these regions; the very same one if they are its own."""
     if not regions or all(a is b for a, b in zip(regions, op.regions, strict=True)):

@@ -19,7 +19,7 @@ from typing import Any
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import substitute
+from pallasite.ir.rewrite import substitute, used_values, with_regions
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.memory import Roots, written_refs
 from pallasite.passes.canonicalize import canonicalize
@@ -83,17 +83,13 @@ class _Joining:
 
     def block(self, block: Block) -> Block:
         """A block with products joined, in what is inside its ops too."""
-        ops = tuple(map(self.with_regions, block.ops))
+        inside = lambda op: with_regions(op, [self.block(r) for r in op.regions])
+        ops = tuple(map(inside, block.ops))
         changed = any(a is not b for a, b in zip(ops, block.ops, strict=True))
         new = replace(block, ops=ops) if changed else block
         for group in self.groups(new):
             new = self.joined(new, group) or new
         return new
-
-    def with_regions(self, op: Op) -> Op:
-        regions = tuple(map(self.block, op.regions))
-        changed = any(a is not b for a, b in zip(regions, op.regions, strict=True))
-        return op.with_(regions=regions) if changed else op
 
     # --- which products ---
 
@@ -203,7 +199,7 @@ class _Joining:
             if reads is None:
                 return None
             clashes = writes & (read | written) or reads & written
-            if clashes or made.intersection(_used(op)):
+            if clashes or made.intersection(used_values(Block((), (op,)))):
                 found.append(op)
                 made.update(op.results)
                 read |= reads
@@ -229,11 +225,3 @@ class _Joining:
         """Whether a product needs what comes after the others."""
         made = {v for op in (*waiting, *dots) for v in op.results}
         return any(made.intersection(op.operands) for op in dots)
-
-
-def _used(op: Op) -> set[Value]:
-    """Values that an op uses, in its regions too."""
-    inside = [*walk(Block((), (op,)))]
-    used = {v for inner in inside for v in inner.operands}
-    used.update(v for o in inside for region in o.regions for v in region.yields)
-    return used

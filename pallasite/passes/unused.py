@@ -6,7 +6,7 @@ and canonicalizes again, to a fixed point.
 """
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
-from pallasite.ir.rewrite import Rewriter, map_ops, substitute, writes
+from pallasite.ir.rewrite import Rewriter, map_ops, substitute, used_values, writes
 from pallasite.ir.roles import Loop
 from pallasite.passes.canonicalize import canonicalize
 
@@ -21,14 +21,8 @@ def drop_unused(kernel: Kernel) -> Kernel:
         kernel = new
 
 
-def _used(block: Block) -> set[Value]:
-    found = {v for op in walk(block) for v in op.operands}
-    found |= {v for op in walk(block) for region in op.regions for v in region.yields}
-    return found
-
-
 def _drop_carries(kernel: Kernel) -> Kernel:
-    used = _used(kernel.body)
+    used = set(used_values(kernel.body))
 
     def rewrite(op: Op, builder: Rewriter) -> list[Value] | None:
         if op.name != "for" or not op.results:
@@ -68,7 +62,7 @@ def _live_carries(loop: Loop, used: set[Value]) -> set[int]:
             if writes(inner) or inner.name == "while" or needed & set(inner.results):
                 needed.update(inner.operands)
                 for region in inner.regions:
-                    needed |= _used(region) | set(region.yields)
+                    needed.update(used_values(region))
         found = live | {n for n, p in enumerate(loop.carried) if p in needed}
         if found == live:
             return live

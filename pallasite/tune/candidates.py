@@ -6,6 +6,7 @@ static estimate of each one's time. The estimate is only for ranking; `bound` is
 bound on the time, where the chip's rates are known.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -158,7 +159,7 @@ class Model:
         if isinstance(self.chip, Host):
             return 0.0
         if isinstance(self.chip, Gpu):
-            return roofline(count(kernel, least=True), Peaks.of(self.chip)).seconds
+            return roofline(_counted(kernel, True), Peaks.of(self.chip)).seconds
         computed = self._products(kernel)
         if self.chip.main.bytes_per_second:
             moved = cost(kernel).bytes_accessed / self.chip.main.bytes_per_second
@@ -196,8 +197,12 @@ def _on_gpu(kernel: Kernel, chip: Gpu) -> float:
 
     Zero means unknown, because operand values decide most of the work.
     """
-    least, most = (_busy(kernel, chip, count(kernel, least=x)) for x in (True, False))
+    least, most = (_busy(kernel, chip, _counted(kernel, x)) for x in (True, False))
     return most if least > most / 2 else 0.0
+
+
+# The bound and the estimate both need the least work.
+_counted = functools.lru_cache(maxsize=16)(count)
 
 
 def _busy(kernel: Kernel, chip: Gpu, work: Work) -> float:
