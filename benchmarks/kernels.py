@@ -17,6 +17,7 @@ Operations over several devices are there if there are some:
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -288,7 +289,31 @@ def attention_problems(big: bool, dtype: Any) -> dict[str, Problem]:
             ),
         ),
         "attention dropout": Problem(dropout, partial(operands, heads), scores, "flop"),
+        **(_beside_cudnn(dtype) if big else {}),
     }
+
+
+def _beside_cudnn(dtype: Any) -> dict[str, Problem]:
+    """Attention whose rival is cuDNN's, which XLA calls."""
+    found = {}
+    shapes = itertools.product((128, 64), ((4, 4096), (1, 16384)), (False, True))
+    for width, (batch, length), is_causal in shapes:
+        qkv = partial(normal, batch, length, 16, width, dtype=dtype)
+        mask = masks.Causal() if is_causal else None
+        scores = 4 * batch * 16 * length * length * width
+        name = f"attention beside cuDNN, D{width}, S{length}"
+        found[name + ", causal" * is_causal] = Problem(
+            partial(kernels.attention, mask=mask),
+            lambda qkv=qkv: [qkv(seed=n) for n in range(3)],
+            scores / 2 if is_causal else scores,
+            "flop",
+            xla=partial(
+                jax.nn.dot_product_attention,
+                implementation="cudnn",
+                is_causal=is_causal,
+            ),
+        )
+    return found
 
 
 def _torch_attention(torch: Any, q: Any, k: Any, v: Any, **how: Any) -> Any:

@@ -37,6 +37,7 @@ class Core:
         self.facts = Facts()
         self.producers: dict[Value, Op] = {}
         self.rounded_away: frozenset[Value] = frozenset()  # see `analysis/rounding.py`
+        self.several_from_if = False  # is there an `scf.if` with several results?
 
     def refuse(self, op: Op, why: str = "", fix: str = "") -> NoReturn:
         """This backend does not have `op` on these operands."""
@@ -183,7 +184,11 @@ class Core:
             x = self.reshape(x, (1,))
             return self.let(f"tt.unsplat {x} : {x.type}", (), x.elem)
         to = type_text(shape, x.elem)
-        return self.let(f"tt.reshape {x} : {x.type} -> {to}", shape, x.elem)
+        # XLA moves reshapes that drop unit dimensions up into the `scf.if` they come
+        # from, and that `if` down to the reshape: past uses of its other results. It
+        # leaves a reshape with this hint alone, and to Triton it means nothing here.
+        hint = " efficient_layout" if self.several_from_if and 1 in x.shape else ""
+        return self.let(f"tt.reshape {x}{hint} : {x.type} -> {to}", shape, x.elem)
 
     def transpose(self, x: Val, order: Sequence[int]) -> Val:
         if list(order) == list(range(len(x.shape))):

@@ -76,6 +76,9 @@ class Emitter(Prints):
         check_inputs_are_kept(kernel, accesses, "triton")
         self.fenced = fenced(kernel, accesses)
         self.rounded_away = rounded_away(kernel)
+        self.several_from_if = any(
+            op.name == "cond" and len(op.results) > 1 for op in walk(kernel.body)
+        )
         self.print_numbers = {op: n for n, op in enumerate(print_ops(kernel))}
 
     def module(self) -> str:
