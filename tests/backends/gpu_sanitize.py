@@ -1,12 +1,14 @@
 """Kernels on a GPU under NVIDIA's compute-sanitizer, in several processes.
 
     python -m tests.backends.gpu_sanitize                     # memcheck
+    python -m tests.backends.gpu_sanitize "attention grid" softmax
     python -m tests.backends.gpu_sanitize --tool racecheck    # or synccheck, initcheck
 
 `memcheck` sees the zoo through both backends and the checks of `gpu_check.py`; the
 other tools see what `cuda` emits, because Triton's code is not ours. Every array is an
 allocation of its own, so that a step past its end is seen. A process that dies is
-started again after the kernel it died of. Exit code 1: something was reported.
+started again after the kernel it died of; all take what is left from one list. Parts
+of names choose some of it. Exit code 1: something was reported.
 """
 
 import argparse
@@ -17,8 +19,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -76,10 +79,11 @@ def run(subject: str) -> None:
     jax.block_until_ready(out)
 
 
-def run_all(names: Sequence[str]) -> None:
+def run_all(names: Iterable[str]) -> None:
+    """Run what arrives, one name per line; say when each starts and how it ends."""
     from pallasite.errors import ResourceError, UnsupportedError
 
-    for name in names:
+    for name in map(str.strip, names):
         print(STARTED + name, flush=True)
         try:
             run(name)
@@ -101,32 +105,7 @@ class Findings:
     ends: Counter[str] = field(default_factory=Counter)  # "ran", "refused", ...
     reports: list[str] = field(default_factory=list)
     unlike: list[str] = field(default_factory=list)  # what failed or died
-
-
-def read(
-    lines: Sequence[str], names: Sequence[str], found: Findings, is_late: bool
-) -> list[str]:
-    """Count what a process printed; the subjects that are left of `names`.
-
-    One that was ended because the time is over did not die of what it ran.
-    """
-    current, left = "start", list(names)
-    for line in lines:
-        if line.startswith(STARTED):
-            current = line.removeprefix(STARTED).strip()
-            left.remove(current)
-        elif line.startswith(ENDED):
-            how = line.removeprefix(ENDED).strip()
-            found.ends[how.split(":")[0]] += 1
-            if how.startswith("failed"):
-                found.unlike.append(f"{current} {how}")
-            current = f"after {current}"
-        elif is_report(line):
-            found.reports.append(f"{current}: {line.strip('= ').strip()}")
-    if not current.startswith(("after ", "start")) and not is_late:
-        found.unlike.append(f"{current} died")
-        found.ends["died"] += 1
-    return left
+    seconds: dict[str, float] = field(default_factory=dict)  # of each subject
 
 
 def is_report(line: str) -> bool:
@@ -141,17 +120,13 @@ def is_report(line: str) -> bool:
 
 
 def supervise(
-    command: Callable[[Sequence[str]], Sequence[str]],
-    names: Sequence[str],
-    end: float,
-    found: Findings,
+    command: Sequence[str], left: deque[str], end: float, found: Findings
 ) -> None:
-    """Run `names` in one process after another until the time is over."""
-    left = list(names)
+    """Run what is `left`, which others take from, too, until the time is over."""
     while left and time.monotonic() < end:
-        before = len(left)
         process = subprocess.Popen(
-            command(left),
+            command,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -163,55 +138,103 @@ def supervise(
         kill = partial(os.killpg, process.pid, signal.SIGKILL)
         stop = threading.Timer(max(end - time.monotonic(), 0.1), kill)
         stop.start()
-        with process:
-            lines = list(process.stdout or ())
+        with process, suppress(BrokenPipeError):
+            started = follow(process, left, end, found)
         stop.cancel()
-        left = read(lines, left, found, time.monotonic() >= end)
-        if len(left) == before:
-            found.unlike.append("no start: " + "".join(lines)[-300:])
+        if not started:
             break
-    found.ends["not reached"] += len(left)
+
+
+def follow(
+    process: "subprocess.Popen[str]", left: deque[str], end: float, found: Findings
+) -> bool:
+    """Feed one process and count what it prints; whether it started anything."""
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None and stdout is not None
+
+    def feed() -> str:
+        """The name it is given next, "" if there is none."""
+        with suppress(IndexError):
+            name = left.popleft()
+            with suppress(BrokenPipeError):  # it died: the loop below ends, too
+                stdin.write(name + "\n")
+                stdin.flush()
+            return name
+        with suppress(BrokenPipeError):
+            stdin.close()
+        return ""
+
+    given, current, began, printed = feed(), "", 0.0, []
+    for line in stdout:
+        printed.append(line)
+        if line.startswith(STARTED):
+            current, began = line.removeprefix(STARTED).strip(), time.monotonic()
+        elif line.startswith(ENDED):
+            how = line.removeprefix(ENDED).strip()
+            found.ends[how.split(":")[0]] += 1
+            found.seconds[current] = time.monotonic() - began
+            if how.startswith("failed"):
+                found.unlike.append(f"{current} {how}")
+            current, given = f"after {current}", feed()
+        elif is_report(line):
+            found.reports.append(f"{current or 'start'}: {line.strip('= ').strip()}")
+    if given and given != current:  # it never got to this one
+        left.append(given)
+        if not current and time.monotonic() < end:
+            found.unlike.append("no start: " + "".join(printed)[-300:].strip())
+    elif given and time.monotonic() < end:
+        found.unlike.append(f"{current} died")
+        found.ends["died"] += 1
+    elif given:  # it was ended because the time is over, and did not die of this
+        left.append(given)
+    return bool(current)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     tools = ("memcheck", "racecheck", "synccheck", "initcheck")
+    parser.add_argument("names", nargs="*", help="parts of names; default: all")
     parser.add_argument("--tool", choices=tools, default=tools[0])
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--seconds", type=float, default=600)
     default = os.environ.get("SANITIZER") or shutil.which("compute-sanitizer")
     text = "compute-sanitizer, by default $SANITIZER or the one on the path"
     parser.add_argument("--sanitizer", default=default, help=text)
-    parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.run:
-        run_all(options.run)
+        run_all(sys.stdin)
         return 0
     if options.sanitizer is None:
         parser.error("compute-sanitizer is not here: name it with --sanitizer")
 
-    def command(names: Sequence[str]) -> list[str]:
-        how = ["--tool", options.tool, "--print-limit", "20", "--report-api-errors=no"]
-        if options.tool == "synccheck":  # barriers of all programs at once
-            how += ["--num-cuda-barriers", "65536"]
-        own = [sys.executable, "-W", "ignore", "-m", "tests.backends.gpu_sanitize"]
-        return [options.sanitizer, *how, *own, "--run", *names]
-
-    found, names = Findings(), subjects(options.tool)
-    end, count = time.monotonic() + options.seconds, options.processes
-    shares = [names[n::count] for n in range(min(count, len(names)))]
+    how = ["--tool", options.tool, "--print-limit", "20", "--report-api-errors=no"]
+    if options.tool == "synccheck":  # barriers of all programs at once
+        how += ["--num-cuda-barriers", "65536"]
+    own = [sys.executable, "-W", "ignore", "-m", "tests.backends.gpu_sanitize"]
+    command = [options.sanitizer, *how, *own, "--run"]
+    parts = options.names or [""]
+    all_names = subjects(options.tool)
+    left = deque(name for name in all_names if any(part in name for part in parts))
+    found, end = Findings(), time.monotonic() + options.seconds
     threads = [
-        threading.Thread(target=supervise, args=(command, share, end, found))
-        for share in shares
+        threading.Thread(target=supervise, args=(command, left, end, found))
+        for _ in range(min(options.processes, len(left)))
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    found.ends["not reached"] = len(left)
     counts = ", ".join(f"{n} {how}" for how, n in found.ends.items() if n)
     print(f"{options.tool}: {counts}; {len(found.reports)} reports")
     for line in [*found.reports, *found.unlike]:
         print(f"  {line}")
+    if left:
+        print("not reached:", ", ".join(sorted(left)))
+    slowest = sorted(found.seconds, key=found.seconds.__getitem__, reverse=True)[:5]
+    for name in slowest:
+        print(f"{found.seconds[name]:6.1f} s {name}")
     return 1 if found.reports else 0
 
 
