@@ -1,8 +1,8 @@
-"""Kernels compiled for an H200 by XLA's own GPU compiler, on a machine without a GPU.
+"""Kernels compiled for a GPU by XLA's own compiler, on a machine without one.
 
     make gpu                                                 # the zoo
     python -m tests.backends.gpu_compile --kernels 500       # random kernels, too
-    python -m tests.backends.gpu_compile softmax --change grad
+    python -m tests.backends.gpu_compile softmax --change grad --chip a100
 
 Nothing runs: this is what Triton, LLVM and ptxas, as a release of JAX ships them, make
 of the text that `triton` and `cuda` emit. The compiler is JAX's plugin for CUDA, which
@@ -16,37 +16,38 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from tests.backends.processes import run_each, run_in_processes
 
 TARGET = """\
-gpu_device_info {
+gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
+  shared_memory_per_core: {per_core}
+  threads_per_core_limit: {chip.threads_per_core}
+  core_count: {chip.cores}
   fpus_per_core: 128
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   memory_bandwidth: 4800000000000
-  l2_cache_size: 52428800
+  l2_cache_size: {chip.cache.bytes}
   clock_rate_ghz: 1.98
-  device_memory_size: 150000000000
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
+  device_memory_size: 85000000000
+  shared_memory_per_block_optin: {chip.shared.bytes}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: {chip.registers}
+  registers_per_block_limit: {chip.registers}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 patch: 0 }
-device_description_str: "NVIDIA H200"
+dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
+device_description_str: "{chip.name}"
 """
+CHIPS = ("a100", "h100", "h200", "b200")
 CHANGES = ("none", "triton", "vmap", "grad", "jvp")
 
 
@@ -54,31 +55,39 @@ CHANGES = ("none", "triton", "vmap", "grad", "jvp")
 
 
 @cache
-def sharding() -> Any:
+def sharding(name: str) -> Any:
     """The only device of a machine that is not here."""
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
+    from pallasite.target import GPUS
+
+    chip = GPUS[name]
+    major, minor = divmod(int(chip.arch.removeprefix("sm_")), 10)
+    kept = 1024  # of a core's shared memory, by the system
+    text = TARGET.format(
+        chip=chip, major=major, minor=minor, per_core=chip.shared.bytes + kept
+    )
     made = topologies.get_topology_desc(
-        "h200", "cuda", target_config=TARGET, topology="1x1x1"
+        name, "cuda", target_config=text, topology="1x1x1"
     )
     return SingleDeviceSharding(made.devices[0])
 
 
-def compile_for_gpu(function: Callable, *args: Any) -> None:
+def compile_for(chip: str, function: Callable, *args: Any) -> None:
     import jax
 
     from pallasite import config
 
     def there(x: Any) -> Any:
         x = jax.typeof(x)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding())
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(chip))
 
-    with config.override(target="h200"):
+    with config.override(target=chip):
         jax.jit(function).lower(*jax.tree.map(there, args)).compile()
 
 
-def run(subject: str) -> str:
+def run(chip: str, subject: str) -> str:
     """Compile `zoo NAME CHANGE` or `random FAMILY NUMBER`; by what it runs."""
     from pallasite.errors import FallbackWarning
 
@@ -86,14 +95,14 @@ def run(subject: str) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if kind == "random":
-            compile_random(name, int(how))
+            compile_random(chip, name, int(how))
         else:
-            compile_zoo(name, how)
+            compile_zoo(chip, name, how)
     told = [w for w in caught if issubclass(w.category, FallbackWarning)]
     return "by emulation" if told else "compiled"
 
 
-def compile_zoo(name: str, change: str) -> None:
+def compile_zoo(chip: str, name: str, change: str) -> None:
     from tests.zoo import all_cases
     from tests.zoo.test_zoo import arguments
 
@@ -105,7 +114,7 @@ def compile_zoo(name: str, change: str) -> None:
         call, args = batched(call, args, case.vmap_axes)
     elif change in ("grad", "jvp"):
         call = derivative(call, args, change)
-    compile_for_gpu(call, *args)
+    compile_for(chip, call, *args)
 
 
 def batched(call: Callable, args: Sequence[Any], axes: Any) -> tuple[Callable, list]:
@@ -144,7 +153,7 @@ def derivative(call: Callable, args: Sequence[Any], kind: str) -> Callable:
     return changed
 
 
-def compile_random(family: str, number: int) -> None:
+def compile_random(chip: str, family: str, number: int) -> None:
     import jax
 
     from pallasite.primitive import Call, bind_call
@@ -154,9 +163,8 @@ def compile_random(family: str, number: int) -> None:
 
     case = random_kernel(Stream(stream_of(number)), family, number % 4 == 3, False)
     with jax.enable_x64(True):
-        compile_for_gpu(
-            lambda *arrays: bind_call(Call(case.kernel), arrays), *case.arrays
-        )
+        call = lambda *arrays: bind_call(Call(case.kernel), arrays)
+        compile_for(chip, call, *case.arrays)
 
 
 # --- all processes ---
@@ -197,6 +205,7 @@ def environment(plugin: Path) -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="parts of names; default: all")
+    parser.add_argument("--chip", choices=CHIPS, default="h200")
     parser.add_argument("--change", nargs="+", choices=CHANGES, default=["none"])
     parser.add_argument("--kernels", type=int, default=0, help="random ones")
     parser.add_argument("--seed", type=int, default=1, help="of random kernels")
@@ -207,14 +216,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.run:
-        run_each(sys.stdin, run)
+        run_each(sys.stdin, partial(run, options.chip))
         return 0
     if not (options.plugin / "jax_plugins").is_dir():
         parser.error(f"no JAX plugin for CUDA in {options.plugin}: run `make gpu`")
     all_names = subjects(options.change, options.kernels, options.seed)
     parts = options.names or [""]
     names = [name for name in all_names if any(part in name for part in parts)]
-    command = [sys.executable, "-m", "tests.backends.gpu_compile", "--run"]
+    module = ("-m", "tests.backends.gpu_compile")
+    command = [sys.executable, *module, "--run", "--chip", options.chip]
     found = run_in_processes(
         command,
         names,
@@ -222,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.processes,
         environment(options.plugin.resolve()),
     )
-    found.tell("for an H200")
+    found.tell(f"for {options.chip}")
     return 1 if found.unlike or found.not_reached else 0
 
 

@@ -24,7 +24,7 @@ from pallasite.backends.base import (
 from pallasite.backends.triton import emit
 from pallasite.backends.triton.launch import STAGES, WARPS, schedule_launch
 from pallasite.backends.triton.prints import WORDS, reader, sites_of
-from pallasite.backends.triton.schedule import is_native, plain_copies
+from pallasite.backends.triton.schedule import check_types, is_native, plain_copies
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.fold_exp2 import fold_exp2
@@ -75,6 +75,7 @@ class TritonBackend:
         blocks = partial(for_gpu, chip=_chip(options), tuned=tuned)
         launch = partial(schedule_launch, params=params, chip=_chip(options))
         return (
+            Pass("check_types", partial(check_types, chip=_chip(options))),
             Pass("matrix_units", write_out),
             Pass("choose_blocks", blocks),
             Pass("canonicalize", canonicalize, if_changed=True),

@@ -1,19 +1,50 @@
 """What a kernel must look like before it is emitted.
 
-`is_native` says which ops stay as they are, `plain_copies` turns async copies into
-plain ones.
+`check_types` rejects element types that a chip does not convert, `is_native` says which
+ops stay as they are, `plain_copies` turns async copies into plain ones.
 """
 
 from collections.abc import Sequence
 
+from pallasite.errors import UnsupportedError
 from pallasite.ir.levels import with_level
-from pallasite.ir.nodes import Kernel, Op, Value
+from pallasite.ir.nodes import Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
+from pallasite.ir.text import print_op
 from pallasite.ir.types import I32, RefType
+from pallasite.target import Gpu
 
 # Ops that handle 4-bit numbers in a byte as they are; the rest compute in 32 bits.
 _KEEPS_FOUR_BITS = {"load", "store", "cast", "constant", "dot", "select_n"}
 _KEEPS_FOUR_BITS |= {"broadcast_in_dim", "reshape", "transpose", "slice", "debug_print"}
+
+
+FIRST_E4M3 = 89  # sm_89; on chips before it, XLA ends the process
+
+
+def check_types(kernel: Kernel, chip: Gpu) -> Kernel:
+    """The kernel, if the chip converts all types that it computes with.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    if int(chip.arch.removeprefix("sm_")) >= FIRST_E4M3:
+        return kernel
+    for op in walk(kernel.body):
+        tiles = [v.type for v in (*op.results, *op.operands) if not v.is_ref]
+        found = next((t for t in tiles if t.dtype.name == "f8e4m3fn"), None)
+        if found is not None:
+            raise UnsupportedError(
+                f"backend 'triton' does not support {found} on {chip.name}",
+                [
+                    ("op", print_op(op, regions=False)),
+                    ("why", f"sm_{FIRST_E4M3} is the first to convert f8e4m3fn"),
+                    ("chip", f"{chip.name}, {chip.arch}"),
+                ],
+                op.loc or kernel.loc,
+                "use float8_e5m2, or run the kernel with interpret=True",
+            )
+    return kernel
 
 
 def is_native(native: frozenset[str], op: Op) -> bool:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from pallasite.backends import base
-from pallasite.errors import ResourceError
+from pallasite.errors import ResourceError, UnsupportedError
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import parse_kernel
-from pallasite.ir.types import BF16, F32, TileType
+from pallasite.ir.types import BF16, DTYPES, F32, TileType
 from pallasite.target import GPUS, Gpu, Memory
 from tests.backends.triton.harness import BACKEND, compiled, simulated, whole_kernel
 from tests.backends.triton.test_emit import vector_add
@@ -193,3 +193,18 @@ def test_what_cannot_be_cut_says_how_much_it_needs():
             "  fix         smaller blocks along the dimensions that are kept whole",
         ]
     )
+
+
+@pytest.mark.parametrize("chip", ("a100", "h100"))
+def test_types_that_a_chip_does_not_convert_are_rejected(chip: str):
+    """XLA's compiler would end the process."""
+    tile = TileType((8, 16), DTYPES["f8e4m3fn"])
+    kernel = whole_kernel(lambda b, x: b.cast(x, BF16), [tile], tile.with_dtype(BF16))
+    options = base.Options(chip=GPUS[chip])
+    if chip == "h100":
+        assert "tt.fp_to_fp" in base.Compiled(BACKEND, kernel, options)["ttir"]
+        return
+    with pytest.raises(UnsupportedError) as caught:
+        base.Compiled(BACKEND, kernel, options)["ttir"]
+    what = "backend 'triton' does not support f8e4m3fn[8,16] on a100"
+    assert what in str(caught.value) and "sm_89 is the first" in str(caught.value)
