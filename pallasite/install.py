@@ -46,8 +46,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             )
         if fullname.startswith(UPSTREAM + "."):
             raise ModuleNotFoundError(
-                f"{fullname} is not part of Pallasite, which stands in for {UPSTREAM} "
-                f"here; it has {', '.join(n for n in MODULES if n != UPSTREAM)}",
+                f"{fullname} is not part of Pallasite, which replaces {UPSTREAM} "
+                f"here; available: {', '.join(n for n in MODULES if n != UPSTREAM)}",
                 name=fullname,
             )
         return None
@@ -79,7 +79,7 @@ def install() -> None:
     present = sys.modules.get(UPSTREAM)
     if present is not None and present is not sys.modules["pallasite"]:
         raise PallasError(
-            f"{UPSTREAM} has been imported already",
+            f"{UPSTREAM} is already imported",
             [("module", getattr(present, "__file__", present))],
             fix="call pallasite.install() before the first import of it, or run "
             "the script with `python -m pallasite run script.py`",

@@ -82,7 +82,7 @@ def explain_grad(function: Callable[..., Any]) -> Callable[..., GradReport]:
             raise SpecError(
                 f"pl.explain_grad: '{name}' calls no kernel",
                 at=user_location(),
-                fix="give a function that calls pl.pallas_call(...)(...)",
+                fix="pass a function that calls pl.pallas_call(...)(...)",
             )
         rows: list[OperandGrad] = []
         kernels: list[Kernel] = []

@@ -220,7 +220,7 @@ def test_axes():
 
     refused(KernelTypeError, "no axis is called 'nope'", unknown)
     same = dict(grid=(2,), grid_names=("g",), num_threads=2, thread_name="g")
-    refused(SpecError, "two axes of a kernel are called 'g'", copy, **same)
+    refused(SpecError, "two axes of a kernel have the name 'g'", copy, **same)
     many = dict(num_threads=9, thread_name="wg")
     refused(SpecError, "1 to 8 warpgroups, got 9", copy, **many)
 
