@@ -68,7 +68,7 @@ def test_install_after_upstream_is_refused(run_python: Callable[..., str]):
             print(error)
     """
     out = run_python("-c", textwrap.dedent(code))
-    assert "has been imported already" in out
+    assert "is already imported" in out
     assert "python -m pallasite run" in out
 
 

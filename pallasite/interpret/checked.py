@@ -209,7 +209,7 @@ class CheckedWalker(TensorWalker):
         program = self.writers.get(root)
         self.monitor.report_undefined(
             code,
-            "a value that is not defined is stored in an output",
+            "an undefined value is stored in an output",
             facts=[
                 ("output", self.monitor.describe(param)),
                 ("elements", _counted(first, where)),
@@ -272,7 +272,7 @@ class CheckedWalker(TensorWalker):
             if root.ref.is_semaphore and np.any(self.memory[root]):
                 count = int(np.ravel(self.memory[root])[_flat_first(self.memory[root])])
                 facts = [("semaphore", self.monitor.describe(root)), ("count", count)]
-                what = "a semaphore is not back at zero when it is gone"
+                what = "a semaphore is not zero at the end of its lifetime"
                 fix = "wait for as much as is signalled"
                 last = self.signals.get(root)
                 at = None if last is None else last.loc
@@ -486,7 +486,7 @@ class CheckedWalker(TensorWalker):
         if broken.any():
             found = np.ravel(value_of(value))[_flat_first(broken)]
             facts = [("value", int(found)), ("promised", f"a multiple of {multiple}")]
-            what = "a promise made with pl.multiple_of is broken"
+            what = "a pl.multiple_of assumption is false"
             self.monitor.report("promises", what, facts)
         return (value,)
 

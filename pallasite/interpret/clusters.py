@@ -36,8 +36,8 @@ class ClusterWait(Pause):
 
     def report(self) -> None:
         facts = [("never there", ", ".join(self._missing()))]
-        what = "blocks of a cluster that wait for one that does not come"
-        fix = "let every block end"
+        what = "blocks of a cluster wait for one that never arrives"
+        fix = "let every block reach its end"
         self.walker.monitor.report("copies", what, facts, fix)
 
 
@@ -87,10 +87,10 @@ class ClusterWalker(GpuWalker):
             ]
             self.monitor.report(
                 "copies",
-                "blocks of a cluster that share a copy start different ones",
+                "blocks of a cluster start different copies as one collective copy",
                 facts,
-                "give each block the same source and destination, or leave "
-                "collective_axes out",
+                "give each block the same source and destination, or remove "
+                "collective_axes",
             )
 
     def peers(self, op: Op) -> list[int]:

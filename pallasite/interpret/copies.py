@@ -163,7 +163,7 @@ class Copies:
     def report_not_started(self, target: End) -> None:
         """The report of a wait for a copy that is never started."""
         facts = [("destination", self.monitor.describe(target.ref))]
-        what = "a copy that was not started is waited for"
+        what = "a wait for a copy that was never started"
         fix = "start() it first, with the same semaphore"
         self.monitor.report("copies", what, facts, fix)
 
@@ -216,7 +216,10 @@ class Copies:
         left = []
         for copy in self.flying:
             if any(end.root in roots for end in copy.ends):
-                what = f"a {copy.kind} is still in flight when its memory is gone"
+                what = (
+                    f"a {copy.kind} is still in flight at the end of its memory's "
+                    "lifetime"
+                )
                 self._left(copy, what)
                 left.append(copy)
         return left

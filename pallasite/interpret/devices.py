@@ -108,8 +108,10 @@ class DeviceWalker(WaitingWalker):
         count = len(self.devices)
         if not 0 <= found < count:
             facts = [("device number", found), ("devices", count)]
-            what = "a copy or a signal to a device that is not there"
-            fix = f"count devices from 0 to {count - 1}, as lax.rem(i + 1, size) does"
+            what = "a copy or a signal to a device that does not exist"
+            fix = (
+                f"devices are numbered 0 to {count - 1}: wrap with lax.rem(i + 1, size)"
+            )
             self.monitor.report("copies", what, facts, fix)
         return self.devices[min(max(found, 0), count - 1)]
 
@@ -147,13 +149,13 @@ class DeviceWalker(WaitingWalker):
         facts: list[tuple[str, Any]] = [("to device", other.name)]
         facts.append(("to", self.monitor.describe(ends[0].ref)))
         if other.ended:
-            what = "a copy or a signal to a device that has ended the kernel"
+            what = "a copy or a signal to a device that has finished the kernel"
             fix = "wait there for as many copies and signals as it is sent"
             self.monitor.report("copies", what, facts, fix)
         if not barriers or ends[0].root in barriers:
             return
         if not self.races.knows_entered(other.races):
-            what = "a copy or a signal to a device that may not run the kernel yet"
+            what = "a copy or a signal to a device that may not have started the kernel"
             fix = (
                 "wait for the barrier semaphore first, and let that device signal this "
                 "one's (pltpu.get_barrier_semaphore)"

@@ -140,7 +140,7 @@ class PhaseWait(Pause):
         b = self.barrier
         missing = f", {b.missing} bytes missing" if b.missing > 0 else ""
         if b.missing < 0:
-            missing = f", {-b.missing} bytes came that no copy here expects"
+            missing = f", {-b.missing} bytes arrived that no copy here expects"
         late = f"; {b.phase} ended, it saw {self.seen}" if self._is_late() else ""
         return (
             f"waits for phase {self.phase} (parity {self.phase % 2}) of {name} at "
@@ -152,12 +152,12 @@ class PhaseWait(Pause):
         return self.phase == self.barrier.phase and self.barrier.phase >= self.seen + 2
 
     def report(self) -> None:
-        what = "a wait for a phase of a barrier that is never complete"
+        what = "a wait for a barrier phase that never completes"
         if self._is_late():
-            what = "phases of a barrier have ended without a wait for each of them"
+            what = "barrier phases completed without a wait for each of them"
             fix = (
                 "count every copy and arrival of a phase in num_arrivals, and let the "
-                "next phase end only after a wait for this one"
+                "next phase complete only after a wait for this one"
             )
         elif self.barrier.arrived == self.barrier.arrivals:
             fix = "expect as many bytes as the copies bring"
@@ -165,7 +165,9 @@ class PhaseWait(Pause):
             fix = "arrive as often as the barrier counts, or wait for the other parity"
         facts = [("waits for", f"phase {self.phase} (parity {self.phase % 2})")]
         if self._is_late():
-            facts = [("phases", f"{self.barrier.phase} ended, {self.seen} waited for")]
+            facts = [
+                ("phases", f"{self.barrier.phase} completed, {self.seen} waited for")
+            ]
         self.walker.report_barrier(self.barrier, what, facts, fix)
 
 
@@ -196,8 +198,8 @@ class MeetingWait(Pause):
             ("barrier", self.op.attrs["id"]),
             ("threads", f"{self.meeting.threads} of {self.op.attrs['threads']}"),
         ]
-        what = "a named barrier that not enough threads reach"
-        fix = "let as many threads reach it as it counts"
+        what = "too few threads reach a named barrier"
+        fix = "let as many threads reach it as it expects"
         self.walker.monitor.report("copies", what, facts, fix)
 
 
@@ -275,7 +277,7 @@ class GpuWalker(DeviceWalker):
 
     def _arrive(self, barrier: Barrier, count: int) -> None:
         if barrier.arrived + count > barrier.arrivals:
-            what = "more arrivals at a barrier than complete its phase"
+            what = "more arrivals at a barrier than its phase expects"
             facts = [("arrives", f"{count} times")]
             fix = "count every arrival (each warp that runs barrier_arrive is one)"
             self.report_barrier(barrier, what, facts, fix)
@@ -306,12 +308,12 @@ class GpuWalker(DeviceWalker):
         """A wait sees parities only: two phases on, it waits for another one."""
         if wait.is_over or wait.barrier.phase - wait.phase < 2:
             return
-        what = "a phase of a barrier ends before a wait for the one before it"
+        what = "a barrier phase completes before a wait for the previous one"
         facts = [
             ("waits", f"{context.name}, for phase {wait.phase}"),
             ("  at", wait.op.loc),
         ]
-        fix = "let who completes the next phase wait until this one was seen"
+        fix = "complete the next phase only after this one was waited for"
         self.report_barrier(wait.barrier, what, facts, fix)
 
     def steps_barrier_expect(self, op: Op) -> Steps:
@@ -470,7 +472,7 @@ class GpuWalker(DeviceWalker):
             ("stored at", stored.loc if stored is not None else None),
         ]
         who = "a wgmma" if op.name == "wgmma" else "the copy engine"
-        what = f"{who} reads what a store wrote, with no fence between"
+        what = f"{who} reads what a store wrote, without a fence in between"
         fix = "fence_async (plgpu.commit_smem) after the store"
         self.monitor.report("copies", what, facts, fix)
 
@@ -544,13 +546,16 @@ class GpuWalker(DeviceWalker):
         found = [self.env[v] for v in op.operands]
         for tile in found:
             if isinstance(tile, Product) and tile in left:
-                what = "a wgmma_wait gives a tile whose product is still in flight"
+                what = (
+                    "a wgmma_wait returns an accumulator whose matmul is still in "
+                    "flight"
+                )
                 facts = [
                     ("started at", tile.op.loc),
                     ("leaves pending", op.attrs["pending"]),
                     ("started after it", len(left) - 1 - left.index(tile)),
                 ]
-                fix = "leave no more pending than were started after it"
+                fix = "wait until at most as many are pending as were started after it"
                 self.monitor.report("copies", what, facts, fix)
                 self.move(tile)
         return [_value(x) for x in found]

@@ -21,7 +21,7 @@ _LETTERS = "ijklmnopqrstuvwxyz"
 
 # Why an element has no defined value.
 UNWRITTEN = "never written"
-EDGE = "outside the edge of its array"
+EDGE = "past the edge of its array"
 MASKED = "masked off, with no `other` value"
 STALE = "left there by another program along a parallel axis"
 
@@ -222,10 +222,10 @@ _KIND_AND_FIX = {
         "uninitialised",
         "mask with jnp.where(positions < size, x, 0), or BlockSpec(..., fill=0)",
     ),
-    MASKED: ("uninitialised", "give the masked load other=..."),
+    MASKED: ("uninitialised", "pass other= to the masked load"),
     STALE: (
         "races",
         "write the scratch before reading it in every program along the axis, or do "
-        "not call the axis parallel",
+        "not declare the axis parallel",
     ),
 }

@@ -75,21 +75,18 @@ class _RootMarks:
 
 
 _FIX_BLOCKS = (
-    "give each program its own block, or leave the axis out of "
-    'dimension_semantics ("arbitrary")'
+    'give each program its own block, or declare the axis "arbitrary" in '
+    "dimension_semantics"
 )
-_FIX_PARTS = "give each block of threads its own part of the array"
+_FIX_PARTS = "give each thread block its own part of the array"
 _FIX_ORDER = (
-    "signal a semaphore, or arrive at a barrier, after the one and wait for it before "
-    "the other"
+    "order the two accesses: signal a semaphore, or arrive at a barrier, after one "
+    "and wait before the other"
 )
 
 
 def _what(how: str, earlier: str) -> str:
-    return (
-        f"a program {how} an element that another, which may run at the same "
-        f"time, {earlier}"
-    )
+    return f"data race: a program {how} an element that a concurrent program {earlier}"
 
 
 class Races:

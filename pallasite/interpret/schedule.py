@@ -95,7 +95,8 @@ class Schedule:
     def __init__(self, order: Order):
         if order not in ("early", "late") and type(order) is not int:
             raise SpecError(
-                "an order of pl.Checked is 'early', 'late' or the seed of a random one",
+                "orders of pl.Checked must be 'early', 'late' or the seed of a random "
+                "one",
                 [("got", repr(order))],
                 fix='pl.Checked(orders=("early", "late", 7))',
             )

@@ -96,7 +96,9 @@ class CheckedNumbers(NumpyNumbers):
         if np.ndim(bad):
             first = tuple(int(i) for i in np.argwhere(bad)[0])
             facts.append(("element", f"{first}, {int(bad.sum())} in all"))
-        self.monitor.report(kind, f"{name} is made here, from operands without", facts)
+        self.monitor.report(
+            kind, f"{name} is produced here, from operands without", facts
+        )
 
     # --- memory ---
 
@@ -226,7 +228,7 @@ class CheckedNumbers(NumpyNumbers):
         return super().chosen(self.certain(which, "a branch"), count)
 
     def truth(self, value: Array) -> bool:
-        return bool(self.certain(value, "whether to go on"))
+        return bool(self.certain(value, "whether a loop continues"))
 
     def programs(self, sizes: Sequence[int | Array]) -> Iterator[list[Array]]:
         return super().programs([self.certain(s, "the grid") for s in sizes])
@@ -235,7 +237,7 @@ class CheckedNumbers(NumpyNumbers):
         """The plain value; a report if it is not defined."""
         if type(value) is Partly:
             code = int(value.codes.max(initial=0))
-            what = f"a value that is not defined decides {decides}"
+            what = f"an undefined value determines {decides}"
             self.monitor.report_undefined(code, what)
             return value.value
         return value

@@ -43,7 +43,7 @@ class Work(InFlight):
     phases: list[int] = field(default_factory=list[int])
 
     fix: ClassVar[str] = (
-        "wait for a barrier of it, or of tcgen05_commit_arrive after it"
+        "wait for its barrier, or for that of a later tcgen05_commit_arrive"
     )
     through_window: ClassVar[bool] = False
 
@@ -144,10 +144,10 @@ class TensorWalker(ClusterWalker):
             ("accessed at", earlier.loc if earlier is not None else None),
         ]
         if how == "reads":
-            what = "tensor memory is read before a store to it was waited for"
+            what = "tensor memory is read before a wait for the store to it"
             fix = "plgpu.commit_tmem() after plgpu.async_store_tmem"
         else:
-            what = "tensor memory is written before a load of it was waited for"
+            what = "tensor memory is written before a wait for the load from it"
             fix = "plgpu.wait_load_tmem() after plgpu.async_load_tmem"
         self.monitor.report("copies", what, facts, fix)
 

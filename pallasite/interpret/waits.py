@@ -115,8 +115,10 @@ class BarrierWait(Pause):
 
     def report(self) -> None:
         facts = [("never there", ", ".join(self._missing()))]
-        what = "a barrier that not every role reaches"
-        self.monitor.report("copies", what, facts, "let each role reach it as often")
+        what = "not every role reaches a barrier"
+        self.monitor.report(
+            "copies", what, facts, "let each role reach it equally often"
+        )
 
 
 class WaitingWalker(ResumableWalker):
@@ -190,8 +192,8 @@ class WaitingWalker(ResumableWalker):
             assert context.pause is not None
             facts.append((context.name, context.pause.text()))
             facts.append(("  at", context.pause.op.loc))
-        what = "a deadlock: everything that runs waits for something else"
-        fix = "signal before the wait, in one order everywhere"
+        what = "deadlock: every context waits for another"
+        fix = "signal before waiting, in the same order everywhere"
         self.monitor.report("copies", what, facts, fix)
 
     # --- copies ---
@@ -351,8 +353,8 @@ class WaitingWalker(ResumableWalker):
                 ("ref", self.monitor.describe(root)),
                 ("core", f"{core}, of {len(self.cores)}"),
             ]
-            what = f"a {what} that is not there on that core"
-            fix = "count cores from 0, and ask for the ref in scratch_shapes"
+            what = f"a {what} that does not exist on that core"
+            fix = "cores are numbered from 0; allocate the ref in scratch_shapes"
             self.monitor.report("copies", what, facts, fix)
         return found
 

@@ -226,7 +226,8 @@ def _cut_to_fit(best: "_Estimate", limit: float) -> "_Estimate":
     kernel, available = best.blocks.kernel, best.chip.vmem.bytes
     if best.named_vmem > available:
         raise ChipMemoryError(
-            f"the blocks of a program do not fit a core of {best.chip.name}",
+            "the blocks of a program do not fit in the VMEM of a core "
+            f"of {best.chip.name}",
             [
                 ("kernel", kernel.name),
                 ("needed", f"{best.named_vmem} bytes"),
@@ -234,7 +235,7 @@ def _cut_to_fit(best: "_Estimate", limit: float) -> "_Estimate":
                 *_reasons(best.blocks.found),
             ],
             kernel.loc,
-            "smaller blocks along the dimensions that are kept whole",
+            "use smaller blocks along the dimensions that are kept whole",
         )
     return best
 

@@ -136,7 +136,7 @@ def test_code_that_its_compiler_refuses_goes_to_the_next_backend(monkeypatch):
     from pallasite.backends import cuda
 
     def refuse(self, compiled):
-        raise CompileError("NVRTC refused the code of a kernel", [("nvrtc", "line 1")])
+        raise CompileError("NVRTC rejected the code of a kernel", [("nvrtc", "line 1")])
 
     monkeypatch.setattr(cuda.CudaBackend, "launch", refuse)
     monkeypatch.setattr(cuda.CudaBackend, "exports", True)  # as if a GPU were here
@@ -146,7 +146,7 @@ def test_code_that_its_compiler_refuses_goes_to_the_next_backend(monkeypatch):
     (warning,) = caught
     said = str(warning.message)
     assert "kernel 'kernel' runs through 'triton'" in said
-    assert "NVRTC refused the code of a kernel" in said and "report" in said
+    assert "NVRTC rejected the code of a kernel" in said and "report" in said
 
 
 @pytest.mark.gpu

@@ -235,7 +235,7 @@ def test_what_cannot_be_proven_stays_outside():
         )
 
     (call,) = calls_in(pl.fuse(returns), X)
-    assert "programs come back to a block" in call.fused[0]
+    assert "programs revisit a block" in call.fused[0]
 
     def aliased(x):
         return pl.pallas_call(

@@ -75,7 +75,7 @@ WRONG = {
         STORE
         + "%r: ref<i32 sem> = alloc copy_start %xb, %s, %r {priority=0} "
         + "copy_wait %xb, %s, %r",
-        "a copy signals a semaphore that is not of the kind for copies",
+        "a copy signals a semaphore that is not a DMA semaphore",
     ),
     "no wait": (STORE + "copy_start %xb, %s, %sem {priority=0}", NEVER_WAITED),
     "atomically": (

@@ -124,7 +124,7 @@ def test_a_kernel_that_no_backend_takes():
         kernel, out_shape=huge, grid=2, in_specs=[table], out_specs=table
     )
     found = only(call, huge, target="tpu:v5e")
-    assert not found.ok and "do not fit a core of v5e" in found.error
+    assert not found.ok and "VMEM of a core of v5e" in found.error
     assert "test_explain.py" in found.error
 
 

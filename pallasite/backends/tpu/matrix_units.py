@@ -37,15 +37,15 @@ def _check(kernel: Kernel, op: Op, chip: Tpu) -> None:
     size, instruction = chip.mxu_size, op.attrs["instruction"]
     why = None
     if op.attrs["unit"] >= chip.mxus:
-        why = f"there are {chip.mxus} units, numbered from 0"
+        why = f"the chip has {chip.mxus} matrix units, numbered from 0"
     elif instruction in ("push", "multiply"):
         why = _unfit(op.operands[0].tile, instruction == "push", chip)
     elif instruction == "pop" and op.attrs["type"].shape[1] != size:
-        why = f"sums have {size} columns"
+        why = f"accumulators have {size} columns"
     if why is None:
         return
     raise UnsupportedError(
-        f"a matrix unit of {chip.name} cannot {instruction} this",
+        f"a matrix unit of {chip.name} does not support this {instruction}",
         [
             ("kernel", kernel.name),
             ("why", why),
@@ -53,8 +53,8 @@ def _check(kernel: Kernel, op: Op, chip: Tpu) -> None:
             ("operand", op.operands[0].tile if op.operands else op.attrs["type"]),
         ],
         op.loc or kernel.loc,
-        f"right sides of {size} x {size}, left sides of {size} columns, of "
-        f"{', '.join(FACTORS)}; or write jnp.dot, which has no such limits",
+        f"use a right operand of {size} x {size} and a left operand of {size} "
+        f"columns, of {', '.join(FACTORS)}; or jnp.dot, which has no such limits",
     )
 
 
@@ -62,12 +62,12 @@ def _unfit(tile: TileType, is_right: bool, chip: Tpu) -> str | None:
     """Why a unit does not accept a factor."""
     size, dtype = chip.mxu_size, tile.dtype
     if dtype.name not in FACTORS:
-        return f"it multiplies {', '.join(FACTORS)}, not {dtype}"
+        return f"it supports {', '.join(FACTORS)}, not {dtype}"
     rows = chip.sublanes_of(dtype.bits)
     if is_right and tile.shape != (size, size):
-        return f"a right side is {size} x {size}"
+        return f"a right operand must be {size} x {size}"
     if tile.shape[1] != size or tile.shape[0] % rows or not prod(tile.shape):
-        return f"a left side has {size} columns and a multiple of {rows} rows"
+        return f"a left operand must have {size} columns and a multiple of {rows} rows"
     return None
 
 

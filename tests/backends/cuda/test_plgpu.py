@@ -626,10 +626,13 @@ def test_other_types(dtype, sums, tmp_path):
 @pytest.mark.parametrize(
     "given, message",
     [
-        (dict(rows=32, columns=64, depth=64, dtype=F16), "a product of 32 x 64"),
+        (dict(rows=32, columns=64, depth=64, dtype=F16), "an accumulator of 32 x 64"),
         (dict(rows=64, columns=320, depth=64, dtype=F16), "up to 256"),
-        (dict(rows=64, columns=32, depth=64, dtype=F32), "stored along k"),
-        (dict(rows=64, columns=64, depth=64, dtype=F16, sums=F16), "no such types"),
+        (dict(rows=64, columns=32, depth=64, dtype=F32), "contiguous along k"),
+        (
+            dict(rows=64, columns=64, depth=64, dtype=F16, sums=F16),
+            "does not support these dtypes",
+        ),
     ],
 )
 def test_products_that_the_instruction_has_not(given, message):

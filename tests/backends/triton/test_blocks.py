@@ -170,6 +170,7 @@ def test_what_cannot_be_cut_says_how_much_it_needs():
             "  available   232448 bytes",
             "  kept whole  dimension 0 (2048 elements): 'scan' goes along it",
             "  kept whole  dimension 1 (2048 elements): 'scan' goes along it",
-            "  fix         smaller blocks along the dimensions that are kept whole",
+            "  fix         use smaller blocks along the dimensions that are kept "
+            "whole",
         ]
     )

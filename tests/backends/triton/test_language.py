@@ -482,7 +482,9 @@ def test_a_half_byte_is_not_stored():
         o_ref[...] = x_ref[...]
 
     x = four_bit_numbers(7, (3, 5), jnp.int4)
-    with pytest.raises(UnsupportedError, match="two numbers share a byte") as refusal:
+    with pytest.raises(
+        UnsupportedError, match="two 4-bit elements share a byte"
+    ) as refusal:
         compiled(only_kernel(whole(kernel, ((3, 5), jnp.int4)), x))
     assert "even length" in str(refusal.value)
 
@@ -586,7 +588,7 @@ def test_prints_beyond_the_log_are_counted(capfd):
     out = capfd.readouterr().out
     assert out.count("row") == 15 and out.count("short") == 16
     # Five rows, and what three programs say before theirs.
-    assert f"{4 * (5 * (2 + (1 << 14)) + 4 * 2)} bytes are lost" in out
+    assert f"{4 * (5 * (2 + (1 << 14)) + 4 * 2)} bytes were dropped" in out
 
 
 def test_the_log_goes_in_as_zeros_and_out_to_the_host(monkeypatch):
