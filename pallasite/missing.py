@@ -25,7 +25,7 @@ class Missing:
 
     def _refuse(self, facts: Facts = (), at: Any = None) -> NoReturn:
         raise UnsupportedError(
-            f"{self._module}.{self._name} is not available in Pallasite",
+            f"{self._module}.{self._name} is not supported by Pallasite",
             facts,
             at,
             self._hint,

@@ -110,7 +110,7 @@ class Importer:
         """
         if jaxcompat.is_ref(value):
             raise KernelTypeError(
-                "the kernel uses a ref of another kernel",
+                "the kernel uses a ref that was not passed to it",
                 [("kernel", self.kernel_name), ("ref", jaxcompat.aval_of(value))],
                 self.where,
                 "pass its value as an operand",

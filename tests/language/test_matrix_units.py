@@ -187,10 +187,10 @@ TRACED = {
         push(a), pltpu.matmul_acc_lhs(0, a.astype(jnp.bfloat16), 0, 0)),
     "holds matrices of two dtypes": lambda a: (
         push(a), push(a.astype(jnp.bfloat16))),
-    "takes load_staged_rhs as an int from 0": lambda a: (push(a), add(a, load=True)),
-    "takes mxu_index as an int from 0": lambda a: (push(a, unit=-1),),
+    "load_staged_rhs as an int, 0 or more": lambda a: (push(a), add(a, load=True)),
+    "takes mxu_index as an int, 0 or more": lambda a: (push(a, unit=-1),),
     "takes a matrix as rhs": lambda a: (pltpu.matmul_push_rhs(a[0], 0, 0),),
-    "gives matrices of float32 or int32": lambda a: (pop(dtype=jnp.bfloat16),),
+    "returns a matrix of float32 or int32": lambda a: (pop(dtype=jnp.bfloat16),),
 }  # fmt: skip
 
 
@@ -213,12 +213,12 @@ def test_sums_are_not_read_as_memory():
             ),
             scratch_shapes=[pltpu.ACC(0)((8, 8), jnp.float32)],
         )
-    with pytest.raises(KernelTypeError, match="takes all of a ref in"):
+    with pytest.raises(KernelTypeError, match="needs a whole ref in"):
         run(
             lambda a, acc: pltpu.matmul_acc_lhs(acc, a),
             scratch_shapes=[pltpu.VMEM((16, 8), jnp.float32)],
         )
-    with pytest.raises(SpecError, match="matrices of float32 or int32"):
+    with pytest.raises(SpecError, match="a matrix of float32 or int32"):
         pltpu.ACC(0)((8, 8), jnp.bfloat16)
 
 

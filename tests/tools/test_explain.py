@@ -70,7 +70,7 @@ def test_a_report_prints_all_there_is():
     assert found.backend == "cpu" and found.ok and found.measured
     text = str(found)
     assert "double_kernel" in text and "test_explain.py" in text
-    assert "i0  parallel    each step writes blocks of its own" in text
+    assert "i0  parallel    each step writes its own blocks" in text
     assert "in  x_ref  f32[8,128]  moves along i0, 8 times, 32.8 kB" in text
     assert "8.19 kflop; 65.5 kB moved; 0.125 flop per byte" in text
     assert "<table>" in found._repr_html_() and "double_kernel" in found._repr_html_()

@@ -162,8 +162,8 @@ def test_blocks_for_which_there_is_no_room_say_how_much_they_need():
             "  kernel          k",
             "  needed          1073741824 bytes",
             "  available       134217728 bytes",
-            "  x, dimension 0  'scan' goes along it",
-            "  o, dimension 0  'scan' goes along it",
+            "  x, dimension 0  'scan' runs along it",
+            "  o, dimension 0  'scan' runs along it",
             "  fix             use smaller blocks along the dimensions that are "
             "kept whole",
         ]
