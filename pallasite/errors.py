@@ -36,7 +36,7 @@ class PallasError(Exception):
 
 
 class SpecError(PallasError, ValueError):
-    """A grid, BlockSpec, out_shape or alias does not fit the operands."""
+    """A grid, BlockSpec, out_shape or alias does not match the operands."""
 
 
 class KernelTypeError(PallasError, TypeError, ValueError):

@@ -1,6 +1,6 @@
 """Upstream's `pallas.mosaic_gpu`: kernels of warpgroups that the author schedules.
 
-`kernel` says what runs them. Names that are not here yet are refused by name.
+`kernel` says what runs them. Names that are not here yet raise an error when used.
 """
 
 import enum

@@ -139,7 +139,7 @@ def ways_of(kernel: Kernel, backend: str | None = None) -> list[str]:
         names = ", ".join(step.kernel.name for step in way.steps)
         lead = f"{kernel.name} on {made.machine.name}:" if n == 0 else "instead of"
         counts = " + ".join(str(_products(step.kernel)) for step in way.steps)
-        lines.append(f"{lead} {names}: {counts} products, {way.estimate}")
+        lines.append(f"{lead} {names}: {counts} matmuls, {way.estimate}")
     kept = kept_bytes(kernel, backend)
     if kept:
         lines[0] += f"; the forward kernel keeps {kept:,} bytes for them"

@@ -85,7 +85,7 @@ def matmul(
             raise SpecError(
                 "matmul: prologue is not elementwise",
                 [("of x", x.shape), ("it makes", made.shape)],
-                fix="apply what changes the shape before the call",
+                fix="apply functions that change the shape before the call",
             )
     compute = common.choose(implementation, _fused, _plain)
     config = configs.tuned(

@@ -463,5 +463,5 @@ def _why_gathered(
         return text + named + rule.why_whole(number, dim)
     parts = rule.axes[axis].parts
     if math.gcd(parts, came) < came:
-        return text + f"grid axis {axis} has {parts} blocks to share"
-    return text + f"the devices that share grid axis {axis} already share another"
+        return text + f"grid axis {axis} has {parts} blocks to split"
+    return text + f"the devices that split grid axis {axis} already split another"

@@ -160,8 +160,8 @@ def check(
         raise SpecError(
             f"partition must be None, False or a pl.Partition, got {given!r}",
             at=at,
-            fix='pl.Partition("i j, j k -> i k"), False to call it whole, or '
-            "leave it out",
+            fix='pl.Partition("i j, j k -> i k"), False for no partitioning, or '
+            "remove it",
         )
     shapes = [p.ref.shape for p in kernel.params]
     mine = slice(before, before + operands)

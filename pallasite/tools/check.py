@@ -20,7 +20,7 @@ from pallasite.tools.report import Estimate, KernelReport
 from pallasite.tools.tpu_words import in_words
 
 TIMEOUT = 600.0  # seconds for libtpu, per kernel
-NO_LIBTPU = "libtpu is not installed: Mosaic was made, and not compiled"
+NO_LIBTPU = "libtpu is not installed: the Mosaic module was generated, but not compiled"
 # libtpu's names of units, and our names.
 UNITS = {
     "MATMUL": "matrix",
@@ -125,10 +125,11 @@ def _with_result(found: Analysis, chip: Tpu, result: libtpu.Compiled) -> Analysi
     resources = _with_vmem(found.report, estimate.vmem)
     note = ""
     if result.cycles is None and result.bundles is None:
-        note = "libtpu compiled it and has no estimate of its time"
+        note = "libtpu compiled it, but has no estimate of its time"
     elif result.cycles is None:
         note = (
-            "libtpu's estimator gives up on it; cycles are its code's, without copies"
+            "libtpu has no estimate for it; cycles are those of its instructions, "
+            "without copies"
         )
     found = found.with_report(estimate=estimate, resources=resources, note=note)
     return found.with_hints()

@@ -264,7 +264,7 @@ WRONG = {
     "the sums are used before their wait": (
         RING, '%done: f32[8,8] = wgmma_wait %sums {pending=0} loc("ring.py":9)\n'
         "      store %out[:, :] = %done", "store %out[:, :] = %sums",
-        "store uses a product in flight", ("ring.py:10",),
+        "store uses a matmul in flight", ("ring.py:10",),
     ),
     "the last wait leaves a product in flight": (
         RING.replace('wgmma_wait {pending=0} loc("ring.py":7)', "")
@@ -425,9 +425,9 @@ PRODUCT = """
 @pytest.mark.parametrize(
     "code, message",
     [
-        (PRODUCT + "%q: f32[8,8] = add %p, %p", "add uses a product in flight"),
+        (PRODUCT + "%q: f32[8,8] = add %p, %p", "add uses a matmul in flight"),
         (PRODUCT + "%q: f32[8,8] = wgmma %z, %p, %a {contract=((1,), (0,))}",
-         "wgmma uses a product in flight"),
+         "wgmma uses a matmul in flight"),
         ("%b: ref<i32[2] mbarrier> = alloc", "needs @arrivals"),
         ("%b: ref<i32 sem> = alloc\nbarrier_arrive %b", "is not an mbarrier"),
         ("%b: ref<i32[2] mbarrier @arrivals(1)> = alloc\nbarrier_arrive %b",

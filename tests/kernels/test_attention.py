@@ -343,7 +343,7 @@ def test_refusals(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"query": [1.0]}, "query is no array"),
+        ({"query": [1.0]}, "query is not an array"),
         ({"mask": np.ones((4, 4), bool)}, "masks.Blocks(mask)"),
         ({"mask": masks.Causal}, "masks.Causal(...)"),
         ({"config": kernels.MatmulConfig()}, "kernels.AttentionConfig(...)"),
@@ -359,7 +359,7 @@ def test_refused_types(change, message):
 @pytest.mark.parametrize("other", [np.ones((4, 4), bool), None])
 def test_masks_compose_with_masks_only(other):
     for compose in (operator.and_, operator.or_):
-        with pytest.raises(TypeError, match=r"no object of kernels\.masks"):
+        with pytest.raises(TypeError, match=r"not an object of kernels\.masks"):
             compose(masks.Causal(), other)
         with pytest.raises(TypeError):
             compose(other, masks.Causal())
@@ -376,6 +376,6 @@ def test_refused_tables(allowed, message):
     with pytest.raises(ValueError) as error:
         masks.Blocks(allowed)
     assert message in str(error.value)
-    traced = "made outside of jit"
+    traced = "created outside jit"
     with pytest.raises(TypeError, match=traced):
         jax.jit(masks.Blocks)(np.ones((2, 2), bool))

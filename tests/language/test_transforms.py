@@ -313,7 +313,7 @@ def test_fallback_names_the_kernel_and_the_reason_once(x, no_four_bits):
         check(jax.jit(call)(x), 0 * x)
         check(jax.jit(lambda v: call(v))(x), 0 * x)
     (message,) = (str(w.message) for w in caught)
-    assert "kernel 'in_four_bits' runs through the emulation" in message
+    assert "kernel 'in_four_bits' falls back to the emulation" in message
     assert "backend 'cpu' does not support element type f4e2m1fn" in message
     assert "cast(" in message
     assert "test_transforms.py" in message

@@ -49,8 +49,8 @@ def grids_of(
     """
     chosen = _with_windows(kernel, compiled)
     order = partial(_order, compiled=compiled, platform=platform)
-    run = _grid("as it is run", chosen, order)
-    written = _grid("as it is written", kernel, _in_order)
+    run = _grid("as run", chosen, order)
+    written = _grid("as written", kernel, _in_order)
     if "note" in run:
         return [run] if "note" in written else [written]
     # What steps share is seen best in the kernel as it was written.
@@ -66,7 +66,7 @@ def _grid(name: str, kernel: Kernel, order: Callable[..., Order]) -> dict[str, A
     pipeline = Pipeline.of(op)
     sizes = [n for n in pipeline.grid if n is not None]
     if len(sizes) < len(pipeline.grid):
-        note = "the size of the grid is known only when the kernel runs"
+        note = "the grid size is known only at run time"
         return {"name": name, "note": note}
     if not prod(sizes):
         return {"name": name, "note": "the grid has no programs"}
@@ -110,13 +110,15 @@ def _order(
         sharing = Sharing.of(compiled.scheduled)
         if sharing is not None and sharing.units is not None:
             return _of_threads(sharing, sizes, sharing.units)
-        return Order(_numbered(sizes, _first(sizes)), "one thread takes all, in order")
+        return Order(
+            _numbered(sizes, _first(sizes)), "one thread runs all of them, in order"
+        )
     return _in_order(kernel, sizes)
 
 
 def _in_order(kernel: Kernel, sizes: Sequence[int]) -> Order:
     """As results are defined, and as a TPU runs it."""
-    text = "that of the grid, the last axis fastest"
+    text = "grid order, the last axis fastest"
     return Order(_numbered(sizes, _first(sizes)), text)
 
 
@@ -163,10 +165,12 @@ def _of_threads(sharing: Sharing, sizes: Sequence[int], units: int) -> Order:
             last = first
     steps = _nested(sizes, sharing.parallel, np.array(taken, np.int64))
     text = (
-        f"as one of {workers} threads: each has a part of the parallel axes, and takes "
-        f"ranges of {chunk} from its end, then what is left of the others'"
+        f"that of one of {workers} threads: each has a part of the parallel axes, and "
+        f"takes ranges of {chunk} from its end, then steals from the others"
     )
-    return Order(steps, text if workers > 1 else "one thread takes all, in ranges")
+    return Order(
+        steps, text if workers > 1 else "one thread runs all of them, in ranges"
+    )
 
 
 def _of_gpu(kernel: Kernel, sizes: Sequence[int], compiled: Compiled | None) -> Order:
@@ -174,7 +178,7 @@ def _of_gpu(kernel: Kernel, sizes: Sequence[int], compiled: Compiled | None) -> 
     outer = list(info.parallel)
     shape = [sizes[a] for a in outer]
     units = np.arange(min(prod(shape), MOST_STEPS))
-    text = "blocks of threads in the order they start, as many at once as fit"
+    text = "thread blocks in the order they start, as many concurrently as fit"
     scheduled = _only_grid(compiled.scheduled) if compiled is not None else None
     group = scheduled.attrs.get(GROUP, 1) if scheduled is not None else 1
     if group > 1 and len(outer) >= 2:
@@ -213,7 +217,7 @@ def _operand(shown: Shown, steps: np.ndarray) -> dict[str, Any]:
         return found | {"note": "stays in main memory, accessed directly"}
     numbers = evaluate_map(shown.index_map, steps)
     if numbers is None or any(dim.kind == "bounded" for dim in window.dims):
-        return found | {"note": "data decide where its blocks are"}
+        return found | {"note": "the positions of its blocks depend on data"}
     count = steps.shape[1]
     starts = []
     for dim, n, each in zip(window.dims, array.shape, numbers, strict=True):

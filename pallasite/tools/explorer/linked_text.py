@@ -55,7 +55,7 @@ def linked(name: str, text: str) -> LinkedText:
             break
     found = LinkedText(name, tuple(lines[:shown]), note)
     if not found.is_linked:
-        missing = "this text does not say which source lines it comes from"
+        missing = "this text has no source locations"
         found = LinkedText(name, found.lines, "; ".join(filter(None, [missing, note])))
     return found
 

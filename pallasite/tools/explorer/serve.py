@@ -24,7 +24,7 @@ def serve(command: Sequence[str], port: int) -> int:
         print(f"pallasite explore: port {port}: {error}", file=sys.stderr)
         return 2
     with listening as server:
-        print(f"http://{HOST}:{server.server_port}  (end with Ctrl-C)", flush=True)
+        print(f"http://{HOST}:{server.server_port}  (stop with Ctrl-C)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

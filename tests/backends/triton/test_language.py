@@ -321,7 +321,7 @@ def test_assembly_of_different_shapes():
     def kernel(x_ref, o_ref):
         o_ref[...] = average(x_ref[...], x_ref[0])
 
-    with pytest.raises(KernelTypeError, match="have one shape") as refusal:
+    with pytest.raises(KernelTypeError, match="have the same shape") as refusal:
         jax.make_jaxpr(whole(kernel, ((32, 32),)))(X)
     assert "(32, 32), (32,)" in str(refusal.value)
 
