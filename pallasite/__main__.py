@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.command in ("check", "explain", "explore"):
         if options.in_child:
-            _install()  # kernels written for upstream are judged, too
+            _install()  # kernels written for upstream are checked, too
         return judge.run(options, sys.argv[1:] if argv is None else argv)
     if options.command == "run":
         return _run(options.script, options.args)
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _cache(clear: bool) -> int:
-    """Where compiled code is kept and how much; removes it if asked."""
+    """The location and size of the cache of compiled code; clears it if asked."""
     from pallasite import config
     from pallasite.runtime import cache
 
@@ -131,7 +131,7 @@ def backend_states() -> list[tuple[str, str]]:
 
 
 def default_choices() -> list[tuple[str, str]]:
-    """Each platform and the backends of calls that name none there."""
+    """Each platform and the default backends there."""
     from pallasite import config
     from pallasite.backends import base
 

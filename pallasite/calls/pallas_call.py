@@ -292,7 +292,7 @@ def _shape_of(leaf: Any, n: int, out_shape: Any, at: Any) -> Any:
             "out_shape has a negative size",
             [("entry", n), ("shape", tuple(leaf.shape))],
             at,
-            fix="sizes of 0 or more",
+            fix="use sizes of 0 or more",
         )
     if isinstance(leaf, (MemoryRef, SemaphoreType)):
         return as_memory_ref(leaf)

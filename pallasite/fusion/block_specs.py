@@ -93,7 +93,7 @@ def evaluate(f: Callable[..., Any], *, allow_transpose: bool = True) -> Any:
                     "transpose is not allowed here (allow_transpose=False)",
                     [("permutation", node.params["permutation"])],
                     user_location(),
-                    fix="transpose outside of the fused function",
+                    fix="transpose outside the fused function",
                 )
         results = graph.run([value for _, value in graph.constants], flat)
         return jax.tree.unflatten(out_tree, results)

@@ -251,7 +251,7 @@ def _span(
             f"ref, which has {size}",
             [("kernel", im.kernel_name), ("ref", f"{ref.name or 'ref'}: {ref.type}")],
             im.where,
-            f"use at most {size} elements; use a smaller block, or pad the array",
+            f"use at most {size} elements, or pad the array",
         )
     first = start or 0
     if first < 0 or count < 0 or first + span.extent > size:

@@ -35,7 +35,7 @@ class ClusterWait(Pause):
         )
 
     def report(self) -> None:
-        facts = [("never there", ", ".join(self._missing()))]
+        facts = [("never arrived", ", ".join(self._missing()))]
         what = "blocks of a cluster wait for one that never arrives"
         fix = "let every block reach its end"
         self.walker.monitor.report("copies", what, facts, fix)

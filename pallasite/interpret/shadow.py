@@ -221,7 +221,7 @@ class CheckedNumbers(NumpyNumbers):
         return partly(value, shadow_tiles.elementwise("select_n", operands, value))
 
     def counter(self, first: Array, limit: Array, step: Array) -> Iterator[Array]:
-        numbers = (self.certain(x, "a loop's length") for x in (first, limit, step))
+        numbers = (self.certain(x, "a loop's trip count") for x in (first, limit, step))
         return super().counter(*numbers)
 
     def chosen(self, which: Array, count: int) -> int:

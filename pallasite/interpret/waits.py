@@ -114,7 +114,7 @@ class BarrierWait(Pause):
         return f"waits at a barrier for {', '.join(self._missing())}"
 
     def report(self) -> None:
-        facts = [("never there", ", ".join(self._missing()))]
+        facts = [("never arrived", ", ".join(self._missing()))]
         what = "not every role reaches a barrier"
         self.monitor.report(
             "copies", what, facts, "let each role reach it equally often"

@@ -251,7 +251,7 @@ class Blocks(Mask):
             raise SpecError(
                 "attention mask: empty blocks",
                 [("block_q", self.block_q), ("block_kv", self.block_kv)],
-                fix="pass the numbers of queries and keys of a block",
+                fix="pass the numbers of queries and keys per block",
             )
 
     def arrays(self):

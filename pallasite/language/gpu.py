@@ -384,7 +384,7 @@ def nd_loop(
     ]
     if len(tiles) != len(grid) or uneven:
         raise SpecError(
-            "nd_loop needs one tile size per grid axis that divides it",
+            "nd_loop needs one tile size per grid axis, which must divide it",
             [("grid", grid), ("tiling", tiles)],
             user_location(),
             fix="use tile sizes that divide the grid, one per axis",

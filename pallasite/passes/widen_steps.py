@@ -554,7 +554,7 @@ class _WiderGrid:
         for op in self.code:
             row = table()[op.name]
             if op.regions or (row.effect is Effect.WRITE and op.name != "store"):
-                raise CannotReblock(f"steps do '{op.name}'")
+                raise CannotReblock(f"steps have a '{op.name}'")
             views = (v for v in op.results if v.is_ref)
             if any(views) and set(refs) & set(op.operands):
                 raise CannotReblock("steps read their accumulators in another way")
@@ -647,7 +647,7 @@ class _WiderLoop:
         """Everything that gets wider must be defined in the loop, or be constant."""
         for op in ops:
             if op.regions or table()[op.name].effect is Effect.WRITE:
-                raise CannotReblock(f"rounds do '{op.name}'")
+                raise CannotReblock(f"iterations have a '{op.name}'")
         inside = {v for op in ops for v in op.results}
         self.outside: list[Op] = []
         for value in self.dim.members:

@@ -96,7 +96,7 @@ def estimated(
             progress(f"{target.name}: {done} of {len(jobs)}, {result.name} {state}")
 
     if progress is not None:
-        progress(f"{target.name}: libtpu starts")
+        progress(f"{target.name}: starting libtpu")
     assert isinstance(target.chip, Tpu)
     keep = None if folder is None else folder / "libtpu"
     results = libtpu.compile_all(

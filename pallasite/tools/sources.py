@@ -103,7 +103,7 @@ def _function(
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        text = f"{name}{signature} does not take {len(arguments)} operands: {error}"
+        text = f"{name}{signature} does not accept {len(arguments)} operands: {error}"
         raise SpecError(
             text,
             [("given", operands or "none")],

@@ -68,7 +68,7 @@ def _tune(options: argparse.Namespace) -> int:
         inspect.signature(function).bind(*operands)
     except TypeError as error:
         raise SpecError(
-            f"'{options.function}' does not take these operands",
+            f"'{options.function}' does not accept these operands",
             [("operands", len(operands)), ("error", error)],
             fix="pass one per argument; to fix other arguments, tune a function of "
             "your own: FILE.py:NAME",

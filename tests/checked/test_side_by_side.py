@@ -535,7 +535,7 @@ def test_roles_meet_at_a_barrier(order):
 def test_a_barrier_that_a_role_does_not_reach(order):
     with reports("copies", "not every role reaches a barrier") as raised:
         run_text(BARRIER.replace("FIRST", ""), order)
-    assert facts_of(raised.value)["never there"] == "role 0"
+    assert facts_of(raised.value)["never arrived"] == "role 0"
     assert str(raised.value.at) == "roles.py:3"
 
 

@@ -279,7 +279,10 @@ def test_gathered_operands_are_named_once():
         jax.jit(lambda x, s: rms_norm(x, s))(placed, scale)
     (message,) = (str(w.message) for w in caught)
     assert "kernel 'rms_norm': sharded operands are gathered" in message
-    assert "x_ref  dimension 1 came in 8 parts: every program gets all of it" in message
+    assert (
+        "x_ref  dimension 1 is split into 8 parts: every program gets all of it"
+        in message
+    )
     assert "partitioning.py" in message
 
 
@@ -417,7 +420,7 @@ def test_partition_rules_of_derivatives(rule, kinds):
         ("m k, k n -> m", "a name or \\* per dimension of each result"),
         ("m k, n n -> m n", "'n' stands for grid axes 2 and 1"),
         (3, "must be None, False or a pl.Partition"),
-        (pl.Partition("m k, k n -> m n", matmul, ("q",)), "sums names 'q'"),
+        (pl.Partition("m k, k n -> m n", matmul, ("q",)), "sums= names 'q'"),
         (pl.Partition("m k, k n -> m n", matmul), "a result does not have 'k'"),
     ],
 )

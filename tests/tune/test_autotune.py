@@ -294,4 +294,4 @@ def test_command(capsys, tmp_path, monkeypatch):
     assert "not a dtype with a shape" in capsys.readouterr().err
     for operands in ([], ["f32[8]", "f32[8]"]):
         assert main(["tune", "softmax", *operands]) == 1
-        assert "does not take these operands" in capsys.readouterr().err
+        assert "does not accept these operands" in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""The steps of a grid in the order that a chip takes them, and the blocks of each.
+"""The steps of a grid in the order that a chip runs them, and the blocks of each.
 
-Index maps are evaluated for the first steps, all at once; what a map reads from memory
-only the run knows.
+Index maps are evaluated for the first steps, all at once; values that a map reads from
+memory are known only at run time.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ GROUP = "triton.group"
 
 @dataclass(frozen=True)
 class Order:
-    """Grid indices, a row per axis, of the first steps; and what order that is."""
+    """Grid indices of the first steps, a row per axis; `text` describes the order."""
 
     steps: np.ndarray
     text: str
@@ -38,13 +38,13 @@ class Order:
 def grids_of(
     kernel: Kernel, compiled: Compiled | None, platform: str
 ) -> list[dict[str, Any]]:
-    """What the page shows of a kernel's grid: as it is written, and as it is run.
+    """What the page shows of a kernel's grid: as written, and as run.
 
     A `note` says why there are no steps.
 
     Args:
         kernel: after the shared passes.
-        compiled: what the target's backend made of it, if it did.
+        compiled: the target backend's result, if it supports the kernel.
         platform: of the target.
     """
     chosen = _with_windows(kernel, compiled)
@@ -53,7 +53,7 @@ def grids_of(
     written = _grid("as written", kernel, _in_order)
     if "note" in run:
         return [run] if "note" in written else [written]
-    # What steps share is seen best in the kernel as it was written.
+    # Which steps are parallel is known best for the kernel as written.
     if len(written.get("parallel", ())) == len(run["parallel"]):
         run["parallel"] = written["parallel"]
     return [run, written]
@@ -117,7 +117,7 @@ def _order(
 
 
 def _in_order(kernel: Kernel, sizes: Sequence[int]) -> Order:
-    """As results are defined, and as a TPU runs it."""
+    """The order that defines the results, and in which a TPU runs."""
     text = "grid order, the last axis fastest"
     return Order(_numbered(sizes, _first(sizes)), text)
 
@@ -127,7 +127,7 @@ def _first(sizes: Sequence[int]) -> np.ndarray:
 
 
 def _numbered(sizes: Sequence[int], numbers: np.ndarray) -> np.ndarray:
-    """Grid indices of steps counted in the order of the grid."""
+    """Grid indices of steps numbered in grid order."""
     indices = np.unravel_index(numbers, tuple(sizes))
     return np.stack(indices).astype(np.int32)
 
@@ -150,7 +150,7 @@ def _nested(
 
 
 def _of_threads(sharing: Sharing, sizes: Sequence[int], units: int) -> Order:
-    """Thread 0 takes its part from the end, in chunks, and then the others' parts."""
+    """Thread 0 takes its part from the end, in chunks, then steals from the others."""
     threads = target.host().threads
     parts = threads * CHUNKS_PER_THREAD
     chunk = max(-(-units // parts), sharing.least_chunk)
@@ -190,7 +190,7 @@ def _of_gpu(kernel: Kernel, sizes: Sequence[int], compiled: Compiled | None) -> 
 
 
 def _grouped(number: np.ndarray, shape: Sequence[int], group: int) -> np.ndarray:
-    """What `triton.group` makes of program numbers, along the last two axes."""
+    """The reordering of program ids by `triton.group`, along the last two axes."""
     rows, columns = shape[-2:]
     outside, tile = np.divmod(number, rows * columns)
     before, within = np.divmod(tile, group * columns)
