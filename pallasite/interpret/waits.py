@@ -192,7 +192,7 @@ class WaitingWalker(ResumableWalker):
             assert context.pause is not None
             facts.append((context.name, context.pause.text()))
             facts.append(("  at", context.pause.op.loc))
-        what = "deadlock: every context waits for another"
+        what = "deadlock: everything that runs is waiting"
         fix = "signal before waiting, in the same order everywhere"
         self.monitor.report("copies", what, facts, fix)
 

@@ -231,7 +231,7 @@ WRONG = {
     ),
     "empty: wrong parity": (
         RING, "barrier_wait %es, %q", "barrier_wait %es, %p",
-        "deadlock: every context waits", ("ring.py:1", "ring.py:5"),
+        "deadlock: everything that runs", ("ring.py:1", "ring.py:5"),
     ),
     "too few bytes expected": (
         RING, "bytes=256", "bytes=128", "expects fewer bytes than its copies bring",

@@ -253,7 +253,7 @@ def waits_for_what_nobody_sends(fixed):
     return kernel
 
 
-@bug("copies", "deadlock: every context waits for another", DMA, DMA)
+@bug("copies", "deadlock: everything that runs is waiting", DMA, DMA)
 def waits_twice_for_one_arrival(fixed):
     def kernel(me_ref, x_ref, o_ref, sent, received):
         copy = send(x_ref, o_ref, sent, received, after(me_ref[0]))
@@ -629,7 +629,7 @@ def test_a_deadlock_on_a_mesh_is_reported_in_seconds(mode):
     call = over_mesh(wait_for_the_left, DEVICES, interpret=mode)
     with pytest.raises(jax.errors.JaxRuntimeError) as raised:
         jax.block_until_ready(call(np.zeros((DEVICES, 8), np.float32)))
-    assert "deadlock: every context waits" in str(raised.value)
+    assert "deadlock: everything that runs" in str(raised.value)
     waits = r"x = 3 +waits for a copy to o_ref \(output\), f32\[8\], which was not"
     assert re.search(waits, str(raised.value))
     assert time.perf_counter() - started < 60

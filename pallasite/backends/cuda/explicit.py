@@ -569,7 +569,8 @@ class Explicit(Shared):
                 self.refuse(op, f"{dtype} operands must be contiguous along k")
             if ring.shape[contract] * dtype.bytes % 32:
                 self.refuse(
-                    op, f"k={ring.shape[contract]} is not a multiple of 32 bytes"
+                    op,
+                    f"k={ring.shape[contract]} elements are not a multiple of 32 bytes",
                 )
         if not parts.lhs.is_ref and dtype.bytes != 2:
             self.refuse(op, f"a left operand of {dtype} in registers")

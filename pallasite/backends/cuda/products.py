@@ -399,7 +399,7 @@ class Plan:
             if any(d.kind == "bounded" for d in dims) or dims[-1].kind == "squeezed":
                 return "its window is not a rectangular slice of an array"
             if fill:  # the copy engine fills with zeros
-                return f"its fill value is {fill}, and TMA fills with zeros"
+                return f"its fill value is {fill}, but TMA fills with zeros"
             ref = source.operands[0]
         if ref not in self.constant:
             return "its array is not a read-only operand"

@@ -239,7 +239,9 @@ class TensorMemory(Clusters):
             if along == 0 and side.ref.dtype.bytes != 2:
                 self.refuse(op, f"{side.ref.dtype} operands must be contiguous along k")
             if ring.shape[along] * ring.dtype.bytes % 32:
-                self.refuse(op, f"k={ring.shape[along]} is not a multiple of 32 bytes")
+                self.refuse(
+                    op, f"k={ring.shape[along]} elements are not a multiple of 32 bytes"
+                )
 
     def emit_tensor_commit(self, op: Op) -> None:
         at, axes = self.barriers[op.operands[0]], op.attrs["axes"]

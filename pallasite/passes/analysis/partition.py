@@ -276,6 +276,6 @@ class _Derivation:
                 return Sums(f"{param.name or 'an output'} has no blocks")
         if self.kernel.aliases:
             name = loose[0].name or "an output"
-            return Sums(f"{name} has no blocks along it, and aliases")
+            return Sums(f"{name} has no blocks along it, and memory is aliased")
         blocks = {self.block_of[p] for p in loose}
         return find_sums(self.pipeline.op, self.info, axis, blocks)
