@@ -8,11 +8,12 @@ SECONDS ?= 600
 SEED ?= 1
 FUZZ_ARGS ?=
 PYTEST_ARGS ?=
+GPU_ARGS ?=
 
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test smoke fuzz bench lint format types docs clean
+.PHONY: help venv demo test smoke fuzz gpu bench lint format types docs clean
 # Two pips must not write into one environment at once.
 .NOTPARALLEL:
 
@@ -32,6 +33,9 @@ smoke: $(VENV)/.installed-test ## the tests to run before every commit
 
 fuzz: $(VENV)/.installed-test ## random kernels on every engine, SECONDS=600 long from SEED=1 on
 	$(BIN)/python -m tests.fuzz.hunt --seconds $(SECONDS) --seed $(SEED) $(FUZZ_ARGS)
+
+gpu: $(VENV)/.gpu-compiler ## the kernel zoo through XLA's compiler for an H200, without a GPU
+	$(BIN)/python -m tests.backends.gpu_compile $(GPU_ARGS)
 
 bench: $(VENV)/.installed-test ## every benchmark, one after another
 	@set -e; for file in benchmarks/*.py; do echo "==> $$file"; $(BIN)/python $$file; done
@@ -67,4 +71,15 @@ $(BIN)/python:
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 	@echo "==> installing pallasite[$*] into $(VENV) (minutes, the first time)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[$*]'
+	@touch $@
+
+# JAX's plugin for CUDA, of the release of JAX that is here, with ptxas and libdevice; in
+# a folder of its own, because JAX takes an installed plugin for a device.
+$(VENV)/.gpu-compiler: $(VENV)/.installed-test
+	@echo "==> installing XLA's compiler for GPUs into $(VENV)/gpu_compiler"
+	@rm -rf $(VENV)/gpu_compiler
+	@jax=$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("jax"))') && \
+	  $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
+	  --target $(VENV)/gpu_compiler jax-cuda13-plugin==$$jax jax-cuda13-pjrt==$$jax \
+	  'nvidia-cuda-nvcc>=13,<14' 'nvidia-nvvm>=13,<14'
 	@touch $@

@@ -11,8 +11,8 @@ from tests.backends import gpu_sanitize
 # Reports a bad access of the second subject, and dies of the third.
 STAND_IN = """\
 import os, sys
-print("========= COMPUTE-SANITIZER")
-for name in sys.argv[sys.argv.index("--run") + 1:]:
+print("========= COMPUTE-SANITIZER", flush=True)
+for name in map(str.strip, sys.stdin):
     print("@started " + name, flush=True)
     if name == "zoo b cuda":
         print("========= Invalid __global__ read of size 4 bytes")
@@ -52,6 +52,7 @@ def test_reports_deaths_and_refusals_are_told_apart(
 ):
     assert sanitize(STAND_IN) == 1
     first, *others = capsys.readouterr().out.splitlines()
+    *others, _, _, _, _ = others  # the slowest
     assert first == "memcheck: 3 ran, 1 died, 1 refused; 1 reports"
     assert others == [
         "  zoo b cuda: Invalid __global__ read of size 4 bytes",
@@ -63,7 +64,26 @@ def test_it_ends_when_the_time_is_over(
     sanitize: Callable[..., int], capsys: pytest.CaptureFixture
 ):
     assert sanitize(SLOW, "--seconds", "1") == 0
-    assert capsys.readouterr().out == "memcheck: 4 not reached; 0 reports\n"
+    names = ", ".join(f"zoo {name} cuda" for name in "abcde")
+    told = f"memcheck: 5 not reached; 0 reports\nnot reached: {names}\n"
+    assert capsys.readouterr().out == told
+
+
+def test_parts_of_names_choose(
+    sanitize: Callable[..., int], capsys: pytest.CaptureFixture
+):
+    assert sanitize(STAND_IN, "zoo a", "d cuda") == 0
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first == "memcheck: 1 ran, 1 refused; 0 reports"
+
+
+def test_a_sanitizer_that_does_not_start_is_reported(
+    sanitize: Callable[..., int], capsys: pytest.CaptureFixture
+):
+    sanitize("print('no such device')")
+    first, why, _ = capsys.readouterr().out.splitlines()
+    assert first == "memcheck: 5 not reached; 0 reports"
+    assert why == "  no start: no such device"
 
 
 def test_tools_other_than_memcheck_see_our_own_code():

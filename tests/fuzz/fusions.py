@@ -435,6 +435,11 @@ def random_fusion(choices: Choices, interpret: bool) -> Fusion:
     return Fusion((*results, made), tuple(builder.arrays))
 
 
+def _on_host(fusion: Fusion) -> list[Any]:
+    with jax.default_device(jax.devices("cpu")[0]):
+        return jax.jit(lambda *arrays: fusion(*arrays))(*fusion.arrays)
+
+
 def check_fusion(choices: Choices, engine: str) -> str:
     """Compare a function with itself, fused. Returns whether anything was fused."""
     fusion = random_fusion(choices, interpret=engine == "emulation")
@@ -448,6 +453,11 @@ def check_fusion(choices: Choices, engine: str) -> str:
         assert (a.dtype, a.shape) == (b.dtype, b.shape), f"result {n}: {b}\n{fusion!r}"
         assert a.weak_type == b.weak_type, f"result {n} is weak: {b}\n{fusion!r}"
         wanted, got = (np.asarray(x, np.float32) for x in (a, b))
+        if engine == "gpu" and not np.array_equal(got, wanted):
+            # XLA's own bug on GPUs: of {y, max(abs(y), 0), max(abs(y), 0) + 1}, all in
+            # one jit and without any kernel, the second is wrong (jaxlib 0.11.2). What
+            # the host's CPU makes of the function decides.
+            wanted = np.asarray(_on_host(fusion)[n], np.float32)
         np.testing.assert_array_equal(got, wanted, err_msg=f"{fusion!r}\n{notes}")
     done = [note for note in notes if not note.startswith(("not ", "nothing"))]
     return "fused" if done else "unfused"

@@ -1,12 +1,17 @@
 """What the Triton backend writes: golden text, launch numbers, refusals."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
+import pallasite as pl
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Loc
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.types import BF16, F32, F64, I32, TileType
+from pallasite.primitive import kernels_in
 from tests.backends.triton.harness import compiled, simulated, whole_kernel
 
 VECTOR_ADD = """
@@ -263,3 +268,28 @@ kernel @peaks(%x: ref<f32[4] any>, %o: ref<f32[4] any>, %p: ref<f32[4] any>) out
         if "gpu.barrier" in line or "atomic_rmw" in line
     ]
     assert names[2:] == ["fence", "tt.atomic_rmw", "tt.atomic_rmw", "fence"]
+
+
+@pytest.mark.parametrize("results", (1, 2))
+def test_reshapes_keep_unit_dimensions_where_an_if_has_several_results(results: int):
+    """XLA moves such reshapes into the `scf.if`, past uses of its other results."""
+
+    def rows(n_ref, x_ref, o_ref):
+        x = x_ref[...]
+        found = lax.cond(
+            n_ref[0] > 0,
+            lambda: (x.sum(1, keepdims=True), x.max(1, keepdims=True))[:results],
+            lambda: (jnp.zeros((16, 1)),) * results,
+        )
+        o_ref[...] = (1 - found[0] - found[-1]).reshape(16)
+
+    call = pl.pallas_call(rows, out_shape=jax.ShapeDtypeStruct((16,), jnp.float32))
+    x = np.arange(256, dtype=np.float32).reshape(16, 16)
+    (kernel,) = kernels_in(call, np.array([1], np.int32), x)
+    ttir, _ = compiled(kernel)
+    assert "scf.if" in ttir
+    assert ("efficient_layout : tensor<16x1x" in ttir) == (results == 2)
+    last = x.sum(1) if results == 1 else x.max(1)
+    for n, want in ((1, 1 - x.sum(1) - last), (0, np.ones(16))):
+        (got,) = simulated(kernel, [np.array([n], np.int32), x])
+        np.testing.assert_array_equal(got, want)
