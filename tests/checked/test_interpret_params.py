@@ -148,7 +148,7 @@ def test_races_are_reported_where_that_is_asked_for():
 
 
 def test_a_field_is_one_of_its_values():
-    with pytest.raises(SpecError, match="no such dma_execution_mode"):
+    with pytest.raises(SpecError, match="does not support this dma_execution_mode"):
         pltpu.InterpretParams(dma_execution_mode="later")
     with pytest.raises(SpecError, match="at least one core"):
         pltpu.InterpretParams(num_cores_or_threads=0)

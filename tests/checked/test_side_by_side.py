@@ -323,7 +323,7 @@ def waits_for_the_other(x_ref, o_ref, semaphore):
 
 @each_order
 def test_two_cores_that_wait_for_each_other(order):
-    with reports("copies", "a deadlock") as raised:
+    with reports("copies", "deadlock") as raised:
         on_two_cores(waits_for_the_other, [REGULAR], checked(order))
     text = str(raised.value)
     assert text.count("waits for 1 of semaphore (scratch), i32, which is 0") == 2
@@ -558,7 +558,7 @@ MIXED = """
 
 @each_order
 def test_roles_that_wait_for_each_other(order):
-    with reports("copies", "a deadlock") as raised:
+    with reports("copies", "deadlock") as raised:
         run_text(MIXED, order)
     text = str(raised.value)
     assert "waits for 1 of s (scratch), i32, which is 0" in text

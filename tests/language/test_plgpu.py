@@ -318,7 +318,7 @@ def test_refusals_say_what_is_wrong(body, error, message):
     "options, message",
     [
         (dict(grid=(2,)), "same length"),
-        (dict(num_threads=2), "go together"),
+        (dict(num_threads=2), "must be given together"),
         (dict(kernel_name="x"), "kernel_name"),
     ],
 )
@@ -346,7 +346,7 @@ def test_one_warpgroup_runs_in_the_emulation():
         kernel, x, y, out_shape=out(32, 32), scratch_shapes=memory, interpret=True
     )
     np.testing.assert_allclose(got, x @ y, rtol=1e-4, atol=1e-4)
-    with pytest.raises(UnsupportedError, match="no 'roles'"):
+    with pytest.raises(UnsupportedError, match="does not support 'roles'"):
         run_ring(interpret=True)
 
 

@@ -199,7 +199,7 @@ def test_error_says_what_a_decomposition_lacks():
 def test_error_says_why_a_decomposition_does_not_apply():
     kernel = kernel_of(lambda b, x: b.clz(x), DTYPES["i4"])
     text = message(kernel, SIMPLE)
-    assert "decomposition clz (integers of 8 bits and more, not i4)" in text
+    assert "decomposition clz (supports integers of 8 bits and more, not i4)" in text
 
 
 def test_error_for_a_tile_op_without_its_parts():

@@ -240,7 +240,9 @@ def test_parts_do_not_share_what_scratch_carries_along_another_axis():
 
 
 def test_uneven_parts_are_refused():
-    with pytest.raises(CannotReblock, match="8 elements are not 3 equal parts"):
+    with pytest.raises(
+        CannotReblock, match="8 elements cannot be divided into 3 equal parts"
+    ):
         cut(rows(COPY), (0, 0), 3)
 
 

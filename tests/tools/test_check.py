@@ -199,8 +199,8 @@ def test_kernels_of_a_file(script, capfd):
     [
         ("no.py", "", "no such file: no.py"),
         ("{}::nothing", "", "has no function 'nothing'"),
-        ("{}::double", "", "does not take 0 operands: missing a required argument"),
-        ("{}::double", "f32[8], f32[8]", "does not take 2 operands: too many"),
+        ("{}::double", "", "does not accept 0 operands: missing a required argument"),
+        ("{}::double", "f32[8], f32[8]", "does not accept 2 operands: too many"),
     ],
 )
 def test_wrong_sources(source, operands, message, script):
@@ -282,7 +282,7 @@ def test_a_process_that_is_ended_is_reported(script, capsys, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(python))
     status = command_line.main(["check", str(script), "--json"])
     output = capsys.readouterr()
-    assert status == command.ENDED and "ended by SIGABRT" in output.err
+    assert status == command.ENDED and "killed by SIGABRT" in output.err
     assert not json.loads(output.out)["ok"]
 
 

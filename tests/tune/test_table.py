@@ -287,7 +287,7 @@ def test_tunable_needs_arguments_with_defaults():
         pl.tunable(block=())(plainly_doubled)
     with pytest.raises(SpecError, match="no argument of 'plainly_doubled' has values"):
         pl.tunable()(plainly_doubled)
-    with pytest.raises(SpecError, match=r"give a sequence of them: block=\(8, ...\)"):
+    with pytest.raises(SpecError, match=r"pass a sequence of them: block=\(8, ...\)"):
         pl.tunable(block=8)(plainly_doubled)  # pyright: ignore[reportArgumentType]
 
 

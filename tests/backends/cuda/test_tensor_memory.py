@@ -191,5 +191,5 @@ def test_what_tensor_cores_do_not_have_is_refused(how, shapes, message):
 def test_other_chips_do_not_have_them(monkeypatch):
     x, y = operands((128, 64), (64, 128))
     monkeypatch.setattr(cuda, "_chip", lambda options: GPUS["h100"])
-    with pytest.raises(UnsupportedError, match="tensor_mma on sm_100"):
+    with pytest.raises(UnsupportedError, match="tensor_mma only on sm_100"):
         compiled(product, x, y)["cuda"]

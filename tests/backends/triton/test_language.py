@@ -233,7 +233,7 @@ def test_atomic_that_triton_lacks():
 
     call = whole(kernel, ((64,), jnp.float16), input_output_aliases={1: 0})
     x = np.zeros(64, np.float16)
-    with pytest.raises(UnsupportedError, match="no atomic max of f16"):
+    with pytest.raises(UnsupportedError, match="does not support atomic max of f16"):
         compiled(only_kernel(call, x, x))
 
 
