@@ -100,7 +100,7 @@ def test_what_the_copy_engine_does_not_copy_is_refused():
     assert "more than 256 elements" in message and "copy_start" in message
     assert "a multiple of 16 bytes" in refused(copied, jnp.ones((8, 7), F16))
     message = refused(lambda x: copied(x, **swizzled(128)), jnp.ones((4, 64), F16))
-    assert "swizzled by 128 bytes" in message
+    assert "a swizzle of 128 bytes" in message
 
 
 # --- what threads store and load, and when they meet ---
