@@ -22,9 +22,9 @@ from pallasite.ir.roles import Loop, Pipeline
 from pallasite.ir.types import I32, TileType, scalar
 from pallasite.passes.analysis.guards import OPPOSITE, Bounds, Part, Solver, parts_of
 from pallasite.passes.analysis.intervals import Facts
+from pallasite.passes.analysis.outcomes import known_outcome
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.facts_walk import FactsWalk
-from pallasite.passes.known_comparisons import known_outcome
 
 FEW = 3  # iterations of a loop not worth splitting
 

@@ -113,6 +113,57 @@ def test_a_guard_on_a_quotient_of_the_index_is_a_bound():
         assert total == sum(j for j in range(8) if i * 4 < (j // 2 + 1) * 4)
 
 
+CEILING = """
+          %c3: i32 = constant {{value=3}}
+          %next: i32 = add %j, %c1
+          %up: i32 = mul %next, {rows}
+          %down: i32 = neg %up
+          %cut: i32 = div %down, %c4
+          %sign: i32 = sign %down
+          %differ: bool = ne %sign, %c1
+          %rest: i32 = rem %down, %c4
+          %some: bool = ne %rest, %c0
+          %which: bool = and %differ, %some
+          %less: i32 = sub %cut, %c1
+          %floor: i32 = select_n %which, %cut, %less
+          %ceil: i32 = neg %floor
+          %end: i32 = min %c8, %ceil
+          %g: bool = lt %i, %end
+"""
+
+
+@pytest.mark.parametrize("rows", (3, 4, 8))
+def test_a_guard_on_a_minimum_and_a_rounded_quotient_is_a_bound(rows: int):
+    """`i < min(8, cdiv((j + 1) * rows, 4))`: the end of another loop, seen by keys."""
+    text = loop_with(CEILING.format(rows=f"%c{rows}"))
+    new = shortened(text)
+    assert "cond" not in new and "for %c0" not in new and "select" not in new
+    kernel = guard_bounds(canonicalize(parse_kernel(text)))
+    (results,) = Walker(kernel, NumpyNumbers()).run([np.zeros(4, np.int32)])
+    for i, total in enumerate(results):
+        assert total == sum(j for j in range(8) if i < min(8, -(-(j + 1) * rows // 4)))
+
+
+def test_a_comparison_of_two_quotients_is_asked():
+    guard = CEILING.format(rows="%c3").replace("lt %i, %end", "lt %back, %ceil")
+    back = """
+          %c2: i32 = constant {value=2}
+          %half: i32 = div %j, %c2
+          %back: i32 = neg %half
+    """
+    assert "cond" in shortened(loop_with(back + guard))
+
+
+def test_a_guard_on_a_maximum_is_no_bound_from_above():
+    """`j < max(i, min(j, 4))`: none of both alone."""
+    guard = """
+          %m: i32 = min %j, %c4
+          %y: i32 = max %i, %m
+          %g: bool = lt %j, %y
+    """
+    assert "cond" in shortened(loop_with(guard))
+
+
 def test_window_has_a_first_step_too():
     guard = """
           %x: i32 = mul %j, %c4
@@ -336,7 +387,24 @@ class Maker:
             other = self.pick(number, number, number, *fixed)
             kind = self.pick("add", "sub", "mul" if other is number else "add")
             value = b.op(kind, *self.pick((value, other), (other, value)))
+        if self.pick(*[False] * 5, True):
+            value = self.rounded(b, value)
+        if self.pick(*[False] * 5, True):
+            other = self.pick(b.like(self.pick(-2, 3, 20), j), *fixed)
+            value = b.op(
+                self.pick("min", "max"), *self.pick((value, other), (other, value))
+            )
         return value
+
+    def rounded(self, b: Builder, value: Value) -> Value:
+        """`value // n`, or `-(-value // n)`, as Python has them."""
+        upwards, by = self.pick(False, True), b.like(self.pick(1, 2, 3, 8), value)
+        value = b.op("neg", value) if upwards else value
+        cut, one = b.div(value, by), b.like(1, value)
+        differs = b.op("ne", b.op("sign", value), one)
+        which = b.and_(differs, b.op("ne", b.rem(value, by), b.like(0, value)))
+        value = b.op("select_n", which, cut, b.sub(cut, one))
+        return b.op("neg", value) if upwards else value
 
 
 def run(kernel: Kernel, numbers: np.ndarray) -> list[np.ndarray]:

@@ -15,6 +15,7 @@ from pallasite.ir.nodes import Block, Loc, Op, Value
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.roles import Cond
 from pallasite.passes.analysis.intervals import Facts
+from pallasite.passes.analysis.outcomes import OUTCOMES
 
 Producers = Mapping[Value, Op]
 
@@ -216,6 +217,103 @@ class Solver:
         x, y = op.operands
         if kind == "ne" or x.tile.shape or x.tile.dtype.is_float:
             return None
+        bounds = Bounds()
+        for each in self._apart(kind, x, y):
+            found = self._solve_comparison(*each, b)
+            if found is None:
+                return None
+            bounds &= found
+        return bounds
+
+    def _apart(self, kind: str, x: Value, y: Value) -> list[tuple[str, Value, Value]]:
+        """Comparisons that all hold where `x kind y` does, and only there.
+
+        `j < min(a, b)` is two; `j < a / n`, where a varies, is `(j + 1) n <= a`. Sides
+        whose rates are known stay as they are.
+        """
+        mirrored = _MIRRORED[kind], y, x
+        right = self._right_apart(kind, x, y) or self._right_apart(*mirrored)
+        return right or [(kind, x, y)]
+
+    def _right_apart(
+        self, kind: str, x: Value, y: Value
+    ) -> list[tuple[str, Value, Value]]:
+        """`_apart` by what the right side is; none if that says nothing."""
+        op = self.inside.get(y)
+        if op is None or kind == "eq" or self.rate(y) is not None:
+            return []
+        if op.name == ("min" if kind in ("lt", "le") else "max"):
+            return [each for v in op.operands for each in self._apart(kind, x, v)]
+        if self.rate(x) is None:
+            return []
+        if op.name == "neg" and not self.facts.may_wrap(op):
+            other, (negated,) = self._inside("neg", x), op.operands
+            return [] if other is None else self._apart(_MIRRORED[kind], other, negated)
+        above, number = self._quotient(op)
+        if above is None:
+            return []
+        of_next = {"lt": "le", "ge": "gt"}  # j < q is j + 1 <= q
+        next_x = self._inside("add", x, 1) if kind in of_next else x
+        product = next_x and self._inside("mul", next_x, number)
+        kind = of_next.get(kind, kind)
+        return [] if product is None else self._apart(kind, product, above)
+
+    def _inside(self, name: str, x: Value, *number: int) -> Value | None:
+        """A value of each step that only conditions name; None if it may wrap."""
+        b = Builder(watch=self.facts.note_op)
+        b.op(name, x, *(b.like(n, x) for n in number))
+        if self.facts.may_wrap(b.ops[-1]):
+            return None
+        self.inside = {**self.inside, **{op.result: op for op in b.ops}}
+        return b.ops[-1].result
+
+    def _quotient(self, op: Op) -> tuple[Value | None, int]:
+        """What an op divides by which positive number, rounding down; None if not so.
+
+        Python's `//` is a `div`, which rounds towards zero, and one less where the
+        signs differ and something remains.
+        """
+        if op.name == "select_n" and len(op.operands) == 3:
+            which, cut, less = map(self.inside.get, op.operands)
+            if which is None or cut is None or less is None or cut.name != "div":
+                return None, 0
+            is_less = less.name == "sub" and less.operands[0] is cut.result
+            if is_less and self._number(less.operands[1]) == 1:
+                return self._floored(which, cut)
+        elif op.name == "div" and self.facts.of(op.operands[0]).low >= 0:
+            number = self._number(op.operands[1])
+            return (op.operands[0], number) if number > 0 else (None, 0)
+        return None, 0
+
+    def _floored(self, which: Op, cut: Op) -> tuple[Value | None, int]:
+        """The operands of a `div`, if `which` says where it is not rounded down."""
+        above, by = cut.operands
+        number, asked = self._number(by), set()
+        if which.name == "and" and number > 0:
+            for op in map(self.inside.get, which.operands):
+                made = self.inside.get(op.operands[0]) if op is not None else None
+                if op is None or op.name != "ne" or made is None:
+                    continue
+                of, other = made.operands, self._number(op.operands[1])
+                if made.name == "sign" and of[0] is above and other == 1:
+                    asked.add("sign")
+                if made.name == "rem" and of == cut.operands and other == 0:
+                    asked.add("rem")
+        return (above, number) if asked == {"sign", "rem"} else (None, 0)
+
+    def _number(self, value: Value) -> int:
+        """A known integer; one that no rule here takes if it is not known."""
+        number = self.facts.of(value).number
+        return -1 if number is None else number
+
+    def _solve_comparison(
+        self, kind: str, x: Value, y: Value, b: Builder
+    ) -> Bounds | None:
+        if self.is_fixed(x) and self.is_fixed(y):
+            if OUTCOMES[kind](self.facts.of(x), self.facts.of(y)):
+                return Bounds()
+            sides = self._at_first(x, b), self._at_first(y, b)
+            return Bounds(needed=(b.op(kind, *sides),))
         rates = self.rate(x), self.rate(y)
         if None in rates or not all(map(self._can_replay, (x, y))):
             return None
