@@ -28,7 +28,7 @@ RULES = RuleTable()
 
 
 def _rule(primitive: str) -> Callable[[Rule], Rule]:
-    """A rule for a primitive that only kernels of warpgroups have."""
+    """A rule for a primitive that only exists in `plgpu` kernels."""
 
     def add(fn: Rule) -> Rule:
         @RULES.rule(f"pallasite_{primitive}")
@@ -70,7 +70,7 @@ class Threads:
     def allocate(
         self, im: Importer, variable: Any, type_: T.RefType, own: bool
     ) -> Value:
-        """Memory of all warpgroups, the same for each that gets there, or of one."""
+        """Memory of all warpgroups, the same for each that allocates it, or of one."""
         variable = (variable, self.number if own else None)
         if variable not in self.memory:
             held = [v.ref for v in self.memory.values()]
@@ -133,7 +133,7 @@ def import_threads(
     cluster: Sequence[str],
     import_body: Callable[[], object],
 ) -> None:
-    """Import a body once per warpgroup, as roles that run side by side."""
+    """Import a body once per warpgroup, as concurrent roles."""
     ids = im.grid.ids
     axes = {name: ids.index(im.mesh_axes[name]) - len(ids) for name in cluster}
     im.threads = threads = Threads(im.builder, iter(scratch), axes)
@@ -148,7 +148,7 @@ def import_threads(
             block = builder.block()
         regions.append(Block((), (*threads.own.ops, *block.ops)))
     im.threads = None
-    # Nothing reaches a block before it is there, nor after it has ended.
+    # Nothing may reach a block before it has started, nor after it has ended.
     ops = [op for region in regions for op in walk(region)]
     meets = any(op.name in IN_CLUSTER and op.attrs["axes"] for op in ops)
     if meets:
@@ -271,7 +271,7 @@ def _load_counted_by_first(
     axes: tuple[int, ...],
     eqn: Any,
 ) -> None:
-    """Each block copies for itself; the first one's barrier counts all of it."""
+    """Each block copies for itself; the first one's barrier counts all bytes."""
     b, (blocks, place) = im.builder, _place(im, axes)
     from_, to = _box(im, *source), _box(im, *target)
     along = eqn.params["first"].axis
@@ -442,7 +442,7 @@ def _wgmma(im: Importer, eqn: Any, *flat: Value) -> None:
 
 
 def _side(im: Importer, ref: Value, transforms: Any) -> tuple[Value, bool]:
-    """A side of a product, and whether it is stored the other way round."""
+    """An operand of a matmul, and whether it is stored transposed."""
     last: Any = transforms[-1] if transforms else None
     turned = type(last).__name__ == "TransposeTransform" and last.permutation == (1, 0)
     return view(im, ref, transforms[:-1] if turned else transforms), turned

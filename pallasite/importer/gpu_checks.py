@@ -1,5 +1,6 @@
-"""What `plgpu` refuses when a kernel is traced: memory that no chip has, copies between
-the wrong memories, products that no matrix instruction makes."""
+"""Trace-time checks of `plgpu` kernels: more memory than any chip has, copies between
+the wrong memory spaces, matmuls that no matrix instruction supports.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ PLACES = {
     "regs": "an accumulator",
     "mbarrier": "barriers",
 }
-# By the dtype of both sides of a wgmma: what it can add to.
+# By the dtype of both operands of a wgmma: the accumulator dtypes it supports.
 SUMS_OF = {
     "bf16": ("f32",),
     "f16": ("f32", "f16"),
@@ -37,7 +38,7 @@ def _columns_of(ref: T.RefType) -> int:
 
 
 def room(im: Any, held: Sequence[T.RefType], more: T.RefType) -> None:
-    """Refuse memory of a block of threads that no chip has."""
+    """Reject a thread block that needs more memory than any chip has."""
     for space, unit, needed, most in (
         ("smem", "bytes", bytes_of, SHARED_BYTES),
         ("tmem", "columns of 32 bits", _columns_of, TENSOR_COLUMNS),
@@ -59,7 +60,7 @@ def room(im: Any, held: Sequence[T.RefType], more: T.RefType) -> None:
 
 
 def ends(im: Any, spaces: tuple[str, str], source: Value, target: Value) -> None:
-    """Refuse a copy between other memories, or of other shapes, than it is for."""
+    """Reject a copy between the wrong memory spaces, or of different shapes."""
     facts = [
         ("kernel", im.kernel_name),
         ("source", source.type),
@@ -91,12 +92,12 @@ def ends(im: Any, spaces: tuple[str, str], source: Value, target: Value) -> None
 def product(
     im: Any, sums: Value, left: tuple[Value, bool], right: tuple[Value, bool]
 ) -> None:
-    """Refuse a wgmma of shapes or dtypes that do not go together.
+    """Reject a wgmma whose shapes or dtypes do not match.
 
     Args:
         im: the importer.
         sums: the accumulator.
-        left, right: each side, and whether it is stored the other way round.
+        left, right: each operand, and whether it is stored transposed.
     """
     problem = _shape_problem(sums, left, right)
     fix = "accumulator plgpu.ACC((m, n), ...), operands (m, k) and (k, n)"

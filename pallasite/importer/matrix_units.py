@@ -1,8 +1,8 @@
 """Matrix units that the author schedules become `matrix_unit` ops.
 
-What a unit holds is scratch that the author did not ask for: staging registers, the
-right side in use, and sums by their addresses (or the author's own refs in
-`pltpu.ACC`). Sums are zero when the kernel begins.
+The state of a unit is hidden scratch: staging registers, the right operand in use, and
+accumulators by their addresses (or the author's own refs in `pltpu.ACC`). Accumulators
+are zero when the kernel begins.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ _EMPTY = {"load": None, "transpose": False, "type": None}
 
 @dataclass(frozen=True)
 class Sums:
-    """Where in a unit sums are."""
+    """The position of an accumulator in a unit."""
 
     unit: int
     address: int
@@ -39,7 +39,7 @@ def _emit(
     code: Callable[..., Sequence[Value]],
     **attrs: Any,
 ) -> tuple[Value, ...]:
-    """An instruction; `code`, with a value for each operand, says what it does."""
+    """Emit an instruction; `code`, given its operands, defines its effect."""
     params = [Value(v.type) for v in operands]
     with im.nested() as b:
         region = b.block(params, code(b, *params))
@@ -48,7 +48,7 @@ def _emit(
 
 
 def _held(im: Importer, name: str, tile: T.TileType, what: str) -> Value:
-    """Scratch that stands for a register: of one type in the whole kernel."""
+    """Scratch that represents a register: of one type in the whole kernel."""
     ref = im.hidden_scratch(name, T.RefType(tile.shape, tile.dtype, "vmem"))
     if ref.ref.tile != tile:
         raise _refused(
@@ -150,7 +150,7 @@ def _pop(im: Importer, eqn: Any, *ref: Value) -> tuple[Value, ...]:
     return _emit(im, [], code, instruction="pop", **where)
 
 
-# --- sums ---
+# --- accumulators ---
 
 
 def _sums(
@@ -160,8 +160,8 @@ def _sums(
     ref: Sequence[Value],
     tile: T.TileType,
 ) -> Value:
-    """The scratch for sums at an address, or the author's ref, with a place of its
-    own from its first use on."""
+    """The scratch for the accumulator at an address, or the author's ref, which is
+    assigned an address at its first use."""
     if address is None:
         (sums,) = ref
     else:
@@ -204,7 +204,7 @@ def _registers(tile: T.TileType) -> int:
 
 
 def clear(im: Importer, refs: Sequence[Value], semantics: Sequence[str] = ()) -> None:
-    """Sums are zero: in the first program along the axes that carry them."""
+    """Set accumulators to zero, in the first program along the axes that carry them."""
     along = [i for i, kind in zip(im.grid.ids, semantics, strict=False)
              if "parallel" not in kind]  # fmt: skip
 
@@ -229,8 +229,8 @@ def clear(im: Importer, refs: Sequence[Value], semantics: Sequence[str] = ()) ->
 
 
 def finish(im: Importer, semantics: Sequence[str]) -> None:
-    """At the end of a kernel's code: check what is left in the units, and begin with
-    sums of zero."""
+    """At the end of a kernel's code: check what is left in the units, and zero the
+    accumulators at the start."""
     ops = list(walk(im.builder.block()))
     units = [op for op in ops if op.name == "matrix_unit"]
     if not units:
@@ -245,7 +245,7 @@ def finish(im: Importer, semantics: Sequence[str]) -> None:
 
 
 def _check_pairs(im: Importer, units: Sequence[Op]) -> None:
-    """Whatever is put into a unit is taken out again somewhere in the kernel."""
+    """Check that whatever is pushed to a unit is also used somewhere in the kernel."""
 
     def places(instruction: str, key: str = "place") -> dict[tuple[int, int], Op]:
         chosen = [op for op in units if op.attrs["instruction"] == instruction]
