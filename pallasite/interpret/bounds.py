@@ -1,7 +1,7 @@
-"""Checked mode's checks of indices: those of accesses, and those of windows.
+"""Checked mode's bounds checks: of accesses, and of windows.
 
-An access is as the author wrote it, before anything is clamped or dropped. What comes
-back is the index with plain numbers in it.
+An access is checked as the author wrote it, before anything is clamped or dropped. The
+result is the index with plain numbers in it.
 """
 
 from collections.abc import Sequence
@@ -62,8 +62,8 @@ class Indices:
         return plain, unsure
 
     def copied(self, access: Access, entries: Sequence[Entry]) -> list[Entry]:
-        """Plain entries of what the copy engine copies: it may hang over the edge of
-        the array, but something of it is inside."""
+        """Plain entries of a copy by the copy engine: it may extend past the edge of
+        the array, but must overlap it."""
         plain: list[Entry] = []
         for d, (entry, operand) in enumerate(entries):
             if operand is not None and not isinstance(entry, Gather):
@@ -202,7 +202,7 @@ def _span_text(entry: At | Span, start: int) -> str:
 
 
 def _on(mask: np.ndarray, axes: Any) -> Array:
-    """Whether any element is on, per position along the given axes."""
+    """Whether the mask is true anywhere, per position along the given axes."""
     rest = tuple(a for a in range(mask.ndim) if a not in axes)
     return mask.any(axis=rest) if rest else mask
 

@@ -1,9 +1,10 @@
-"""The explicit level of GPUs: barriers with phases, copies and products in flight.
+"""The explicit level of GPUs: barriers with phases, copies and matmuls in flight.
 
-A barrier (mbarrier) counts arrivals and bytes; a phase is complete when all have come.
-Copies to shared memory land, stores by the copy engine read their source, and products
-read their operands, when the schedule picks them: between their start and the wait that
-ends them. Each role is one context; its warpgroups run the same code together.
+A barrier (mbarrier) counts arrivals and bytes; a phase is complete when all have
+arrived. Copies to shared memory land, stores by the copy engine read their source, and
+matmuls read their operands, when the schedule picks them: between their start and the
+wait that ends them. Each role is one context; its warpgroups run the same code
+together.
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ def _bytes(end: End) -> int:
 
 @dataclass(eq=False)
 class Barrier:
-    """One mbarrier: the phase it is in, and what of it has come."""
+    """One mbarrier: its phase, and what has arrived in it."""
 
     end: End
     arrivals: int  # that complete a phase
@@ -60,7 +61,7 @@ class Barrier:
 
 
 class Load(Copy):
-    """A copy to shared memory that a barrier counts."""
+    """A copy to shared memory that arrives at a barrier."""
 
     fix = "wait for the phase of its barrier first"
     fix_left = "wait for the phase of its barrier (plgpu.barrier_wait)"
@@ -82,7 +83,7 @@ class Store(Copy):
 
 @dataclass(eq=False)
 class Product(InFlight):
-    """A wgmma that was started. `sums` is a value, or the product that makes it."""
+    """A wgmma in flight. `sums` is a value, or the matmul that produces it."""
 
     op: Op
     sums: Any
@@ -148,7 +149,7 @@ class PhaseWait(Pause):
         )
 
     def _is_late(self) -> bool:
-        """Phases have ended that it has not waited for: a wait sees parities only."""
+        """Phases completed that it has not waited for: a wait sees only parities."""
         return self.phase == self.barrier.phase and self.barrier.phase >= self.seen + 2
 
     def report(self) -> None:
@@ -173,14 +174,14 @@ class PhaseWait(Pause):
 
 @dataclass(eq=False)
 class Meeting:
-    """A named barrier of the roles that run: threads that are here."""
+    """A named barrier of the running roles: threads that have arrived."""
 
     rounds: int = 0
     threads: int = 0
 
 
 class MeetingWait(Pause):
-    """Until enough threads are at a named barrier."""
+    """Until enough threads have arrived at a named barrier."""
 
     def __init__(self, op: Op, walker: "GpuWalker", meeting: Meeting):
         super().__init__(op)
@@ -204,7 +205,7 @@ class MeetingWait(Pause):
 
 
 class GpuWalker(DeviceWalker):
-    """The walker with what GPUs have between copies and products."""
+    """The walker with barriers, copies and matmuls of GPUs."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -259,7 +260,7 @@ class GpuWalker(DeviceWalker):
         return [c for c in flying if isinstance(c, Load) and c.barrier is barrier]
 
     def signalling(self, barrier: Barrier) -> list[Any]:
-        """What is in flight and counts at a barrier, of that what may move now."""
+        """What is in flight to a barrier, and may move now."""
         return [c for c in self.loads(barrier) if not c.moved]
 
     def phase_seen(self, barrier: Barrier, phase: int) -> None:
@@ -286,7 +287,7 @@ class GpuWalker(DeviceWalker):
         self._look_at_phase(barrier)
 
     def _look_at_phase(self, barrier: Barrier) -> None:
-        """Complete the phase if everything has come."""
+        """Complete the phase if everything has arrived."""
         if barrier.arrived < barrier.arrivals or barrier.missing > 0:
             return
         loads = [c for c in self.loads(barrier) if c.phase == barrier.phase]
@@ -305,7 +306,7 @@ class GpuWalker(DeviceWalker):
                 self._look_at_wait(context, wait)
 
     def _look_at_wait(self, context: Context, wait: PhaseWait) -> None:
-        """A wait sees parities only: two phases on, it waits for another one."""
+        """A wait sees only parities: two phases later, it waits for another one."""
         if wait.is_over or wait.barrier.phase - wait.phase < 2:
             return
         what = "a barrier phase completes before a wait for the previous one"
@@ -435,7 +436,7 @@ class GpuWalker(DeviceWalker):
         barrier.missing -= _bytes(copy.target)
         self._look_at_phase(barrier)
 
-    # --- ordinary stores that the copy engine and products may not see yet ---
+    # --- ordinary stores not yet visible to the copy engine and matmuls ---
 
     def wrote_shared(self, root: Value, elements: Elements) -> None:
         """An ordinary store to shared memory."""
@@ -476,7 +477,7 @@ class GpuWalker(DeviceWalker):
         fix = "fence_async (plgpu.commit_smem) after the store"
         self.monitor.report("copies", what, facts, fix)
 
-    # --- products ---
+    # --- matmuls ---
 
     def steps_wgmma(self, op: Op) -> Steps:
         parts, others = Wgmma.of(op), self._in_flight()

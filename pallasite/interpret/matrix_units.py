@@ -1,4 +1,4 @@
-"""What matrix units hold while a kernel runs, and instructions that do not fit it."""
+"""The state of matrix units while a kernel runs, and instructions that misuse it."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ Place = tuple[Any, int, str, int]  # core, unit, what is held, register or addre
 
 
 class MatrixUnits:
-    """The full staging registers and sums of all units, with the op that filled them.
+    """The full staging registers and accumulators, with the op that filled each.
 
-    A staging register is full until it is loaded, sums until they are popped; the right
-    side that a unit multiplies by stays.
+    A staging register is full until it is loaded, an accumulator until it is popped;
+    the right operand that a unit multiplies by stays.
     """
 
     def __init__(self, monitor: Monitor):
@@ -59,7 +59,7 @@ class MatrixUnits:
             self._report("uninitialised", what, fix)
 
     def end(self) -> None:
-        """At the end of the kernel: what must not be left."""
+        """At the end of the kernel: report what must not be left."""
         for place, op in self.full.items():
             if place[2] == "right operand":
                 continue

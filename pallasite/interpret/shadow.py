@@ -1,9 +1,9 @@
 """Arrays that are only partly defined, and the number system over them.
 
-A `Partly` is a numpy array with a code per element: 0 is defined, anything else
-numbers the origin of the undefined element (`monitor.py`). Plain numpy arrays are
-wholly defined. Codes travel with values through every op; an undefined value is
-reported only where it matters: it decides a branch or a place, or stays in an output.
+A `Partly` is a numpy array with a code per element: 0 is defined, anything else numbers
+the origin of the undefined element (`monitor.py`). Plain numpy arrays are entirely
+defined. Codes travel with values through every op; an undefined value is reported only
+where it matters: it determines a branch or an index, or stays in an output.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

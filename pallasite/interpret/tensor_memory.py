@@ -1,7 +1,7 @@
-"""Tensor memory: products and copies that the tensor core does in the background.
+"""Tensor memory: matmuls and copies that the tensor core runs asynchronously.
 
-What one context starts is done in that order, each when the schedule picks it. A commit
-is the last of those before it: it arrives at its barrier when its turn comes.
+What one context starts runs in that order, each when the schedule picks it. A commit
+follows those before it: it arrives at its barrier when its turn comes.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ KINDS = {"tensor_mma": "tcgen05_mma", "tensor_copy": "copy to tensor memory"}
 
 @dataclass(eq=False)
 class Work(InFlight):
-    """Something that the tensor core was asked for."""
+    """Work started on the tensor core."""
 
     op: Op
     reads: dict[str, End]
@@ -124,7 +124,7 @@ class TensorWalker(ClusterWalker):
     # --- loads and stores by threads ---
 
     def touched_tensor_memory(self, root: Value, how: str, elements: Elements) -> None:
-        """A warpgroup loads or stores elements; either ends at a wait of its own."""
+        """A warpgroup loads or stores elements; each kind has its own wait."""
         lane, op = self.races.lane, self.monitor.op
         self._look_at_threads(root, how, elements)
         kept = self.tensor_loads if how == "reads" else self.tensor_stores
@@ -200,7 +200,7 @@ class TensorWalker(ClusterWalker):
         self.moving = False
         self._set_state(saved)
 
-    # --- products and copies ---
+    # --- matmuls and copies ---
 
     def steps_tensor_mma(self, op: Op) -> Steps:
         mma = TensorMma.of(op)

@@ -1,8 +1,8 @@
-"""Copies, semaphores and barriers where contexts run side by side.
+"""Copies, semaphores and barriers of concurrent contexts.
 
-A copy moves its data when the schedule picks it, between its start and its wait.
-A wait for a semaphore, a copy or a barrier is a Pause that knows when the context can
-go on and what to report if it never can.
+A copy moves its data when the schedule picks it, between its start and its wait. A wait
+for a semaphore, a copy or a barrier is a Pause that knows when the context can continue
+and what to report if it never can.
 """
 
 from collections.abc import Iterator, Sequence
@@ -122,7 +122,7 @@ class BarrierWait(Pause):
 
 
 class WaitingWalker(ResumableWalker):
-    """The walker with copies in flight and waits that wait."""
+    """The walker with copies in flight and blocking waits."""
 
     numbers: CheckedNumbers
 
@@ -181,7 +181,7 @@ class WaitingWalker(ResumableWalker):
             self.races.end(role.lane)
 
     def deadlock(self, waiting: Sequence[Context]) -> None:
-        """All that runs waits: report it."""
+        """Report a deadlock."""
         self.schedule.switch_to(waiting[0])
         if len(waiting) == 1:
             assert waiting[0].pause is not None
@@ -342,7 +342,7 @@ class WaitingWalker(ResumableWalker):
         return (old,)
 
     def _on_core(self, root: Value, core: int, what: str) -> Value | None:
-        """What another core has where this one has `root`."""
+        """The memory of another core that corresponds to `root`."""
         context = self.schedule.current
         mine = (context.memory if context is not None else None) or {}
         there = self.cores[core].memory if 0 <= core < len(self.cores) else None
@@ -384,7 +384,7 @@ class WaitingWalker(ResumableWalker):
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
-        """Look at memory without being watched."""
+        """Read memory without checks."""
         saved, self.quiet = self.quiet, True
         try:
             yield
