@@ -468,7 +468,7 @@ class CheckedWalker(TensorWalker):
 
     @contextlib.contextmanager
     def _touching(self, view: View, entries: Any, mask: Array | None) -> Iterator[None]:
-        """Find the elements that an access through a reshaped or bitcast view touches."""
+        """Find what an access through a reshaped or bitcast view touches."""
         self.touched = self._painted(view, entries, mask)
         try:
             yield

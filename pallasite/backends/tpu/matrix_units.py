@@ -1,7 +1,7 @@
 """Matrix units that the author schedules.
 
-From generation 7 on, a unit accumulates in memory of its own, and its instructions are
-emitted as they are. Earlier ones return products at once: there the instructions are
+From generation 7 on, a unit accumulates in its own memory, and its instructions are
+emitted unchanged. Earlier units return results at once: for them the instructions are
 expanded to scratch and dots.
 """
 
@@ -59,7 +59,7 @@ def _check(kernel: Kernel, op: Op, chip: Tpu) -> None:
 
 
 def _unfit(tile: TileType, is_right: bool, chip: Tpu) -> str | None:
-    """Why a unit does not accept a factor."""
+    """Why a unit does not support an operand."""
     size, dtype = chip.mxu_size, tile.dtype
     if dtype.name not in FACTORS:
         return f"it supports {', '.join(FACTORS)}, not {dtype}"
