@@ -83,7 +83,7 @@ def unroll_for_tpu(kernel: Kernel, chip: Tpu) -> Kernel:
 
 
 def why_small(kernel: Kernel) -> str:
-    """Why steps along the longest axis stay as they are; empty if they can be merged."""
+    """Why steps along the longest axis stay as they are; empty if they can merge."""
     blocks = blocks_of(kernel)
     grid = [n or 0 for n in blocks.found.pipeline.grid] if blocks is not None else []
     steps = max(grid, default=0)
