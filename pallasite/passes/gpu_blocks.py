@@ -28,9 +28,11 @@ LARGEST_SIDE = 256
 ENOUGH_STAGES = 4  # of operands, when choosing their depth
 ROW_BYTES = 128  # of an operand along k: the swizzle width of shared memory
 # Measured: an m x n tile costs as much as one without edge effects that has this many
-# more rows and columns. Blocks are changed only if that gains a quarter.
+# more rows and columns. Blocks are changed only if that gains a quarter; those of the
+# kind of kernel that was measured, one matmul of operands that are loaded, grow if it
+# gains enough to be seen.
 EDGE_ROWS, EDGE_COLUMNS = 20, 28
-GAIN = 1.25
+GAIN, GAIN_OF_GROWTH = 1.25, 1.05
 LEAST_SECONDS = 5e-6  # duration of a launch: not worth optimising
 # Full-precision f32 matmuls do not use tensor cores: each thread holds the whole depth
 # of its part in registers, and deeper ones are several times slower.
@@ -122,13 +124,29 @@ class _WithProducts:
             return self.blocks.kernel
         found = [(t, s) for s in self.choices() if (t := self.seconds(s)) is not None]
         for best, sizes in sorted(found, key=lambda pair: pair[0]):
-            if not sizes or (own is not None and own < GAIN * best):
+            if not sizes or (own is not None and own < self._gain(sizes) * best):
                 return self.blocks.kernel
             try:
                 return self._deeper(self.blocks.rewritten(sizes), sizes)
             except CannotReblock:
                 continue  # one dimension can be split, but not after another
         return self._smallest() if own is None else self.blocks.kernel
+
+    def _gain(self, sizes: Sizes) -> float:
+        """How many times faster blocks of other sizes must be."""
+        shrinks = any(n < dim.size for dim, n in sizes.items() if self._is_side(dim))
+        return GAIN if shrinks or not self._is_one_product else GAIN_OF_GROWTH
+
+    @cached_property
+    def _is_one_product(self) -> bool:
+        """Whether there is one matmul only, of loaded operands, which is only added."""
+        if len(self.blocks.dots) != 1:
+            return False
+        (dot,), ops = self.blocks.dots, list(walk(self.blocks.body))
+        made = {v: op for op in ops for v in op.results}
+        users = {op.name for op in ops if dot.op.result in op.operands}
+        loaded = all(_is_loaded(side.value, made) for side in dot.sides)
+        return loaded and users <= {"add", "store"}
 
     def _deeper(self, kernel: Kernel, sizes: Sizes) -> Kernel:
         """Merge steps that are shallower than a row of shared memory."""

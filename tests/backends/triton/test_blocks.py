@@ -18,8 +18,16 @@ from tests.backends.triton.test_emit import vector_add
 CONTRACT = dict(contract=((1,), (0,)), batch=((), ()), dtype=F32, precision=None)
 
 
-def matmul(size: int, m: int, n: int, k: int, dtype: str = "bf16") -> Kernel:
-    """A product of square matrices, summed along the last axis of the grid."""
+def matmul(
+    size: int, m: int, n: int, k: int, dtype: str = "bf16", added: str = ""
+) -> Kernel:
+    """A product of square matrices, summed along the last axis of the grid.
+
+    `added` is what is added of the product `%d`, as an op.
+    """
+    summed = "%d"
+    if added:
+        added, summed = f"%e: f32[{m},{n}] = {added}", "%e"
     grid = tuple(-(-size // b) for b in (m, n, k))
     array = f"ref<{dtype}[{size},{size}] any>"
     kernel = parse_kernel(f"""
@@ -42,7 +50,8 @@ def matmul(size: int, m: int, n: int, k: int, dtype: str = "bf16") -> Kernel:
           %v: {dtype}[{k},{n}] = load %yb[:, :]
           %d: f32[{m},{n}] = dot %u, %v {{contract=((1,), (0,)), batch=((), ()),
               dtype=f32, precision=None}}
-          %s: f32[{m},{n}] = add %a, %d
+          {added}
+          %s: f32[{m},{n}] = add %a, {summed}
           store %ob[:, :] = %s
         }}
     }}""")  # noqa: E501
@@ -63,15 +72,26 @@ def test_blocks_of_512_compile_as_what_a_gpu_wants():
     assert config["grid_x"] == 512 and config == own
 
 
-@pytest.mark.parametrize("block", [(32, 32, 32), (64, 64, 64), (1024, 1024, 1024)])
+OTHERS = [(32, 32, 32), (64, 64, 64), (128, 128, 64), (1024, 1024, 1024)]
+
+
+@pytest.mark.parametrize("block", OTHERS)
 def test_other_blocks_become_the_same(block):
     text, _ = launched(matmul(4096, *block))
     assert text == launched(matmul(4096, 128, 256, 64))[0]
 
 
-@pytest.mark.parametrize("block", [(128, 128, 64), (128, 256, 64), (128, 256, 32)])
+@pytest.mark.parametrize("block", [(256, 128, 64), (128, 256, 64), (128, 256, 32)])
 def test_blocks_that_suit_the_chip_stay(block):
     kernel = matmul(4096, *block)
+    made = base.Compiled(BACKEND, kernel, base.Options(chip=GPUS["h100"]))
+    assert made.scheduled is not None
+    assert [s.changed for s in made.steps if s.name == "choose_blocks"] == [False]
+
+
+def test_blocks_of_a_matmul_that_is_scaled_in_each_step_stay():
+    """The product and the sum are both in registers; what was measured has the sum."""
+    kernel = matmul(4096, 128, 128, 64, added="mul %d, %d")
     made = base.Compiled(BACKEND, kernel, base.Options(chip=GPUS["h100"]))
     assert made.scheduled is not None
     assert [s.changed for s in made.steps if s.name == "choose_blocks"] == [False]
