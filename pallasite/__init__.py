@@ -97,7 +97,8 @@ __getattr__ = _missing.names(
         "lower_as_mlir": "pl.lower(f)(x).stages() has the text of every stage",
         "pallas_call_p": "match equations of jax.make_jaxpr(f)(x) by name, or pl.lower",
         "pallas_export_experimental": "not needed: jax.export.export works without it",
-        "enable_debug_checks": "not needed: pl.debug_check is on without it",
+        "enable_debug_checks": "not needed on CPUs and in the emulation; on GPUs and "
+        "TPUs, pl.debug_check needs jax.experimental.checkify",
         "enable_poison_buffers": "interpret=True poisons uninitialised memory, "
         "pl.Checked() reports what uses it",
     },
