@@ -17,7 +17,7 @@ HEAD = """# Index of error messages
 Generated from the source (`docs/make_error_index.py`): the first line of every error
 that Pallasite raises, by class, with its fix. `…` stands for a name or number of your
 kernel. [Errors](errors.md) says what the classes mean and which built-in exception each
-one is.
+one is; [Checked mode](checked.md) shows its own reports (`CheckError`).
 
 """
 # Classes in the page's order; those left out name a mistake of ours, not of a kernel.
@@ -28,7 +28,6 @@ CLASSES = (
     "UnsupportedError",
     "ResourceError",
     "ChipMemoryError",
-    "CheckError",
     "CompileError",
 )
 

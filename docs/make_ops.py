@@ -17,11 +17,10 @@ HEAD = """# Ops
 
 Generated from the op table (`docs/make_ops.py`). Every op but `inline_asm` runs in
 checked mode, and in the emulation all but that, `roles`, `barrier` and `named_barrier`.
-For the native backends: **native** means the backend emits it, *by
-others* that it is rewritten into ops the backend has (`gather` and `sort` in their
-simpler forms only), and a blank that it is refused with an error naming the op. `ulp`
-is the error a backend may make, in
-units in the last place; 0 is exact.
+For the native backends: **native** means that the backend emits it, *decomposed* that
+it is rewritten into ops that the backend has (`gather` and `sort` in their simpler
+forms only), and a blank that it is not supported: the error names the op. `ulp` is the
+error that a backend may make, in units in the last place; 0 is exact.
 
 """
 
@@ -34,7 +33,7 @@ def support(row: OpDef, backend: base.Backend) -> str:
     if row.name in backend.native:
         return "**native**"
     by_others = row.lower is not None or row.name in WRITTEN_OUT
-    return "*by others*" if by_others else ""
+    return "*decomposed*" if by_others else ""
 
 
 def page() -> str:

@@ -91,13 +91,15 @@ __getattr__ = _missing.names(
     {
         "BlockDim": "an entry of block_shape is an int, None, pl.Element, pl.Squeezed, "
         "pl.Blocked or pl.BoundedSlice",
-        "CompilerParams": "name those of a backend: pltpu.CompilerParams",
-        "Indirect": "copy rows by their numbers in the kernel: "
-        "pltpu.async_copy(x_ref.at[numbers_ref], rows_ref, sem)",
+        "CompilerParams": "use a backend's own: pltpu.CompilerParams",
+        "Indirect": "gather rows by index in the kernel: "
+        "pltpu.async_copy(x_ref.at[indices_ref], rows_ref, sem)",
         "lower_as_mlir": "pl.lower(f)(x).stages() has the text of every stage",
-        "pallas_call_p": "match calls of jax.make_jaxpr(f)(x) by name, or use pl.lower",
-        "pallas_export_experimental": "jax.export.export works without it",
-        "enable_debug_checks": "pl.debug_check is always on",
-        "enable_poison_buffers": "interpret=True poisons, pl.Checked() reports",
+        "pallas_call_p": "match equations of jax.make_jaxpr(f)(x) by name, or pl.lower",
+        "pallas_export_experimental": "not needed: jax.export.export works without it",
+        "enable_debug_checks": "not needed on CPUs and in the emulation; on GPUs and "
+        "TPUs, pl.debug_check needs jax.experimental.checkify",
+        "enable_poison_buffers": "interpret=True poisons uninitialised memory, "
+        "pl.Checked() reports what uses it",
     },
 )

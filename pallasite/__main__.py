@@ -19,20 +19,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"pallasite {_own()}")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
-        "run", help="run a script with jax.experimental.pallas served by Pallasite"
+        "run", help="run a script with Pallasite in place of jax.experimental.pallas"
     )
     run.add_argument("script")
     run.add_argument("args", nargs=argparse.REMAINDER)
-    commands.add_parser("doctor", help="print versions, backends found, and why not")
-    cache = commands.add_parser("cache", help="show the compiled code kept on disk")
-    cache.add_argument("--clear", action="store_true", help="remove all of it")
-    tune = commands.add_parser("tune", help="find fast configurations of kernels")
+    commands.add_parser(
+        "doctor",
+        help="print versions and the available backends, or why one is not available",
+    )
+    cache = commands.add_parser(
+        "cache", help="show the on-disk cache of compiled kernels"
+    )
+    cache.add_argument("--clear", action="store_true", help="delete everything in it")
+    tune = commands.add_parser("tune", help="autotune: find fast kernel configurations")
     tuner.add_arguments(tune)
     judge.add_parsers(commands)
     options = parser.parse_args(argv)
     if options.command in ("check", "explain", "explore"):
         if options.in_child:
-            _install()  # kernels written for upstream are judged, too
+            _install()  # kernels written for upstream are checked, too
         return judge.run(options, sys.argv[1:] if argv is None else argv)
     if options.command == "run":
         return _run(options.script, options.args)
@@ -44,13 +49,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _cache(clear: bool) -> int:
-    """Where compiled code is kept and how much; removes it if asked."""
+    """The location and size of the cache of compiled code; clears it if asked."""
     from pallasite import config
     from pallasite.runtime import cache
 
     place = cache.folder()
     if place is None:
-        print("the cache is switched off")
+        print("the cache is disabled")
         return 0
     found = cache.entries()
     size = sum(entry.size for entry in found) / 2**20
@@ -126,7 +131,7 @@ def backend_states() -> list[tuple[str, str]]:
 
 
 def default_choices() -> list[tuple[str, str]]:
-    """Each platform and the backends of calls that name none there."""
+    """Each platform and the default backends there."""
     from pallasite import config
     from pallasite.backends import base
 

@@ -37,7 +37,7 @@ KNOBS: dict[str, Knob] = {
             "verify", "PALLASITE_VERIFY", _flag, False, "verify the IR after each pass"
         ),
         Knob(
-            "dump", "PALLASITE_DUMP", str, "", "folder to write every stage's text to"
+            "dump", "PALLASITE_DUMP", str, "", "directory for the text of every stage"
         ),
         Knob(
             "target",
@@ -66,21 +66,23 @@ KNOBS: dict[str, Knob] = {
             "PALLASITE_LIBTPU_PYTHON",
             str,
             "",
-            "Python to compile for TPUs with, if this one has no libtpu",
+            "Python interpreter that has libtpu, for compiling for TPUs if this one "
+            "has none",
         ),
         Knob(
             "cache_dir",
             "PALLASITE_CACHE_DIR",
             str,
             "",
-            "folder of compiled code ('off': none; default: in the user's cache)",
+            "cache directory for compiled code ('off': none; default: in the user's "
+            "cache)",
         ),
         Knob(
             "cache_bytes",
             "PALLASITE_CACHE_BYTES",
             int,
             256 << 20,
-            "most that the folder of compiled code may hold; 0 switches it off",
+            "size limit of the cache of compiled code; 0 disables it",
         ),
     )
 }

@@ -36,7 +36,7 @@ class PallasError(Exception):
 
 
 class SpecError(PallasError, ValueError):
-    """A grid, BlockSpec, out_shape or alias does not fit the operands."""
+    """A grid, BlockSpec, out_shape or alias does not match the operands."""
 
 
 class KernelTypeError(PallasError, TypeError, ValueError):
@@ -68,7 +68,7 @@ def no_assembly(op: Any) -> UnsupportedError:
         "PTX assembly (elementwise_inline_asm) runs on NVIDIA GPUs only",
         [("assembly", op.attrs["asm"])],
         op.loc,
-        "pass operands that live on a GPU, or write it with jnp or lax operations",
+        "pass operands on a GPU, or use jnp or lax operations",
     )
 
 
@@ -80,7 +80,7 @@ class UnknownBackendError(SpecError):
             f"unknown backend {name!r}",
             [("known", ", ".join(known))],
             at,
-            fix="leave backend=None to use the platform's own",
+            fix="omit backend= to use the platform's default",
         )
 
 

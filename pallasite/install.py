@@ -1,7 +1,7 @@
 """Run kernels written for upstream unmodified: `jax.experimental.pallas` is Pallasite.
 
-`install()` puts a finder in front of Python's import system that answers for
-`jax.experimental.pallas` and its submodules with this package's modules.
+`install()` puts a finder in front of Python's import system that resolves
+`jax.experimental.pallas` and its submodules to this package's modules.
 """
 
 import importlib
@@ -24,7 +24,7 @@ MODULES = {
     f"{UPSTREAM}.fuser": "pallasite.fuser",
 }
 # Kernels that JAX ships are user code to us: they are loaded as they are and, like any
-# other kernel, find Pallasite where they ask for Pallas.
+# other kernel, get Pallasite where they import Pallas.
 KERNELS = f"{UPSTREAM}.ops"
 
 
@@ -35,7 +35,7 @@ def _kernel_folders() -> list[str]:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Answers for upstream's names with our modules."""
+    """Resolves upstream's module names to our modules."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target=None):
         if fullname in MODULES:
@@ -46,8 +46,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             )
         if fullname.startswith(UPSTREAM + "."):
             raise ModuleNotFoundError(
-                f"{fullname} is not part of Pallasite, which stands in for {UPSTREAM} "
-                f"here; it has {', '.join(n for n in MODULES if n != UPSTREAM)}",
+                f"{fullname} is not part of Pallasite, which replaces {UPSTREAM} "
+                f"here; available: {', '.join(n for n in MODULES if n != UPSTREAM)}",
                 name=fullname,
             )
         return None
@@ -79,7 +79,7 @@ def install() -> None:
     present = sys.modules.get(UPSTREAM)
     if present is not None and present is not sys.modules["pallasite"]:
         raise PallasError(
-            f"{UPSTREAM} has been imported already",
+            f"{UPSTREAM} is already imported",
             [("module", getattr(present, "__file__", present))],
             fix="call pallasite.install() before the first import of it, or run "
             "the script with `python -m pallasite run script.py`",

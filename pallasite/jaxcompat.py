@@ -1,7 +1,7 @@
 """Every use of JAX that is private, or differs between JAX versions, in one place.
 
 One function per need; each has a canary in `tests/test_jaxcompat.py`. Nothing else in
-the package may import `jax._src` (a test holds that).
+the package may import `jax._src` (a test enforces that).
 """
 
 import contextlib
@@ -25,7 +25,7 @@ VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:3])
 
 
 def opened(jaxpr: Any) -> tuple[Any, list[Any]]:
-    """The jaxpr and its constants, whether it came closed or open (merged in 0.11)."""
+    """The jaxpr and its constants, of a closed or open jaxpr (merged in 0.11)."""
     return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
 
 
@@ -58,23 +58,23 @@ _mesh_around: ContextVar[Any] = ContextVar("pallasite_mesh_around", default=None
 
 
 def device_mesh() -> Any:
-    """The abstract mesh of devices that the code which is traced runs on: that around
-    the kernel, inside of one. None where there is none."""
+    """The abstract device mesh that the traced code runs on; inside a kernel, the mesh
+    around it. None if there is none."""
     mesh = jax.sharding.get_abstract_mesh()
     return _mesh_around.get() if mesh.empty else mesh
 
 
 @contextlib.contextmanager
 def own_tracing() -> Iterator[None]:
-    """Trace code of ours in a kernel's place: dtypes and ranks promote as usual there,
-    whatever the user's settings refuse in code of theirs."""
+    """Trace our own code in a kernel's place: dtypes and ranks promote as usual there,
+    even if the user's settings forbid implicit promotion."""
     usual = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
     with kernel_tracing(), usual[0], usual[1]:
         yield
 
 
 def named_axes(axes: Sequence[tuple[str, int]]) -> Any:
-    """Give names of axes a meaning while a kernel is traced (`lax.axis_index`)."""
+    """Bind axis names while a kernel is traced (`lax.axis_index`)."""
     from jax._src.core import extend_axis_env_nd
 
     return extend_axis_env_nd(axes) if axes else contextlib.nullcontext()
@@ -106,7 +106,7 @@ def ref_and_transforms(x: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether a value is known now, not traced."""
+    """Whether a value is concrete, not traced."""
     from jax._src.core import Tracer
 
     return not isinstance(x, Tracer)
@@ -128,8 +128,8 @@ def lower_high_level(closed: Any) -> Any:
 
 
 def equation_call(eqn: Any) -> Any:
-    """The function that an equation (of a primitive with several results) stands for,
-    its rules of differentiation included."""
+    """The function of an equation (of a primitive with several results), including its
+    differentiation rules."""
     params = eqn.primitive.get_bind_params(eqn.params)
     return lambda *operands: eqn.primitive.bind(*operands, **params)
 
@@ -144,7 +144,7 @@ def function_name(jaxpr: Any) -> str:
 
 def without_closure(fn: Any, *args: Any) -> tuple[Any, list[Any]]:
     """`fn` as a function of its arguments and of all traced values it closes over,
-    and those values: `made(*args, *values) == fn(*args)`. Results come as a list."""
+    and those values: `made(*args, *values) == fn(*args)`. It returns a list."""
     jaxpr, values = opened(jax.make_jaxpr(fn)(*args))
 
     def made(*both: Any) -> list[Any]:
@@ -203,8 +203,8 @@ def exclude_from_tracebacks(path: str) -> None:
 
 
 def keep_out_of_callback_log(kind: type[BaseException]) -> None:
-    """JAX logs what a host callback raises, and raises it too: not for `kind`, whose
-    text would be printed twice."""
+    """Stop JAX from logging exceptions of `kind` from host callbacks: it also raises
+    them, so their text would be printed twice."""
     import logging
 
     class Unlogged(logging.Filter):
@@ -220,7 +220,7 @@ def is_key_dtype(dtype: Any) -> bool:
 
 
 def key_data_shape(dtype: Any) -> tuple[int, ...]:
-    """The trailing uint32 shape of one random key (its implementation's)."""
+    """The trailing uint32 shape of one random key (depends on the implementation)."""
     return tuple(dtype._impl.key_shape)
 
 
@@ -235,7 +235,7 @@ def out_aval_like(
     spec: Sequence[Any] | None = None,
 ) -> Any:
     """An output type that varies over the same manual mesh axes as the inputs, and
-    is sharded by `spec` over the explicit ones."""
+    is sharded by `spec` over the explicit axes."""
     base = jax.core.ShapedArray(tuple(shape), np.dtype(dtype))
     varying = [a for a in avals if hasattr(a, "update")]
     if not varying:
@@ -258,7 +258,7 @@ def out_aval_like(
 
 
 def weakly_typed(x: Any) -> Any:
-    """An array that gives way to others' types, as results of Python's numbers do."""
+    """The array with a weak type, as results of Python scalars have."""
     from jax._src.lax.lax import _convert_element_type
 
     return _convert_element_type(x, x.dtype, weak_type=True)
@@ -274,7 +274,7 @@ def explicit_spec(aval: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def lying_as(x: Any, aval: Any) -> Any:
-    """A value laid out on explicit mesh axes as a type says."""
+    """A value resharded over explicit mesh axes as a type says."""
     if explicit_spec(aval_of(x)) == explicit_spec(aval):
         return x
     return jax.reshard(x, aval.sharding)
@@ -368,7 +368,7 @@ def flag(name: str) -> Any:
 
 
 def stream_for_imports(device: Any) -> int | None:
-    """The stream of a GPU on which memory that JAX is given must be ready."""
+    """The GPU stream on which memory that is passed to JAX must be ready."""
     if device.platform == "cpu":
         return None
     return device.get_stream_for_external_ready_events()
@@ -410,7 +410,7 @@ def auto_devices(ctx: Any) -> int:
 
 
 def manual_mesh_axes(ctx: Any) -> list[tuple[str, int]]:
-    """Names and sizes of the mesh axes that code is lowered for one device of."""
+    """Names and sizes of the mesh axes over which code is lowered for one device."""
     from jax.interpreters import mlir
 
     context = ctx.module_context.axis_context
@@ -422,8 +422,8 @@ def manual_mesh_axes(ctx: Any) -> list[tuple[str, int]]:
 
 @contextlib.contextmanager
 def collectives_over(axes: Sequence[tuple[str, int]]) -> Iterator[None]:
-    """Trace collectives over mesh axes, of values whose types do not say that they
-    vary, while a lowering rule runs."""
+    """Trace collectives over mesh axes in a lowering rule, on values whose types do not
+    say that they vary."""
     from jax._src import config
 
     with named_axes(axes), config._check_vma(False):
@@ -458,15 +458,15 @@ def register_partitioner(name: str, partition: Any, infer: Any) -> None:
 
 
 def sharding_rule_attribute(text: str) -> Any:
-    """Shardy's `op_sharding_rule`, to hang on a custom call."""
+    """Shardy's `op_sharding_rule`, an attribute of a custom call."""
     from jax.interpreters import mlir
 
     return mlir.ir.Attribute.parse(f"#sdy.op_sharding_rule<{text}>")
 
 
 def tile_assignment(sharding: Any) -> np.ndarray | None:
-    """Devices of an XLA sharding, one array dimension per array dimension and then,
-    perhaps, one for copies; None where every device has the whole array."""
+    """Devices of an XLA sharding: one dimension per array dimension, then optionally
+    one for replicas; None if every device has the whole array."""
     if sharding.is_replicated() or not sharding.is_tiled():
         return None
     devices = np.asarray(sharding.tile_assignment_devices())
@@ -536,8 +536,8 @@ def module_of_one_device(
 def errors_in_check(
     params: dict[str, Any], values: Sequence[Any]
 ) -> Iterator[tuple[Any, str, tuple[Sequence[Any], dict[str, Any]]]]:
-    """What the primitive of `checkify.check` checks: of each error whether it
-    happened, the format of its message, and the arguments of that."""
+    """What the primitive of `checkify.check` checks: for each error whether it
+    happened, its message's format, and the format's arguments."""
     error = jax.tree.unflatten(params["err_tree"], values)
     for effect, happened in error._pred.items():
         messages = list(error._metadata.values())
@@ -551,7 +551,7 @@ def errors_in_check(
 def register_checkify(primitive: Any, rule: Any) -> None:
     """Give a primitive its rule: `rule(add, error, enabled, *operands, **params)`.
 
-    `add(error, happened, found)` is an error value with one more error in it.
+    `add(error, happened, found)` returns the error value with one more error in it.
     """
     from jax._src import checkify
 
@@ -565,14 +565,14 @@ def register_checkify(primitive: Any, rule: Any) -> None:
 
 
 def current_traceback() -> Any:
-    """Where the equation that is traced now comes from, as checkify keeps it."""
+    """The source of the equation being traced, in checkify's form."""
     from jax._src import source_info_util
 
     return source_info_util.current().traceback
 
 
 def error_effect(kind: type, leaves: Sequence[Any]) -> Any:
-    """How checkify tells errors of a class with such values apart from others."""
+    """The effect by which checkify distinguishes errors of a class with such values."""
     from jax._src import checkify
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]

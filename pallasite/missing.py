@@ -1,7 +1,7 @@
 """Names of upstream Pallas that Pallasite does not have: an error when used.
 
 A module that re-exports a namespace ends with `__getattr__ = missing.names(...)`, so
-that importing a missing name works and using it says what to do instead.
+that importing a missing name works and using it raises an error with the replacement.
 """
 
 import functools
@@ -12,7 +12,7 @@ from pallasite.errors import Facts, UnsupportedError
 
 
 class Missing:
-    """Stands for a name that does not exist here; any use but in a type raises.
+    """Placeholder for a name that does not exist here; any use but in a type raises.
 
     `decorates`: the name makes decorators of functions, which are often applied where
     a module is imported. There it is the decorated function whose use raises.
@@ -25,7 +25,7 @@ class Missing:
 
     def _refuse(self, facts: Facts = (), at: Any = None) -> NoReturn:
         raise UnsupportedError(
-            f"{self._module}.{self._name} is not available in Pallasite",
+            f"{self._module}.{self._name} is not supported by Pallasite",
             facts,
             at,
             self._hint,
@@ -54,7 +54,7 @@ class Missing:
         self._refuse()
 
     # Python asks the class for these, so `__getattr__` does not see them; without
-    # `__iter__` it would count up the items of `__getitem__` for ever.
+    # `__iter__` it would iterate over `__getitem__` forever.
     def _protocol(self, *args: Any) -> NoReturn:
         self._refuse()
 
@@ -62,7 +62,7 @@ class Missing:
     __setitem__ = __delitem__ = __bool__ = __index__ = _protocol
     __enter__ = __exit__ = _protocol
 
-    # Annotations and tests of types are not uses: nothing has a type that is not here.
+    # Annotations and `isinstance` are not uses: nothing has a type that is missing.
     def __or__(self, other: Any) -> "Missing":
         return self
 

@@ -1,6 +1,6 @@
 """Upstream's `pallas.mosaic_gpu`: kernels of warpgroups that the author schedules.
 
-`kernel` says what runs them. Names that are not here yet are refused by name.
+`kernel` says what runs them. Names that are not here yet raise an error when used.
 """
 
 import enum
@@ -105,10 +105,10 @@ class Layout(enum.Enum):
         return self, axes
 
 
-_ANYWHERE = "write the kernel with pl.pallas_call and BlockSpecs, which run everywhere"
+_ANYWHERE = "use pl.pallas_call and BlockSpecs, which run everywhere"
 _MESH = (
     "plgpu.kernel(body, out_shape, grid=..., grid_names=..., cluster=..., "
-    "cluster_names=..., num_threads=..., thread_name=...) says the same"
+    "cluster_names=..., num_threads=..., thread_name=...) is equivalent"
 )
 _OTHER_MEMORY = (
     "let blocks and devices exchange values through main memory, between two kernels"
@@ -134,7 +134,7 @@ __getattr__ = missing.names(
     | missing.hints(
         "async_copy_scales_to_tmem async_copy_sparse_metadata_to_tmem "
         "format_tcgen05_sparse_metadata",
-        "scale and fill operands before tcgen05_mma, which multiplies them as they are",
+        "scale and mask operands before tcgen05_mma, which does neither",
     )
     | missing.hints(
         "TryClusterCancelResult query_cluster_cancel try_cluster_cancel",

@@ -283,7 +283,7 @@ def _check_numbers(call: Call, results: Sequence[Any]) -> None:
                 raise FloatingPointError(
                     f"{kind} in output {n} ({param.name or 'unnamed'}) of the kernel "
                     f"{call.kernel.name}{where}; interpret=pl.Checked({option}=True) "
-                    "says which op makes it"
+                    "reports the op that produces it"
                 )
 
 
@@ -411,7 +411,7 @@ def _report_failures(chosen: Choice, kernel: Kernel) -> None:
         return
     _warned.add("failure" + kernel.text)
     warnings.warn(
-        f"kernel '{kernel.name}' runs through '{chosen.backend}', because another "
+        f"kernel '{kernel.name}' runs on backend '{chosen.backend}', because another "
         "backend's code for it does not compile; please report it:\n"
         + "\n".join(map(str, errors)),
         FallbackWarning,
@@ -472,7 +472,7 @@ def check_platform(call: Call, platforms: Sequence[str]) -> None:
             f"backend {call.backend!r} does not run on {'/'.join(platforms)}",
             [("kernel", call.kernel.name)],
             call.kernel.loc,
-            f"leave out backend=, or pass operands that live on {'/'.join(usable)}",
+            f"remove backend=, or pass operands on {'/'.join(usable)}",
         )
 
 
@@ -493,8 +493,8 @@ def _asked_backend(call: Call, platform: str | None) -> str | None:
 def _warn_no_default(platforms: tuple[str, ...]) -> None:
     warnings.warn(
         f"no native backend is the default on {'/'.join(platforms)} yet: kernels run "
-        "through the emulation (said once; interpret=True says it is wanted, "
-        "backend='triton' or 'tpu' asks for a native one)",
+        "in the emulation (shown once; interpret=True asks for it, backend='triton' "
+        "or 'tpu' for a native one)",
         FallbackWarning,
         stacklevel=2,
     )
@@ -510,8 +510,8 @@ def warn_fallback(kernel: Kernel, *errors: Exception, what: str = "kernel") -> N
     _warned.add(what + kernel.text)
     reason = "\n".join(map(str, errors))
     warnings.warn(
-        f"{what} '{kernel.name}' runs through the emulation, which is slow "
-        f"(interpret=True says that it is wanted); reason:\n{reason}",
+        f"{what} '{kernel.name}' falls back to the emulation, which is slow "
+        f"(interpret=True asks for it and silences this); reason:\n{reason}",
         FallbackWarning,
         stacklevel=2,
     )

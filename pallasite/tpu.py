@@ -205,7 +205,7 @@ class InterpretParams:
         for name, known in _INTERPRET_CHOICES.items():
             if getattr(self, name) not in known:
                 got = [("got", repr(getattr(self, name))), ("known", ", ".join(known))]
-                raise SpecError(f"InterpretParams has no such {name}", got)
+                raise SpecError(f"InterpretParams does not support this {name}", got)
         if self.num_cores_or_threads < 1:
             raise SpecError(
                 "InterpretParams needs at least one core",
@@ -214,8 +214,8 @@ class InterpretParams:
             )
         if self.buffer_bounds == "padded":
             raise UnsupportedError(
-                "InterpretParams(buffer_bounds='padded') is not available",
-                fix="a ref ends where its shape says: buffer_bounds='logical'",
+                "InterpretParams(buffer_bounds='padded') is not supported",
+                fix="use buffer_bounds='logical': a ref ends where its shape says",
             )
 
     @property
@@ -325,11 +325,11 @@ __getattr__ = missing.names(
     {
         **missing.hints(
             "matmul_lhs_fifo matmul_pop_fifo",
-            "write matmul_acc_lhs and matmul_pop, which say where the sums are",
+            "use matmul_acc_lhs and matmul_pop, which name the accumulator",
         ),
-        "core": "that is upstream's own code; the names of pltpu are all here",
+        "core": "that is upstream's own code; all names of pltpu are in pallasite.tpu",
         "dma_semaphore": "pltpu.SemaphoreType.DMA is the type of such a semaphore",
-        "emit_pipeline_with_async_prefetch": "write pltpu.emit_pipeline, and start the "
-        "copies for later with pltpu.async_copy",
+        "emit_pipeline_with_async_prefetch": "use pltpu.emit_pipeline, and start "
+        "later copies with pltpu.async_copy",
     },
 )

@@ -36,7 +36,7 @@ __getattr__ = missing.names(
     "pallasite.tpu_sc",
     missing.hints(
         "slice_subcore_vmem_from_shared",
-        "subcores share pltpu.VMEM_SHARED, which copies reach, and meet with "
+        "subcores share pltpu.VMEM_SHARED, through copies, and synchronise with "
         "plsc.subcore_barrier",
     ),
 )

@@ -52,6 +52,6 @@ __getattr__ = missing.names(
     missing.hints(
         "CUSTOM_CALL_TARGET_NAME GpuInfo GpuVersion "
         "get_gpu_info get_gpu_info_from_version is_gpu_device",
-        "write it with jnp or lax operations, which run everywhere",
+        "use jnp or lax operations, which run everywhere",
     ),
 )

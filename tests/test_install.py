@@ -68,7 +68,7 @@ def test_install_after_upstream_is_refused(run_python: Callable[..., str]):
             print(error)
     """
     out = run_python("-c", textwrap.dedent(code))
-    assert "has been imported already" in out
+    assert "is already imported" in out
     assert "python -m pallasite run" in out
 
 
@@ -88,7 +88,7 @@ def test_missing_submodule_and_name_say_so(run_python: Callable[..., str]):
             print(error)
     """
     out = run_python("-c", textwrap.dedent(code))
-    assert "pallasite.mosaic_gpu.remote_ref is not available in Pallasite" in out
+    assert "pallasite.mosaic_gpu.remote_ref is not supported by Pallasite" in out
     assert "is not part of Pallasite" in out
 
 

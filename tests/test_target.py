@@ -47,7 +47,7 @@ def test_devices_are_recognised(kind: str, name: str | None):
 
 
 def test_an_unknown_chip_is_an_error_that_lists_the_others():
-    with pytest.raises(SpecError, match=r"no chip is called 'v9'(.|\n)*v4, v5e, v5p"):
+    with pytest.raises(SpecError, match=r"unknown chip 'v9'(.|\n)*v4, v5e, v5p"):
         target.chip("v9")
 
 

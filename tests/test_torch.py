@@ -281,10 +281,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "array": (lambda: np.ones(3), ("argument  x", "ndarray", "torch.from_numpy")),
     "sparse": (lambda: torch.ones(2, 2).to_sparse(), ("dense", "to_dense")),
     "meta": (lambda: torch.ones(2, device="meta"), ("'meta'", "x.to('cpu')")),
-    "number": (lambda: 1.0, ("needs a tensor",)),
+    "number": (lambda: 1.0, ("needs at least one tensor",)),
     "dtype": (
         lambda: torch.zeros(2, dtype=torch.uint8).view(torch.float8_e8m0fnu),
-        ("no dtype for torch.float8_e8m0fnu", "x: "),
+        ("does not support dtype torch.float8_e8m0fnu", "x: "),
     ),
 }
 
@@ -310,7 +310,7 @@ def test_devices_must_be_one():
 
 
 def test_results_need_a_dtype_of_torch():
-    with pytest.raises(UnsupportedError, match=r"no dtype for int4"):
+    with pytest.raises(UnsupportedError, match=r"does not support dtype int4"):
         pallasite.torch.wrap(lambda x: x.astype(jnp.int4))(torch.ones(3))
 
 

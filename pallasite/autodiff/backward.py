@@ -431,7 +431,8 @@ def _alternatives(
         if ref in made.lost:
             op = made.lost[ref]
             raise NoBackwardKernel(
-                "the reverse needs what a result held before it was overwritten",
+                "the backward pass needs the value of a result before it was "
+                "overwritten",
                 at=op.loc,
             )
     if made.changing:

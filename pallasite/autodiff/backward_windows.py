@@ -347,7 +347,9 @@ class _Build:
                 entries.append(Span(None, dim.size))
                 index = b.mul(index, b.index(dim.size))
             else:
-                raise NoBackwardKernel("blocks that hang over scratch", at=op.loc)
+                raise NoBackwardKernel(
+                    "blocks that extend past the end of scratch", at=op.loc
+                )
             starts.append(index)
         return b.subview(self.new(ref), tuple(entries), starts)
 

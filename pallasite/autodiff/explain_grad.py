@@ -82,7 +82,7 @@ def explain_grad(function: Callable[..., Any]) -> Callable[..., GradReport]:
             raise SpecError(
                 f"pl.explain_grad: '{name}' calls no kernel",
                 at=user_location(),
-                fix="give a function that calls pl.pallas_call(...)(...)",
+                fix="pass a function that calls pl.pallas_call(...)(...)",
             )
         rows: list[OperandGrad] = []
         kernels: list[Kernel] = []
@@ -139,7 +139,7 @@ def ways_of(kernel: Kernel, backend: str | None = None) -> list[str]:
         names = ", ".join(step.kernel.name for step in way.steps)
         lead = f"{kernel.name} on {made.machine.name}:" if n == 0 else "instead of"
         counts = " + ".join(str(_products(step.kernel)) for step in way.steps)
-        lines.append(f"{lead} {names}: {counts} products, {way.estimate}")
+        lines.append(f"{lead} {names}: {counts} matmuls, {way.estimate}")
     kept = kept_bytes(kernel, backend)
     if kept:
         lines[0] += f"; the forward kernel keeps {kept:,} bytes for them"

@@ -298,5 +298,5 @@ class _Splicer(Importer):
         raise UnsupportedError(
             f"the derivative of {self.op.name} needs a table of constants",
             at=self.op.loc,
-            fix="give the kernel a derivative: jax.custom_vjp around the call",
+            fix="define its derivative: wrap the call in jax.custom_vjp",
         )

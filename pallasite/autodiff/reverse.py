@@ -247,7 +247,7 @@ class _Reverse:
         if op is None:
             raise NoBackwardKernel(f"{ref.name or 'a ref'} has no cotangent")
         if op.name == "bitcast_view":
-            raise NoBackwardKernel("a ref is seen as another type", at=op.loc)
+            raise NoBackwardKernel("a ref is viewed as another dtype", at=op.loc)
         return self.same_view(b, op, self.twin(b, op.operands[0]))
 
     def same_view(self, b: Builder, op: Op, ref: Value) -> Value:
@@ -276,7 +276,7 @@ class _Reverse:
             elif is_pure(op):
                 self.at_pure(b, op, ct)
             elif any(map(self.activity.depends, (*op.operands, *op.results))):
-                raise NoBackwardKernel(f"{op.name} has no reverse", at=op.loc)
+                raise NoBackwardKernel(f"{op.name} has no reverse-mode rule", at=op.loc)
 
     def add(self, b: Builder, ct: Cotangents, value: Value, more: Value) -> None:
         if value in self.activity.varied:
@@ -327,7 +327,7 @@ class _Reverse:
             return  # a result without a cotangent
         if any(isinstance(e, Gather) for e in access.index):
             raise NoBackwardKernel(
-                "a store to gathered places may write one of them twice", at=op.loc
+                "a store with index arrays may write an element twice", at=op.loc
             )
         ref = self.twin(b, access.ref)
         self.take(b, access, ref, ct)
@@ -357,7 +357,7 @@ class _Reverse:
             return
         if op.attrs["kind"] != "add" or op.result in ct:
             raise NoBackwardKernel(
-                f"atomic {op.attrs['kind']} has no reverse", at=op.loc
+                f"atomic {op.attrs['kind']} has no reverse-mode rule", at=op.loc
             )
         self.take(b, access, self.twin(b, access.ref), ct)
 
@@ -422,7 +422,7 @@ class _Reverse:
 
     def at_while(self, b: Builder, op: Op, ct: Cotangents) -> None:
         if self.is_live(op, ct):
-            raise NoBackwardKernel("a while loop has no reverse", at=op.loc)
+            raise NoBackwardKernel("a while loop has no reverse-mode rule", at=op.loc)
 
     # --- loops ---
 
@@ -434,7 +434,8 @@ class _Reverse:
         bound = self.facts.most_steps(Loop.of(op))
         if bound is None or bound > MOST_KEPT:
             raise NoBackwardKernel(
-                "the length of a loop whose values are needed again has no known bound",
+                "a loop whose values are needed again has no known bound on its trip "
+                "count",
                 at=op.loc,
             )
         return max(bound, 1)

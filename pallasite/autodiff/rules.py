@@ -73,7 +73,9 @@ def pull_back(
     cotangents = [next(pending) if k else None for k in known]
     try:
         if local_of(call) is not None:
-            raise NoBackwardKernel("the author says what one device runs")
+            raise NoBackwardKernel(
+                "pl.Partition(local=...) defines what one device runs"
+            )
         made = backward.cotangents(call, primals, cotangents, wanted, kept)
         return [
             # Its type must be that of its primal, also on explicit mesh axes.
@@ -106,10 +108,10 @@ def _refuse_warpgroups(call: Call) -> None:
     found = next((op for op in walk(call.kernel.body) if op.name in GPU_LEVEL), None)
     if found is not None:
         raise UnsupportedError(
-            "a kernel that schedules warpgroups itself has no derivative",
+            "kernels made by plgpu.kernel cannot be differentiated",
             [("kernel", call.kernel.name), ("op", found.name)],
             found.loc or call.kernel.loc,
-            "give it one: jax.custom_vjp around the call of plgpu.kernel",
+            "define its derivative: wrap the plgpu.kernel call in jax.custom_vjp",
         )
 
 
@@ -380,11 +382,11 @@ def _jvp_cotangent(
 ) -> Any:
     if any(jaxcompat.manual_axes(jaxcompat.aval_of(x)) for x in operands):
         raise UnsupportedError(
-            "a second derivative, in reverse, of a kernel that has no backward kernel "
-            "cannot be taken in a shard_map that checks its types",
+            "reverse-mode second derivatives of a kernel without a backward kernel "
+            "are not supported in a shard_map with check_vma=True",
             [("kernel", call.kernel.name)],
             call.kernel.loc,
-            "give shard_map check_vma=False, or take it forward over forward",
+            "pass check_vma=False to shard_map, or differentiate forward over forward",
         )
     try:
         return _jvp_in_line(_cotangents(call, **params), operands, tangents_in)
@@ -394,12 +396,12 @@ def _jvp_cotangent(
     ops = {op.name: op for op in walk(call.kernel.body)}
     cause = ops.get("while") or ops.get("custom") or ops.get("for")
     raise UnsupportedError(
-        "a forward derivative of a reverse one cannot be taken through a loop whose "
-        "length only the data decides, nor through a custom_vjp function",
+        "forward-over-reverse differentiation does not support loops with a "
+        "data-dependent trip count, nor custom_vjp functions",
         [("kernel", call.kernel.name)],
         call.kernel.loc if cause is None else cause.loc,
-        "jacrev of jacrev, or jacfwd of jacfwd; a loop of static length that does "
-        "nothing past its end; custom_jvp",
+        "use jacrev of jacrev, or jacfwd of jacfwd; a loop with a static trip count "
+        "and masked steps; or custom_jvp",
     )
 
 

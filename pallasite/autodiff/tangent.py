@@ -160,7 +160,7 @@ class _Doubling:
 
     def refuse(self, op: Op, what: str = "") -> NoTangentKernel:
         return NoTangentKernel(
-            f"{what or op.name} has no tangent kernel",
+            f"{what or op.name} is not supported by forward-mode differentiation",
             [("kernel", self.kernel.name)],
             op.loc,
         )

@@ -111,7 +111,7 @@ class StridedViews(ABC, Generic[V, N]):
         edges = dict(view.edges)
         for dim, whole in zip(window.dims, view.dims, strict=True):
             if whole.edge is not None:
-                self.refuse(op, "a window on a block that may hang over its array")
+                self.refuse(op, "a window on a block that may extend past its array")
             index = next(pending)
             start, low, high = self.block_start(dim, index, whole.size)
             stop: int | N = whole.size

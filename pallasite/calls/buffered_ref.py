@@ -436,7 +436,7 @@ def _block_slice(dim: Any, index: Any, size: int | None) -> Any:
     elif isinstance(dim, Element):
         if dim.padding != (0, 0):
             raise SpecError(
-                "a block that is copied cannot have padding",
+                "a buffered block does not support padding",
                 [("block", dim)],
                 user_location(),
                 fix="pad the array before the call (jnp.pad), or mask in the kernel",

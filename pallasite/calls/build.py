@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pallasite.importer.importer import Importer
     from pallasite.importer.pipeline_op import Binding
 
-OTHER_DTYPE = "a real dtype; real and imaginary parts as two arrays"
+OTHER_DTYPE = "use a real dtype: real and imaginary parts as two arrays"
 
 # Warpgroups (`plgpu.kernel`): the name of their axis, their number, the names of their
 # scratch, and the names of the cluster axes.
@@ -160,14 +160,13 @@ def _bind(request: Request, flat: Sequence[Any], tree: Any) -> Bound:
     ):
         if T.dtype_of(shape.dtype) is None:
             raise UnsupportedError(
-                f"result {k} has dtype {shape.dtype}, which kernels do not have",
+                f"result {k} has dtype {shape.dtype}, which kernels do not support",
                 at=at,
                 fix=OTHER_DTYPE,
             )
         if jax.dtypes.canonicalize_dtype(shape.dtype) != shape.dtype:
             raise KernelTypeError(
-                f"result {k} has dtype {shape.dtype}, "
-                "and 64-bit types are switched off",
+                f"result {k} has dtype {shape.dtype}, but jax_enable_x64 is off",
                 at=at,
                 fix="jax.config.update('jax_enable_x64', True), or a 32-bit dtype",
             )
@@ -195,10 +194,11 @@ def _num_prefetch_leaves(spec: GridSpec, flat: Any, tree: Any, request: Request)
     arguments = jax.tree.unflatten(tree, flat)
     if count > len(arguments):
         raise SpecError(
-            f"the call has {len(arguments)} operands for {count} scalar-prefetch ones",
+            f"the call has {len(arguments)} operands, fewer than "
+            f"num_scalar_prefetch={count}",
             [("kernel", request.name)],
             request.at,
-            fix="a call's first num_scalar_prefetch operands are for index maps",
+            fix="pass the scalar-prefetch operands first: index maps read them",
         )
     return len(jax.tree.leaves(arguments[:count]))
 
@@ -229,7 +229,7 @@ def _scratch(spec: GridSpec, request: Request) -> tuple[tuple[MemoryRef, ...], A
             or min(ref.shape, default=0) < 0
         ):
             raise SpecError(
-                f"scratch_shapes[{n}] does not describe memory",
+                f"scratch_shapes[{n}] is not a memory shape and dtype",
                 [("got", repr(leaf)), ("scratch_shapes", repr(spec.scratch_shapes))],
                 request.at,
                 "pltpu.VMEM((128, 128), jnp.float32)",
@@ -247,19 +247,19 @@ def _check_aliases(request: Request, flat: Sequence[Any]) -> None:
         ]
         if not 0 <= source < len(flat) or not 0 <= target < len(request.out_shapes):
             raise SpecError(
-                f"alias {source}: {target} names something that is not there",
+                f"alias {source}: {target} is out of range",
                 [
                     *facts,
                     ("operands", len(flat)),
                     ("results", len(request.out_shapes)),
                 ],
                 request.at,
-                "count operands and results from 0: {operand: result}",
+                "operands and results are numbered from 0: {operand: result}",
             )
         x, y = flat[source], request.out_shapes[target]
         if (tuple(x.shape), x.dtype) != (tuple(y.shape), y.dtype):
             raise SpecError(
-                "an aliased operand and result must have one shape and dtype",
+                "an aliased operand and result must have the same shape and dtype",
                 [*facts, ("operand", describe(x)), ("result", describe(y))],
                 request.at,
                 "give out_shape the operand's shape and dtype, or do not alias them",

@@ -159,11 +159,11 @@ def emit_pipeline(
     del tiling, trace_scopes, no_pipelining, output_wait_read_only
     if unknown:
         raise UnsupportedError(
-            f"emit_pipeline does not take {', '.join(unknown)}",
+            f"emit_pipeline does not support {', '.join(unknown)}",
             [("body", name_of(body))],
             user_location(),
-            "grid, in_specs, out_specs, core_axis_name, dimension_semantics; what "
-            "the pipeline is called with takes refs, scratches and allocations",
+            "grid, in_specs, out_specs, core_axis_name, dimension_semantics; the "
+            "pipeline itself is called with refs, scratches and allocations",
         )
     sizes = as_grid(grid)
     core_axes = core_axis_name if core_axis is None else core_axis
@@ -178,10 +178,10 @@ def emit_pipeline(
         at = user_location()
         if any(value is not None for value in other.values()):
             raise UnsupportedError(
-                f"a pipeline does not take {', '.join(other)}",
+                f"a pipeline does not support {', '.join(other)}",
                 [("body", name_of(body))],
                 at,
-                "refs by position, then scratches= and allocations=",
+                "pass refs by position, then scratches= and allocations=",
             )
         specs = (_as_tuple(in_specs), _as_tuple(out_specs))
         semantics = pipeline_op.semantics_of(dimension_semantics, len(sizes), at)
@@ -427,7 +427,7 @@ def _operand(
                 ("got", describe(ref) if is_shaped(ref) else type(ref).__name__),
             ],
             at,
-            "a ref of a kernel, best one with memory_space=pl.ANY; not its value",
+            "pass the ref, preferably with memory_space=pl.ANY, not its value",
         )
     is_input = mode == "in"
     path = f"[{n if is_input else n - num_inputs}]"

@@ -68,10 +68,10 @@ def kernel(
     if mesh_options:
         named = ", ".join(mesh_options)
         raise UnsupportedError(
-            f"plgpu.kernel({named}=...) is not available",
+            f"plgpu.kernel({named}=...) is not supported",
             at=at,
-            fix="grid=, grid_names=, cluster=, num_threads= and thread_name= say what "
-            "a mesh says; leave others out",
+            fix="grid=, grid_names=, cluster=, num_threads= and thread_name= replace "
+            "a mesh; remove the others",
         )
     for sizes, names, what in (
         (grid, grid_names, "grid"),
@@ -88,28 +88,29 @@ def kernel(
     repeated = [name for name in axis_names if axis_names.count(name) > 1]
     if repeated:
         raise SpecError(
-            f"two axes of a kernel are called {repeated[0]!r}",
+            f"two axes of a kernel have the name {repeated[0]!r}",
             [
                 ("grid_names", tuple(grid_names)),
                 ("cluster_names", tuple(cluster_names)),
                 ("thread_name", thread_name),
             ],
             at,
-            fix="give each axis a name of its own",
+            fix="give each axis a different name",
         )
     if num_threads is not None and not 1 <= num_threads <= MOST_WARPGROUPS:
         raise SpecError(
             f"a block has 1 to {MOST_WARPGROUPS} warpgroups, got {num_threads}",
             [("num_threads", f"{num_threads}, of 128 threads each")],
             at,
-            fix="num_threads counts warpgroups; more blocks (grid) do more at once",
+            fix="num_threads counts warpgroups; for more parallelism, use more blocks "
+            "(grid)",
         )
     if (num_threads is None) != (thread_name is None):
         raise SpecError(
-            "num_threads and thread_name go together",
+            "num_threads and thread_name must be given together",
             [("num_threads", num_threads), ("thread_name", thread_name)],
             at,
-            fix="give both, or neither",
+            fix="pass both, or neither",
         )
     out = out_shape if out_type is None else out_type
     scratch = scratch_shapes if scratch_types is None else scratch_types

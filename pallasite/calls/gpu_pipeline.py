@@ -59,9 +59,9 @@ class BlockSpec:
     ):
         if more:
             raise UnsupportedError(
-                f"plgpu.BlockSpec({next(iter(more))}=...) is not available",
+                f"plgpu.BlockSpec({next(iter(more))}=...) is not supported",
                 at=user_location(),
-                fix="leave it out",
+                fix="remove it",
             )
         del memory_space
         if isinstance(collective_axes, str):
@@ -81,15 +81,15 @@ class _Side:
         self.map = spec.index_map
         if shape is None or self.map is None or len(shape) != len(array.shape):
             raise SpecError(
-                "an operand of a plgpu pipeline needs a block of its rank and an "
-                "index map",
+                "an operand of a plgpu pipeline needs an index map and a block shape "
+                "of its rank",
                 [("block", shape), ("array", tuple(array.shape))],
                 at,
                 fix="plgpu.BlockSpec(block_shape, index_map), with a size per "
                 "dimension",
             )
         axes = len(steps.grid)
-        _check_call(self.map, axes, "the index map takes one index per axis", at)
+        _check_call(self.map, axes, "the index map takes one index per grid axis", at)
         self.sizes = tuple(shape)
         self.array = array
         self.delay = getattr(spec, "delay_release", 0)
@@ -108,10 +108,10 @@ class _Side:
         places = tuple(places) if isinstance(places, (tuple, list)) else (places,)
         if len(places) != len(self.sizes):
             raise SpecError(
-                "the index map of a plgpu pipeline gives one number per dimension",
+                "the index map of a plgpu pipeline must return one index per dimension",
                 [("block", self.sizes), ("numbers", len(places))],
                 self.at,
-                fix="lambda *indices: a tuple as long as the block shape",
+                fix="return a tuple as long as the block shape",
             )
         return places
 
@@ -220,7 +220,7 @@ def _refuse_carry(before: Any, after: Any, at: Any) -> None:
         is_leaf=lambda x: x is None or jaxcompat.is_ref(x),
     )
     raise SpecError(
-        "a step of a plgpu pipeline returns another kind of carry than it was given",
+        "a step of a plgpu pipeline returns a carry of another type than it was passed",
         [("given", text(before)), ("returned", text(after))],
         at,
         fix="return the next carry from the body, of the same shapes and dtypes",
@@ -237,7 +237,7 @@ def _sides(
             "a plgpu pipeline needs one array per spec",
             [("arrays", len(arrays)), ("specs", len(ins) + len(outs))],
             at,
-            fix="give as many arrays as in_specs and out_specs have entries",
+            fix="pass one array per entry of in_specs and out_specs",
         )
     sides = [_Side(s, a, steps, at) for s, a in zip((*ins, *outs), arrays, strict=True)]
     return sides[: len(ins)], sides[len(ins) :]
@@ -259,7 +259,8 @@ BODY_TAKES = (
 def _check_delay(delay: int, slots: int, at: Any) -> None:
     if delay and delay >= slots:
         raise SpecError(
-            "a plgpu pipeline needs more slots than steps for which they are kept",
+            "a plgpu pipeline needs more slots (max_concurrent_steps) than "
+            "delay_release",
             [("delay_release", delay), ("max_concurrent_steps", slots)],
             at,
             fix=f"max_concurrent_steps={delay + 1} or more",
@@ -296,9 +297,9 @@ def emit_pipeline(
         ins, outs = _sides(in_specs, out_specs, arrays, steps, at)
         if any(side.axes for side in (*ins, *outs)):
             raise UnsupportedError(
-                "emit_pipeline: blocks of a cluster share no copies",
+                "emit_pipeline does not support collective copies",
                 at=at,
-                fix="use emit_pipeline_warp_specialized, or leave collective_axes out",
+                fix="use emit_pipeline_warp_specialized, or remove collective_axes",
             )
         memory = [s.memory(steps.slots) for s in (*ins, *outs)]
         barriers = gpu_memory.Barrier(
@@ -438,8 +439,8 @@ class WarpSpecializedPipeline:
         threads, wanted = lax.axis_size(self.wg_axis), self.num_compute_wgs + 1
         if threads != wanted or not 0 <= self.memory_thread_idx < wanted:
             raise SpecError(
-                "one warpgroup of a warp specialized pipeline copies, all others "
-                "compute",
+                "a warp-specialized pipeline needs one copying warpgroup besides the "
+                "compute warpgroups",
                 [
                     (f"warpgroups ({self.wg_axis!r})", threads),
                     ("num_compute_wgs", self.num_compute_wgs),
@@ -571,9 +572,9 @@ def emit_pipeline_warp_specialized(
     at = user_location()
     if pipeline_state is not None:
         raise UnsupportedError(
-            "pipeline_state is not available",
+            "pipeline_state is not supported",
             at=at,
-            fix="leave it out: a pipeline starts and ends by itself",
+            fix="remove it: a pipeline starts and ends by itself",
         )
     memory = num_compute_wgs if memory_thread_idx is None else memory_thread_idx
     return WarpSpecializedPipeline(

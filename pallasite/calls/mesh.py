@@ -85,7 +85,7 @@ class VectorSubcoreMesh(CoreMesh):
             raise SpecError(
                 f"a SparseCore has {most} vector subcores, not {num_subcores}",
                 at=user_location(),
-                fix="num_subcores of at most that, or leave it out for all of them",
+                fix="pass at most that many as num_subcores, or None for all of them",
             )
         sizes = _sparse_cores(num_cores), num_subcores or most
         names = core_axis_name, subcore_axis_name
@@ -102,7 +102,7 @@ def _sparse_cores(asked: int | None) -> int:
         raise SpecError(
             f"the chip has {most} SparseCores, not {asked}",
             at=user_location(),
-            fix="num_cores of at most that, or leave it out for all of them",
+            fix="pass at most that many as num_cores, or None for all of them",
         )
     return asked or most
 
@@ -114,7 +114,8 @@ def create_tensorcore_mesh(
     del devices
     if not isinstance(axis_name, str):
         raise SpecError(
-            f"a mesh axis name is a string, got {axis_name!r}", fix='axis_name="core"'
+            f"a mesh axis name must be a string, got {axis_name!r}",
+            fix='axis_name="core"',
         )
     return TensorCoreMesh(axis_name=axis_name, num_cores=num_cores or 1)
 

@@ -128,7 +128,7 @@ def pallas_call(
     at = user_location()
     if not callable(kernel):
         what = f"the kernel must be a function, got {type(kernel).__name__}"
-        raise KernelTypeError(what, at=at, fix="give a function of refs")
+        raise KernelTypeError(what, at=at, fix="pass a function of refs")
     out_shape = _one_of(out_shape, out_type, "out_shape", "out_type", at)
     if scratch_types is not None:
         scratch_shapes = scratch_types
@@ -148,7 +148,8 @@ def pallas_call(
         or scratch_shapes
     ):
         raise SpecError(
-            "grid_spec excludes grid, in_specs, out_specs and scratch_shapes",
+            "grid_spec cannot be combined with grid, in_specs, out_specs or "
+            "scratch_shapes",
             at=at,
             fix="put them into the grid_spec",
         )
@@ -206,8 +207,8 @@ def pallas_call(
 def _operands_by_name(by_name: Mapping[str, Any], request: Request) -> KernelTypeError:
     shown = ", ".join(f"{name}={_kind(value)}" for name, value in by_name.items())
     return KernelTypeError(
-        "operands have no names: a kernel's parameters are refs in the order of the "
-        "call",
+        "operands cannot be passed by keyword: the kernel's refs are in the order of "
+        "the call",
         [("kernel", request.name), ("given", shown)],
         user_location(),
         f"pass by position: call({', '.join(by_name)})",
@@ -254,7 +255,7 @@ def _aliases(given: Any, at: Any) -> tuple[tuple[int, int], ...]:
             "input_output_aliases must map operand numbers to result numbers",
             [("input_output_aliases", repr(given))],
             at,
-            "{0: 0}: operand 0 is the memory of result 0",
+            "{0: 0}: result 0 reuses the memory of operand 0",
         )
     return pairs or ()
 
@@ -273,7 +274,7 @@ def _shape_of(leaf: Any, n: int, out_shape: Any, at: Any) -> Any:
     if not is_shaped(leaf):
         whole = None if leaf is out_shape else repr(out_shape)
         raise SpecError(
-            "out_shape must hold shapes with dtypes",
+            "out_shape entries must have a shape and a dtype",
             [("entry", n), ("got", repr(leaf)), ("out_shape", whole)],
             at,
             "jax.ShapeDtypeStruct(shape, dtype)",
@@ -291,7 +292,7 @@ def _shape_of(leaf: Any, n: int, out_shape: Any, at: Any) -> Any:
             "out_shape has a negative size",
             [("entry", n), ("shape", tuple(leaf.shape))],
             at,
-            fix="sizes of 0 or more",
+            fix="use sizes of 0 or more",
         )
     if isinstance(leaf, (MemoryRef, SemaphoreType)):
         return as_memory_ref(leaf)
@@ -388,7 +389,8 @@ def _as_array(x: Any, n: int, request: Request) -> Any:
             f"operand {n} is not an array of numbers: {type(x).__name__}{dtype}",
             [("kernel", request.name)],
             request.at,
-            "jnp.asarray of numbers; other arguments by functools.partial(kernel, ...)",
+            "pass arrays of numbers; bind other arguments with "
+            "functools.partial(kernel, ...)",
         ) from None
     if symbols := _symbols(array.shape):
         raise UnsupportedError(
@@ -400,7 +402,7 @@ def _as_array(x: Any, n: int, request: Request) -> Any:
     is_key = jaxcompat.is_key_dtype(array.dtype)
     if T.dtype_of(array.dtype) is None and not is_key:
         raise UnsupportedError(
-            f"operand {n} has dtype {array.dtype}, which kernels do not have",
+            f"operand {n} has dtype {array.dtype}, which kernels do not support",
             [("kernel", request.name)],
             request.at,
             OTHER_DTYPE,

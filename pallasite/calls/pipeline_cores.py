@@ -35,17 +35,17 @@ def share(
     cores, core = _number_and_place(core_axis)
     if not isinstance(cores, int):
         raise UnsupportedError(
-            "a pipeline cannot be shared by a number of cores known only at run time",
+            "a pipeline cannot be split among a number of cores known only at run time",
             [("core_axis", core_axis)],
             at,
-            fix="a mesh with a number of cores that is a Python number",
+            fix="use a mesh whose number of cores is a Python int",
         )
     if cores == 1:
         return None
     parallel = [n for n, s in enumerate(semantics) if s == "parallel"]
     if not parallel:
         raise SpecError(
-            "cores can only share a pipeline along a parallel axis",
+            "cores can split a pipeline only along a parallel axis",
             [("cores", cores), ("dimension_semantics", tuple(semantics))],
             at,
             "dimension_semantics=(pltpu.PARALLEL, ...) where steps do not depend on "

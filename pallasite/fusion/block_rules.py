@@ -103,7 +103,7 @@ class Equation:
 
     def out_indices(self) -> Indices:
         if self.outer is None:
-            raise NotFusible(f"{self.primitive.name} needs to know the step it is in")
+            raise NotFusible(f"{self.primitive.name} depends on the grid step")
         return self.out.at(self.outer())
 
     def refuse(self, why: str, **facts: Any) -> NotFusible:
@@ -183,7 +183,7 @@ def rule_of(eqn: Equation) -> Rule:
     table()  # fills BY_JAX
     if name in BY_JAX:
         return ELEMENTWISE
-    raise eqn.refuse("there is no rule for it")
+    raise eqn.refuse("no rule for this primitive")
 
 
 def _first(outs: Sequence[Blocks]) -> BlockIndexTransform:
@@ -255,7 +255,7 @@ RULES["pvary"] = RULES["pcast"] = dataclasses.replace(
 
 def _pull_bits(eqn: Equation, outs: tuple[Blocks, ...]) -> list[Blocks]:
     if eqn.shapes_in[0] != eqn.shapes_out[0]:
-        raise eqn.refuse("the elements of both types must have one size")
+        raise eqn.refuse("both element types must have the same size")
     return [_first(outs)]
 
 
@@ -441,7 +441,7 @@ def _joined(eqn: Equation, dims: Sequence[Any], sizes: Sequence[int]):
     if len(wide) == 1:
         return dims[wide[0]], lambda idx: idx[wide[0]]
     if not all(is_numbered(dims[d]) or is_squeezed(dims[d]) for d in wide):
-        raise eqn.refuse("blocks that begin at an element", block=tuple(dims))
+        raise eqn.refuse("blocks with element offsets (pl.Element)", block=tuple(dims))
     # Leading dimensions of one element, then a partial one, then whole ones.
     part = next((n for n, d in enumerate(wide) if size_of(dims[d]) != 1), len(wide) - 1)
     inner = [sizes[d] for d in wide[part + 1 :]]
@@ -450,7 +450,7 @@ def _joined(eqn: Equation, dims: Sequence[Any], sizes: Sequence[int]):
     size = size_of(dims[wide[part]])
     if part and sizes[wide[part]] % size:
         raise eqn.refuse(
-            "a block hangs over the edge of an inner dimension",
+            "a block extends past the edge of an inner dimension",
             block=tuple(dims),
             dimension=sizes[wide[part]],
         )
@@ -482,14 +482,14 @@ def _split(eqn: Equation, dim: Any, sizes: Sequence[int], total: int):
         ]
     size = size_of(dim)
     if not (is_numbered(dim) or is_squeezed(dim)):
-        raise eqn.refuse("blocks that begin at an element", block=dim)
+        raise eqn.refuse("blocks with element offsets (pl.Element)", block=dim)
     dims, left, counts = list(ones), size, [1] * len(sizes)
     for d in reversed(wide):
         n = sizes[d]
         take = n if left % n == 0 else left
         if n % take and d != wide[0]:
             raise eqn.refuse(
-                "a block is not a box in the other shape", block=size, dimension=n
+                "a block is not a rectangle in the other shape", block=size, dimension=n
             )
         dims[d], counts[d], left = take, max(n // take, 1), max(left // take, 1)
 
@@ -506,14 +506,14 @@ def _split(eqn: Equation, dim: Any, sizes: Sequence[int], total: int):
 
 def _pull_reshape(eqn: Equation, outs: tuple[Blocks, ...]) -> list[Blocks]:
     if eqn.params.get("dimensions") is not None:
-        raise eqn.refuse("it transposes, too")
+        raise eqn.refuse("it also transposes")
     old, new = eqn.shapes_out[0], eqn.shapes_in[0]
     return [_reshaped(eqn, _first(outs), old, new)]
 
 
 def _push_reshape(eqn: Equation, ins: Sequence[Blocks]) -> list[Blocks]:
     if eqn.params.get("dimensions") is not None:
-        raise eqn.refuse("it transposes, too")
+        raise eqn.refuse("it also transposes")
     return [_reshaped(eqn, _first(ins), eqn.shapes_in[0], eqn.shapes_out[0])]
 
 
@@ -540,7 +540,7 @@ def _moved(dim: Any, start: int) -> tuple[Any, Callable[[Any], Any]]:
 def _pull_slice(eqn: Equation, outs: tuple[Blocks, ...]) -> list[Blocks]:
     out, strides = _first(outs), eqn.params["strides"]
     if strides is not None and any(s != 1 for s in strides):
-        raise eqn.refuse("it has strides", strides=strides)
+        raise eqn.refuse("it is strided", strides=strides)
     starts = eqn.params["start_indices"]
     moved = [_moved(d, s) for d, s in zip(out.dims, starts, strict=True)]
     dims = [d for d, _ in moved]
@@ -556,7 +556,7 @@ def _pull_dynamic_slice(eqn: Equation, outs: tuple[Blocks, ...]) -> list[Blocks]
     out, (shape, *starts) = _first(outs), eqn.shapes_in
     sizes, scalars = eqn.params["slice_sizes"], eqn.scalars
     if scalars is None:
-        raise eqn.refuse("where it starts is known to no index map")
+        raise eqn.refuse("its start indices are not available to index maps")
     dims = [
         d if n == size or size_of(d) == 1 else Element(size_of(d))
         for d, n, size in zip(out.dims, shape, sizes, strict=True)
@@ -601,9 +601,9 @@ def _pull_concatenate(eqn: Equation, outs: tuple[Blocks, ...]) -> list[Blocks]:
     if block == sum(sizes):
         return [out.then(with_dim(n), lambda idx: idx) for n in sizes]
     if not (is_numbered(dim) or is_squeezed(dim)):
-        raise eqn.refuse("blocks that begin at an element", block=dim)
+        raise eqn.refuse("blocks with element offsets (pl.Element)", block=dim)
     if any(n % block for n in sizes):
-        raise eqn.refuse("a block would hold parts of two", block=block, sizes=sizes)
+        raise eqn.refuse("a block would span two operands", block=block, sizes=sizes)
 
     def part(start: int, size: int) -> BlockIndexTransform:
         first, last = start // block, size // block - 1
@@ -672,7 +672,7 @@ def _push_reduce(eqn: Equation, ins: Sequence[Blocks]) -> list[Blocks]:
     for d in axes:
         if size_of(x.dims[d]) != shape[d]:
             raise eqn.refuse(
-                "a block has only a part of what is reduced",
+                "a block holds only a part of the reduced dimensions",
                 block=x.dims,
                 dimension=d,
             )

@@ -90,10 +90,10 @@ def evaluate(f: Callable[..., Any], *, allow_transpose: bool = True) -> Any:
                 raise NotFusible(f"{name} cannot be evaluated on blocks")
             if name == "transpose" and not allow_transpose:
                 raise SpecError(
-                    "a transpose is not allowed here",
+                    "transpose is not allowed here (allow_transpose=False)",
                     [("permutation", node.params["permutation"])],
                     user_location(),
-                    fix="transpose outside of the fused function",
+                    fix="transpose outside the fused function",
                 )
         results = graph.run([value for _, value in graph.constants], flat)
         return jax.tree.unflatten(out_tree, results)
@@ -128,7 +128,7 @@ def get_fusion_values(
         raise UnsupportedError(
             "the fusion uses a ref",
             at=user_location(),
-            fix="pass its value in, and write what the call returns to the ref",
+            fix="pass its value in, and store the result of the call to the ref",
         )
     needed = scalar_values(graph)
     is_scalar = [v in needed for v, _ in graph.constants]
@@ -240,7 +240,7 @@ class _Pulled:
         seen: list[tuple[Any, Blocks]] = []
         if len(self.specs) != len(self.graph.outputs):
             raise SpecError(
-                f"{len(self.specs)} block specs for {len(self.graph.outputs)} results",
+                f"{len(self.specs)} BlockSpecs for {len(self.graph.outputs)} results",
                 at=user_location(),
                 fix="one BlockSpec per result",
             )
@@ -277,7 +277,7 @@ class _Pulled:
                 "two uses of a value need different blocks of it",
                 [("value", value.aval.str_short())],
                 user_location(),
-                "compute one of them outside of the function",
+                "compute one of them outside the function",
             )
 
     def _pull(self) -> None:
@@ -317,10 +317,10 @@ class _Pulled:
         own = prefetch if self.handler is None else self.handler(*prefetch)
         if len(own) != len(self.scalars):
             raise SpecError(
-                f"the function needs {len(self.scalars)} scalars, and is given "
-                f"{len(own)}",
+                f"the function needs {len(self.scalars)} scalars, got {len(own)}",
                 at=user_location(),
-                fix="grid_len= of pull_block_spec, and a handler that picks them",
+                fix="pass grid_len= to pull_block_spec, and a handler that picks the "
+                "scalars",
             )
         return [ref[0] if ref.ndim else ref[...] for ref in own]
 
@@ -337,7 +337,7 @@ class _Pulled:
             if length is None:
                 if self.scalars:
                     raise SpecError(
-                        "blocks follow from scalars, and grid_len is not given",
+                        "block indices depend on scalars, but grid_len is not given",
                         at=user_location(),
                         fix="pull_block_spec(..., grid_len=len(grid))",
                     )
@@ -399,7 +399,7 @@ def push_block_spec(
                 "the specs do not match the structure of the arguments",
                 [("arguments", tree), ("specs", spec_tree)],
                 user_location(),
-                fix="one BlockSpec per array, in the tree of the arguments",
+                fix="one BlockSpec per array, in the tree structure of the arguments",
             )
 
         def run(*leaves: Any) -> Any:
@@ -434,9 +434,9 @@ def _push(graph: Graph, specs: Sequence[Any]) -> list[BlockSpec]:
         out = blocks.get(value) if isinstance(value, Val) else None
         if out is None:
             raise SpecError(
-                f"result {n} follows from no argument that has blocks",
+                f"result {n} does not depend on any argument with a BlockSpec",
                 at=user_location(),
-                fix="give a BlockSpec for an argument that it is computed from",
+                fix="pass a BlockSpec for an argument that it is computed from",
             )
         found.append(given.get(id(out)) or as_spec(out))
     return found

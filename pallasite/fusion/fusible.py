@@ -201,7 +201,7 @@ def _fuse(graph: Graph, args: Sequence[Any], strict: bool, f: Any) -> list[Any]:
     calls = [node for node in graph.nodes if node.primitive is fusible_p]
     if len(calls) != 1:
         raise SpecError(
-            f"{len(calls)} calls of a fusible function, and fuse takes one",
+            f"{len(calls)} calls of a fusible function; fuse supports one",
             [("function", getattr(f, "__name__", repr(f)))],
             user_location(),
             "fuse a function for each of them",
@@ -225,7 +225,7 @@ def _fuse(graph: Graph, args: Sequence[Any], strict: bool, f: Any) -> list[Any]:
     claimed = [n for group in wanted for n in group]
     if len(set(claimed)) != len(claimed):
         raise SpecError(
-            "a result follows from two groups of the kernel's results",
+            "a result depends on two groups of the kernel's results",
             [("output_fusion_prefix", fused.prefix)],
             user_location(),
             "put them into one group",

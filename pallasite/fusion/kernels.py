@@ -46,10 +46,10 @@ def pipeline_of(kernel: Kernel) -> Pipeline:
     found = [op for op in kernel.body.ops if op.name == "pipeline"]
     others = {op.name for op in kernel.body.ops} - {"pipeline", "alloc", "load"}
     if kernel.level != "tile" or len(found) != 1 or others:
-        raise NotFusible("the kernel's code is not one grid of whole-block operations")
+        raise NotFusible("the kernel is not a single grid of whole-block operations")
     pipeline = Pipeline.of(found[0])
     if {"subcore_parallel", "cluster"} & set(pipeline.semantics):
-        raise NotFusible("its programs are those of subcores or clusters")
+        raise NotFusible("its programs run on subcores or in clusters")
     return pipeline
 
 
@@ -63,15 +63,15 @@ def shown_of(kernel: Kernel, param: Value, mode: str) -> Shown:
     found = [s for s in pipeline.shown if s.array is param]
     uses = users_of(kernel.body)[param]
     if len(found) != 1 or len(uses) != 1:
-        raise NotFusible("the kernel sees it without a window")
+        raise NotFusible("the kernel accesses it without a single BlockSpec window")
     (shown,) = found
     window = shown.window
     if window.mode != mode or window.space not in ("block", "vmem"):
-        raise NotFusible("it is not in the memory of blocks")
+        raise NotFusible("its blocks are not in the default memory space")
     if any(d.kind == "bounded" or d.padding != (0, 0) for d in window.dims):
-        raise NotFusible("its blocks are of different sizes")
+        raise NotFusible("its blocks have different sizes")
     if window.fill is not None and window.may_hang_over(param.ref.shape):
-        raise NotFusible("its blocks hang over the edge and are filled there")
+        raise NotFusible("its blocks extend past the edge and have a fill value")
     return shown
 
 
@@ -207,7 +207,7 @@ def with_producers(kernel: Kernel, number: int, expression: Expression) -> Kerne
     """
     param = kernel.inputs[number]
     if param in kernel.aliased_results:
-        raise NotFusible("it is the memory of a result")
+        raise NotFusible("it aliases a result")
     kernel = place_windows(kernel)  # clamps indices to this operand's range
     shown = shown_of(kernel, param, "in")
     fuser = _Fuser(kernel, shown, expression)
@@ -227,7 +227,7 @@ def _body_with_producers(fuser: _Fuser, block: Value) -> Block:
     body = fuser.pipeline.body
     uses = _uses(body, block)
     if any(op.name not in ("load", *VIEWS) for op in uses):
-        raise NotFusible("the kernel does more than to read its blocks")
+        raise NotFusible("the kernel does more than read its blocks")
     if all(op.name == "load" and _is_whole(op, block) for op in uses):
 
         def rewrite(op: Op, builder: Builder) -> Sequence[Value] | None:
@@ -263,12 +263,12 @@ def with_consumers(
     """
     param = kernel.outputs[number]
     if param in kernel.aliased_results.values():
-        raise NotFusible("it is the memory of an operand")
+        raise NotFusible("it aliases an operand")
     kernel = place_windows(kernel)  # clamps indices to this result's range
     shown = shown_of(kernel, param, "out")
     fuser = _Fuser(kernel, shown, expression)
     if not shows_every_block(fuser.pipeline, shown):
-        raise NotFusible("programs may not see all of its blocks")
+        raise NotFusible("the grid may not visit all of its blocks")
     outputs = [_output(fuser, n) for n in range(len(expression.results))]
     body, allocated = _body_with_consumers(fuser, shown.block, outputs, keeps)
     windows: list[Shown] = []
@@ -307,7 +307,7 @@ def _body_with_consumers(
     body = fuser.pipeline.body
     uses = _uses(body, block)
     if any(op.name not in ("load", "store", *VIEWS) for op in uses):
-        raise NotFusible("the kernel does more than to read and write its blocks")
+        raise NotFusible("the kernel does more than read and write its blocks")
 
     def finish(builder: Builder, value: Value) -> None:
         for shown, made in zip(outputs, fuser.emit(builder, [value]), strict=True):
@@ -364,7 +364,7 @@ def _axes_to_wait_for(fuser: _Fuser) -> list[int]:
     waiting = [a for a in several if a not in moves.apart]
     others = [a for a in several if a in moves.apart]
     if set(waiting) & moves.axes or any(a < max(others, default=-1) for a in waiting):
-        raise NotFusible("programs come back to a block, so it is complete too late")
+        raise NotFusible("programs revisit a block, so it is complete too late")
     return waiting
 
 

@@ -46,7 +46,7 @@ class _FusedCall:
 
     def fuse(self) -> None:
         if isinstance(self.call.partition, Partition):
-            self.notes.append("nothing: partition= names the operands there are")
+            self.notes.append("nothing: pl.Partition fixes the list of operands")
         else:
             results = [v for v in self.node.results if self.graph.uses(v)]
             for value in results:
@@ -119,7 +119,7 @@ class _FusedCall:
         if value not in {v for node in self.graph.nodes for v in node.results}:
             return ""  # an argument
         if self.node.operands.count(value) != 1:
-            raise NotFusible("the kernel has it twice")
+            raise NotFusible("the kernel has it as two operands")
         shown = shown_of(kernel, kernel.inputs[number], "in")
         dies = self.graph.uses(value) == 1
         for shrinking in (True, False):
@@ -163,9 +163,9 @@ class _FusedCall:
             return None
         extra = _operations(after) - _operations(before)
         if extra > saved * OPERATIONS_PER_BYTE and extra > _operations(before):
-            reasons.insert(0, f"it would compute {extra:,} operations again")
+            reasons.insert(0, f"it would recompute {extra:,} operations")
             return None
-        return f"{short(moved)}B moved are {short(after.bytes)}B"
+        return f"{short(moved)}B of memory traffic become {short(after.bytes)}B"
 
     def _finish(self, kernel: Kernel) -> None:
         params = tuple(

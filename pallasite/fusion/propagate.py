@@ -92,7 +92,7 @@ def push_through(node: Node, ins: Sequence[Blocks]) -> Sequence[Blocks]:
     eqn = equation(node)
     push = rule_of(eqn).push
     if push is None:
-        raise eqn.refuse("there is no rule for its results")
+        raise eqn.refuse("no rule for its results")
     return push(eqn, ins)
 
 

@@ -156,7 +156,7 @@ class Region:
 
     def _enter(self, node: Node, outs: tuple[Blocks, ...]) -> None:
         if any(v not in self.blocks for v in node.results):
-            raise NotFusible(f"only a part of what {node.primitive} makes is used")
+            raise NotFusible(f"only some results of {node.primitive} are used")
         ins = [None] * len(node.operands)
         if any(out is not None for out in outs):
             self._note_scalars(node)
@@ -164,9 +164,11 @@ class Region:
         found = dict(self.blocks)
         for value, blocks in zip(node.operands, ins, strict=True):
             if T.dtype_of(value.aval.dtype) is None:
-                raise NotFusible(f"kernels have no {value.aval.dtype}")
+                raise NotFusible(f"kernels do not support {value.aval.dtype}")
             if blocks is not None and not _numbered_alike(blocks, outs):
-                raise NotFusible(f"blocks of {node.primitive} begin between blocks")
+                raise NotFusible(
+                    f"blocks of {node.primitive} are not aligned with the blocks"
+                )
             if value in found and not self.same(value, found[value], blocks):
                 raise NotFusible("two uses of a value need different blocks of it")
             if isinstance(value, Val) or value.shape:
@@ -281,7 +283,7 @@ def consumers_of(
             back.walk_back(region, after, given=value)
             _check_blocks(back, pushed)
             if value not in back.blocks:
-                raise NotFusible("what follows the result does not use its elements")
+                raise NotFusible("the functions of the result do not use its elements")
         except NotFusible as error:
             # The region's last equation that leads there must be excluded.
             reasons.append(error.what)
@@ -317,15 +319,19 @@ def _pushed(
             continue
         if any(v not in blocks for v in following):
             if any(v in blocks for v in following):
-                reasons.append(f"{node.primitive} needs more than this result")
+                reasons.append(f"{node.primitive} also depends on other results")
             continue
         try:
             outs = push_through(node, [blocks.get(v) for v in node.operands])
             sizes = [prod(v.shape) for v in node.operands]
             if any(prod(v.shape) > max(sizes) for v in node.results):
-                raise NotFusible(f"{node.primitive} makes more than it is given")
+                raise NotFusible(
+                    f"{node.primitive} produces more elements than it reads"
+                )
             if any(T.dtype_of(v.aval.dtype) is None for v in node.results):
-                raise NotFusible(f"{node.primitive} makes what kernels do not have")
+                raise NotFusible(
+                    f"{node.primitive} produces a dtype that kernels do not support"
+                )
         except NotFusible as error:
             reasons.append(error.what)
             continue
@@ -349,7 +355,7 @@ def _check_blocks(region: Region, pushed: Mapping[Atom, Blocks]) -> None:
     for value, blocks in pushed.items():
         needed = region.blocks.get(value)
         if needed is not None and not region.same(value, needed, blocks):
-            raise NotFusible("a block is needed that another step computes")
+            raise NotFusible("a block is needed that another grid step computes")
 
 
 def index_jaxpr(blocks: BlockIndexTransform, rank: int, scalars: int) -> Any:

@@ -36,7 +36,7 @@ def _kernel_call(im: Importer, eqn: Any, *args: Value) -> None:
         "a kernel cannot call another kernel",
         [("kernel", im.kernel_name), ("calls", eqn.params["call"].kernel.name)],
         im.where,
-        "call the function of refs itself, or loop over blocks with "
+        "call the kernel function on refs directly, or loop over blocks with "
         "pltpu.emit_pipeline",
     )
 
@@ -112,11 +112,11 @@ class Carry:
         pairs = list(zip(self.initial, results, strict=True))
         if any(before.is_ref and after is not before for before, after in pairs):
             raise KernelTypeError(
-                "a loop must hand on the refs it carries unchanged",
+                "a loop must pass on the refs it carries unchanged",
                 [("kernel", im.kernel_name)],
                 im.where,
-                "choose between refs with pl.when in the body, or use one ref with a "
-                "leading dimension and index it",
+                "select the ref with pl.when in the body, or index the leading "
+                "dimension of one ref",
             )
         return [after for before, after in pairs if not before.is_ref]
 
@@ -222,11 +222,10 @@ def _refuse_writes(im: Importer, ops: Sequence[Op]) -> None:
     """A finished element must not store again, and a store cannot be partly undone."""
     if any(writes(op) for op in ops):
         raise UnsupportedError(
-            "under vmap, a while_loop whose condition differs between the mapped "
-            "elements cannot write to a ref",
+            "under vmap, a while_loop whose condition is batched cannot write to a ref",
             [("kernel", im.kernel_name)],
             im.where,
-            "loop over the elements with lax.fori_loop, or carry the values and store "
+            "loop over the batch with lax.fori_loop, or carry the values and store "
             "them after the loop",
         )
 
@@ -394,7 +393,7 @@ def _jax_debug_print(im: Importer, eqn: Any, *values: Value) -> None:
     """Fields given by name become positional ones."""
     p = eqn.params
     if not isinstance(p.get("fmt"), str) or p.get("static_args"):
-        raise im.unsupported(eqn, "only values of the kernel can be printed")
+        raise im.unsupported(eqn, "only values in the kernel can be printed")
     args, kwargs = jax.tree.unflatten(p["in_tree"], _read(im, values))
     fmt, fields = positional_fields(p["fmt"])
     ordered = [args[f] if isinstance(f, int) else kwargs[f] for f in fields]

@@ -73,12 +73,12 @@ def function(op: Op) -> Callable[..., Sequence[Any]]:
             came from another process.
     """
     rule = op.attrs["rule"]
-    kept = _FUNCTIONS.get(rule, "it is not known in this process")
+    kept = _FUNCTIONS.get(rule, "it was traced in another process")
     if not isinstance(kept, str):
         return kept
     raise UnsupportedError(
-        "a function with a derivative of its own cannot be differentiated in a kernel",
+        "this custom_jvp or custom_vjp function cannot be differentiated in a kernel",
         [("function", rule.rsplit("_", 1)[0]), ("why", kept)],
         op.loc,
-        "give the function all that it uses as arguments",
+        "pass everything that the function uses as arguments",
     )

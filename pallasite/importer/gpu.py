@@ -28,7 +28,7 @@ RULES = RuleTable()
 
 
 def _rule(primitive: str) -> Callable[[Rule], Rule]:
-    """A rule for a primitive that only kernels of warpgroups have."""
+    """A rule for a primitive that only exists in `plgpu` kernels."""
 
     def add(fn: Rule) -> Rule:
         @RULES.rule(f"pallasite_{primitive}")
@@ -70,7 +70,7 @@ class Threads:
     def allocate(
         self, im: Importer, variable: Any, type_: T.RefType, own: bool
     ) -> Value:
-        """Memory of all warpgroups, the same for each that gets there, or of one."""
+        """Memory of all warpgroups, the same for each that allocates it, or of one."""
         variable = (variable, self.number if own else None)
         if variable not in self.memory:
             held = [v.ref for v in self.memory.values()]
@@ -87,13 +87,13 @@ class Threads:
         for name in names:
             if name not in self.cluster:
                 raise KernelTypeError(
-                    f"{name!r} is no axis of the cluster",
+                    f"{name!r} is not an axis of the cluster",
                     [
                         ("kernel", im.kernel_name),
                         ("cluster_names", ", ".join(self.cluster) or "none"),
                     ],
                     im.where,
-                    "give plgpu.kernel cluster and cluster_names",
+                    "pass cluster= and cluster_names= to plgpu.kernel",
                 )
         axes = (self.cluster[name] for name in names)
         return tuple(a for a in axes if im.grid.sizes[a] != 1)
@@ -118,7 +118,7 @@ class Threads:
             self.warp == -1 and any(n != -1 for n in by_warps)
         ):
             raise KernelTypeError(
-                "a barrier is waited for by warps and by their warpgroup",
+                "both a warpgroup and its warps wait for one barrier",
                 [("kernel", im.kernel_name), ("barrier", barriers.type)],
                 im.where,
                 "use two barriers",
@@ -133,7 +133,7 @@ def import_threads(
     cluster: Sequence[str],
     import_body: Callable[[], object],
 ) -> None:
-    """Import a body once per warpgroup, as roles that run side by side."""
+    """Import a body once per warpgroup, as concurrent roles."""
     ids = im.grid.ids
     axes = {name: ids.index(im.mesh_axes[name]) - len(ids) for name in cluster}
     im.threads = threads = Threads(im.builder, iter(scratch), axes)
@@ -148,7 +148,7 @@ def import_threads(
             block = builder.block()
         regions.append(Block((), (*threads.own.ops, *block.ops)))
     im.threads = None
-    # Nothing reaches a block before it is there, nor after it has ended.
+    # Nothing may reach a block before it has started, nor after it has ended.
     ops = [op for region in regions for op in walk(region)]
     meets = any(op.name in IN_CLUSTER and op.attrs["axes"] for op in ops)
     if meets:
@@ -182,10 +182,10 @@ def _barrier(im: Importer, ref: Value, transforms: Any) -> Value:
     found = _one(im, ref, transforms) if ref.is_ref else ref
     if not ref.is_ref or ref.ref.space != "mbarrier" or found.ref.shape:
         raise KernelTypeError(
-            "one barrier is needed here",
+            "expected a single barrier",
             [("kernel", im.kernel_name), ("got", found.type)],
             im.where,
-            "allocate plgpu.Barrier(...); of several, pick one: barriers.at[i]",
+            "allocate plgpu.Barrier(...); index an array of them: barriers.at[i]",
         )
     return found
 
@@ -209,10 +209,10 @@ def _barrier_wait(im: Importer, eqn: Any, *_: Value) -> None:
     assert im.threads is not None
     if ref.ref.size > PARITIES:
         raise KernelTypeError(
-            f"an array of more than {PARITIES} barriers cannot be waited for",
+            f"waiting for an array of more than {PARITIES} barriers is not supported",
             [("kernel", im.kernel_name), ("got", ref.type)],
             im.where,
-            "allocate several smaller ones",
+            "allocate several smaller arrays",
         )
     im.threads.check_waits(im, ref)
     kept, number = im.threads.parity(ref), _number(b, ref, barrier)
@@ -271,7 +271,7 @@ def _load_counted_by_first(
     axes: tuple[int, ...],
     eqn: Any,
 ) -> None:
-    """Each block copies for itself; the first one's barrier counts all of it."""
+    """Each block copies for itself; the first one's barrier counts all bytes."""
     b, (blocks, place) = im.builder, _place(im, axes)
     from_, to = _box(im, *source), _box(im, *target)
     along = eqn.params["first"].axis
@@ -312,7 +312,7 @@ def _shared_dim(im: Importer, target: T.RefType, blocks: int) -> int:
             f"multiple of {blocks}",
             [("kernel", im.kernel_name)],
             im.where,
-            "copy more, or leave collective_axes out",
+            "use a larger block, or remove collective_axes",
         )
     rows = target.rank - 2
     whole_rows = rows in dims and target.shape[rows] // blocks % SWIZZLED_ROWS == 0
@@ -425,7 +425,7 @@ def _wgmma(im: Importer, eqn: Any, *flat: Value) -> None:
     sums = view(im, acc, at)
     if sums.ref.space != "regs":
         raise KernelTypeError(
-            "a wgmma adds to an accumulator",
+            "wgmma needs an accumulator as its first operand",
             [("kernel", im.kernel_name), ("got", sums.type)],
             im.where,
             "allocate plgpu.ACC((m, n), jnp.float32)",
@@ -442,7 +442,7 @@ def _wgmma(im: Importer, eqn: Any, *flat: Value) -> None:
 
 
 def _side(im: Importer, ref: Value, transforms: Any) -> tuple[Value, bool]:
-    """A side of a product, and whether it is stored the other way round."""
+    """An operand of a matmul, and whether it is stored transposed."""
     last: Any = transforms[-1] if transforms else None
     turned = type(last).__name__ == "TransposeTransform" and last.permutation == (1, 0)
     return view(im, ref, transforms[:-1] if turned else transforms), turned
@@ -482,15 +482,15 @@ def _tensor_mma(im: Importer, eqn: Any, adds: Value, *_: Value) -> None:
     columns = rhs.ref.shape[0 if right else 1] * (2 if axes else 1)
     problem = None
     if sums.ref.space != "tmem":
-        problem = "a tcgen05_mma adds to tensor memory"
+        problem = "tcgen05_mma needs an accumulator in tensor memory"
     elif (lhs.ref.shape[1 if left else 0], columns) != sums.ref.shape or lhs.ref.shape[
         contract[0][0]
     ] != rhs.ref.shape[contract[1][0]]:
-        problem = "a product does not fit the sums that it is added to"
+        problem = "the shapes of the operands and the accumulator do not match"
     if problem is not None:
-        sides = [("sums", sums.type), ("left", lhs.type), ("right", rhs.type)]
+        sides = [("accumulator", sums.type), ("left", lhs.type), ("right", rhs.type)]
         facts = [("kernel", im.kernel_name), *sides]
-        fix = "sums are plgpu.TMEM((m, n), jnp.float32), sides (m, k) and (k, n)"
+        fix = "accumulator plgpu.TMEM((m, n), jnp.float32), operands (m, k) and (k, n)"
         raise KernelTypeError(problem, facts, im.where, fix)
     im.builder.emit("tensor_mma", sums, lhs, rhs, adds, contract=contract, axes=axes)
 
@@ -501,10 +501,10 @@ def _pair(im: Importer, eqn: Any) -> tuple[int, ...]:
     sizes = [im.grid.sizes[a] for a in axes]
     if axes and sizes != [2]:
         raise KernelTypeError(
-            f"two blocks of a cluster multiply together, not {sizes[0]}",
+            f"a collective tcgen05_mma needs 2 blocks of a cluster, not {sizes[0]}",
             [("kernel", im.kernel_name), ("collective_axis", eqn.params["axes"][0])],
             im.where,
-            "make that axis of the cluster 2",
+            "give that cluster axis size 2",
         )
     return axes
 
@@ -515,7 +515,7 @@ def _tensor_commit(im: Importer, eqn: Any, *_: Value) -> None:
     barrier = _barrier(im, *part)
     if not eqn.invars[0].aval.memory_space.orders_tensor_core:
         raise KernelTypeError(
-            "a barrier that the tensor core arrives at must order its work",
+            "a barrier that the tensor core arrives at needs orders_tensor_core=True",
             [("kernel", im.kernel_name), ("barrier", barrier.type)],
             im.where,
             "plgpu.Barrier(orders_tensor_core=True)",

@@ -1,5 +1,6 @@
-"""What `plgpu` refuses when a kernel is traced: memory that no chip has, copies between
-the wrong memories, products that no matrix instruction makes."""
+"""Trace-time checks of `plgpu` kernels: more memory than any chip has, copies between
+the wrong memory spaces, matmuls that no matrix instruction supports.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ PLACES = {
     "regs": "an accumulator",
     "mbarrier": "barriers",
 }
-# By the dtype of both sides of a wgmma: what it can add to.
+# By the dtype of both operands of a wgmma: the accumulator dtypes it supports.
 SUMS_OF = {
     "bf16": ("f32",),
     "f16": ("f32", "f16"),
@@ -37,7 +38,7 @@ def _columns_of(ref: T.RefType) -> int:
 
 
 def room(im: Any, held: Sequence[T.RefType], more: T.RefType) -> None:
-    """Refuse memory of a block of threads that no chip has."""
+    """Reject a thread block that needs more memory than any chip has."""
     for space, unit, needed, most in (
         ("smem", "bytes", bytes_of, SHARED_BYTES),
         ("tmem", "columns of 32 bits", _columns_of, TENSOR_COLUMNS),
@@ -47,20 +48,19 @@ def room(im: Any, held: Sequence[T.RefType], more: T.RefType) -> None:
             continue
         total = before + needed(more)
         raise ResourceError(
-            f"a block of threads has {most} {unit} of {PLACES[space]}, "
-            f"and {total} are needed",
+            f"a thread block has {most} {unit} of {PLACES[space]}, but needs {total}",
             [
                 ("kernel", im.kernel_name),
                 ("this one", f"{more.tile}: {needed(more)} {unit}"),
-                ("allocated before it", f"{before} {unit}"),
+                ("allocated before", f"{before} {unit}"),
             ],
             im.where,
-            "smaller blocks, or fewer slots (max_concurrent_steps)",
+            "use smaller blocks, or fewer slots (max_concurrent_steps)",
         )
 
 
 def ends(im: Any, spaces: tuple[str, str], source: Value, target: Value) -> None:
-    """Refuse a copy between other memories, or of other shapes, than it is for."""
+    """Reject a copy between the wrong memory spaces, or of different shapes."""
     facts = [
         ("kernel", im.kernel_name),
         ("source", source.type),
@@ -71,18 +71,18 @@ def ends(im: Any, spaces: tuple[str, str], source: Value, target: Value) -> None
         if ref.space != space:
             found = PLACES.get(ref.space, ref.space)
             fix = (
-                "copy_gmem_to_smem(src, dst, barrier) is to shared memory, "
+                "use copy_gmem_to_smem(src, dst, barrier) to shared memory, "
                 "copy_smem_to_gmem(src, dst) from it"
             )
             raise KernelTypeError(
-                f"this copy is {word} {PLACES[space]}, not {word} {found}",
+                f"this copy must be {word} {PLACES[space]}, not {word} {found}",
                 facts,
                 im.where,
                 fix,
             )
     if source.ref.tile != target.ref.tile:
         raise KernelTypeError(
-            "a copy needs a source and a destination of one shape and dtype",
+            "source and destination of a copy must have the same shape and dtype",
             facts,
             im.where,
             "slice both with .at[...]",
@@ -92,21 +92,21 @@ def ends(im: Any, spaces: tuple[str, str], source: Value, target: Value) -> None
 def product(
     im: Any, sums: Value, left: tuple[Value, bool], right: tuple[Value, bool]
 ) -> None:
-    """Refuse a wgmma of shapes or dtypes that do not go together.
+    """Reject a wgmma whose shapes or dtypes do not match.
 
     Args:
         im: the importer.
         sums: the accumulator.
-        left, right: each side, and whether it is stored the other way round.
+        left, right: each operand, and whether it is stored transposed.
     """
     problem = _shape_problem(sums, left, right)
-    fix = "sums are plgpu.ACC((m, n), ...), sides (m, k) and (k, n)"
+    fix = "accumulator plgpu.ACC((m, n), ...), operands (m, k) and (k, n)"
     if problem is None:
         problem, fix = _dtype_problem(sums, left[0].type.dtype, right[0].type.dtype)
     if problem is not None:
         facts = [
             ("kernel", im.kernel_name),
-            ("sums", sums.type),
+            ("accumulator", sums.type),
             ("left", left[0].type),
             ("right", right[0].type),
         ]
@@ -122,23 +122,26 @@ def _shape_problem(
     )
     for side in (left[0], right[0]):
         if side.is_ref and side.ref.space != "smem":
-            return f"a wgmma multiplies what is in {PLACES['smem']}"
+            return f"wgmma needs operands in {PLACES['smem']}"
     if len(lhs) != 2 or len(rhs) != 2:
-        return "a wgmma multiplies matrices"
+        return "wgmma needs operands with two dimensions"
     if lhs[1] != rhs[0] or sums.ref.shape != (lhs[0], rhs[1]):
-        return "a product does not fit the sums that it is added to"
+        return "the shapes of the operands and the accumulator do not match"
     return None
 
 
 def _dtype_problem(sums: Value, lhs: T.DType, rhs: T.DType) -> tuple[str | None, str]:
     of_bytes = lhs.bits == rhs.bits == 8 and lhs.is_float == rhs.is_float
     if lhs != rhs and not of_bytes:
-        fix = "cast one of them; the left side may be a value, x[...].astype(...)"
-        return "the two sides of a wgmma have different dtypes", fix
+        fix = "cast one of them; the left operand may be a value, x[...].astype(...)"
+        return "the operands of a wgmma have different dtypes", fix
     known = SUMS_OF.get(lhs.name, ())
     if sums.ref.dtype.name in known:
         return None, ""
     if not known:
-        return f"no wgmma multiplies {lhs}", "cast the sides to bfloat16 or float16"
+        return (
+            f"wgmma does not support {lhs}",
+            "cast the operands to bfloat16 or float16",
+        )
     wanted = f"plgpu.ACC({sums.ref.shape}, jnp.{T.DTYPES[known[0]].numpy_name})"
-    return f"a wgmma of {lhs} cannot add to {sums.ref.dtype}", wanted
+    return f"wgmma of {lhs} does not support an accumulator of {sums.ref.dtype}", wanted

@@ -87,11 +87,12 @@ class Importer:
             return self.constant(atom.val, atom.aval)
         if atom in self.freed:
             raise KernelTypeError(
-                "a ref is used after the run_scoped that allocated it",
+                "a ref is used after its lifetime: the run_scoped that allocated it "
+                "has ended",
                 [("kernel", self.kernel_name), ("ref", self.env[atom].type)],
                 self.where,
-                "use it inside the function that run_scoped calls, or allocate it "
-                "further out",
+                "use it inside the function that run_scoped calls, or allocate it in "
+                "an outer scope",
             )
         return self.env[atom]
 
@@ -109,10 +110,10 @@ class Importer:
         """
         if jaxcompat.is_ref(value):
             raise KernelTypeError(
-                "the kernel uses a ref that is not its own",
+                "the kernel uses a ref that was not passed to it",
                 [("kernel", self.kernel_name), ("ref", jaxcompat.aval_of(value))],
                 self.where,
-                "pass its value as an operand: each kernel sees the refs it is given",
+                "pass its value as an operand",
             )
         if jaxcompat.is_key_dtype(getattr(value, "dtype", None)):
             value = jax.random.key_data(value)
@@ -256,14 +257,14 @@ class Importer:
     def unsupported(self, eqn: Any, detail: str = "") -> UnsupportedError:
         shapes = ", ".join(v.aval.str_short() for v in eqn.invars)
         return UnsupportedError(
-            f"the kernel language has no {eqn.primitive.name}",
+            f"the kernel language does not support {eqn.primitive.name}",
             [
                 ("kernel", self.kernel_name),
                 ("operands", shapes or None),
                 ("why", detail or None),
             ],
             self.where,
-            "compute it outside the kernel and pass it in, or write it with other ops",
+            "compute it outside the kernel and pass it in, or use other operations",
         )
 
 
@@ -308,10 +309,10 @@ def tile_type(aval: Any, where: Loc | None = None) -> T.TileType:
     dtype = T.dtype_of(aval.dtype)
     if dtype is None:
         raise UnsupportedError(
-            f"the kernel language has no dtype {aval.dtype}",
+            f"the kernel language does not support dtype {aval.dtype}",
             [("value", aval.str_short())],
             where,
-            "keep real and imaginary parts as two arrays of floats"
+            "pass real and imaginary parts as two arrays of floats"
             if np.issubdtype(aval.dtype, np.complexfloating)
             else f"cast it before the call: {', '.join(T.DTYPES)}",
         )

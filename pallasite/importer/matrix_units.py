@@ -1,8 +1,8 @@
 """Matrix units that the author schedules become `matrix_unit` ops.
 
-What a unit holds is scratch that the author did not ask for: staging registers, the
-right side in use, and sums by their addresses (or the author's own refs in
-`pltpu.ACC`). Sums are zero when the kernel begins.
+The state of a unit is hidden scratch: staging registers, the right operand in use, and
+accumulators by their addresses (or the author's own refs in `pltpu.ACC`). Accumulators
+are zero when the kernel begins.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ _EMPTY = {"load": None, "transpose": False, "type": None}
 
 @dataclass(frozen=True)
 class Sums:
-    """Where in a unit sums are."""
+    """The position of an accumulator in a unit."""
 
     unit: int
     address: int
@@ -39,7 +39,7 @@ def _emit(
     code: Callable[..., Sequence[Value]],
     **attrs: Any,
 ) -> tuple[Value, ...]:
-    """An instruction; `code`, with a value for each operand, says what it does."""
+    """Emit an instruction; `code`, given its operands, defines its effect."""
     params = [Value(v.type) for v in operands]
     with im.nested() as b:
         region = b.block(params, code(b, *params))
@@ -48,14 +48,14 @@ def _emit(
 
 
 def _held(im: Importer, name: str, tile: T.TileType, what: str) -> Value:
-    """Scratch that stands for a register: of one type in the whole kernel."""
+    """Scratch that represents a register: of one type in the whole kernel."""
     ref = im.hidden_scratch(name, T.RefType(tile.shape, tile.dtype, "vmem"))
     if ref.ref.tile != tile:
         raise _refused(
             im,
-            f"{what} holds matrices of two types",
+            f"{what} holds matrices of two dtypes or shapes",
             [("first", ref.ref.tile), ("then", tile)],
-            "use another staging register or unit for the second type",
+            "use another staging register or unit for the second one",
         )
     return ref
 
@@ -107,17 +107,17 @@ def _multiply(im: Importer, eqn: Any, lhs: Value, *ref: Value) -> None:
     if rhs is None:
         raise _refused(
             im,
-            f"matrix unit {unit} has no right side to multiply by",
+            f"matrix unit {unit} has no right operand loaded",
             [("lhs", lhs.tile)],
-            "load_staged_rhs= names the staging register that holds one",
+            "pass load_staged_rhs=, the staging register that holds one",
         )
     dtype = T.F32 if lhs.tile.dtype.is_float else T.I32
     if lhs.tile.shape[1] != rhs.ref.shape[0] or lhs.tile.dtype != rhs.ref.dtype:
         raise _refused(
             im,
-            "a left side does not fit the right side of its matrix unit",
+            "the left operand does not match the right operand of its matrix unit",
             [("lhs", lhs.tile), ("rhs", rhs.ref.tile), ("unit", unit)],
-            "the columns of lhs are the rows of rhs, both of one dtype",
+            "lhs needs as many columns as rhs has rows, and the same dtype",
         )
     shape = (lhs.tile.shape[0], rhs.ref.shape[1])
     sums = _sums(im, unit, p["address"], ref, T.TileType(shape, dtype))
@@ -150,7 +150,7 @@ def _pop(im: Importer, eqn: Any, *ref: Value) -> tuple[Value, ...]:
     return _emit(im, [], code, instruction="pop", **where)
 
 
-# --- sums ---
+# --- accumulators ---
 
 
 def _sums(
@@ -160,8 +160,8 @@ def _sums(
     ref: Sequence[Value],
     tile: T.TileType,
 ) -> Value:
-    """The scratch for sums at an address, or the author's ref, with a place of its
-    own from its first use on."""
+    """The scratch for the accumulator at an address, or the author's ref, which is
+    assigned an address at its first use."""
     if address is None:
         (sums,) = ref
     else:
@@ -170,9 +170,10 @@ def _sums(
     if sums.ref.tile != tile:
         raise _refused(
             im,
-            "sums of a matrix unit are of another type than what is added or popped",
-            [("sums", sums.ref.tile), ("here", tile), ("unit", unit)],
-            "the type is float32 or int32[rows of lhs, columns of rhs], at each use",
+            "an accumulator of a matrix unit has another type than what is added or "
+            "popped",
+            [("accumulator", sums.ref.tile), ("here", tile), ("unit", unit)],
+            "use float32 or int32[rows of lhs, columns of rhs] everywhere",
         )
     if sums in im.sums:
         return sums
@@ -184,7 +185,7 @@ def _sums(
         if first < other.end and other.address < end:
             raise _refused(
                 im,
-                "sums of a matrix unit overlap",
+                "accumulators of a matrix unit overlap",
                 [
                     ("here", f"addresses {first} to {end - 1} of unit {unit}"),
                     ("others", f"addresses {other.address} to {other.end - 1}"),
@@ -203,7 +204,7 @@ def _registers(tile: T.TileType) -> int:
 
 
 def clear(im: Importer, refs: Sequence[Value], semantics: Sequence[str] = ()) -> None:
-    """Sums are zero: in the first program along the axes that carry them."""
+    """Set accumulators to zero, in the first program along the axes that carry them."""
     along = [i for i, kind in zip(im.grid.ids, semantics, strict=False)
              if "parallel" not in kind]  # fmt: skip
 
@@ -228,8 +229,8 @@ def clear(im: Importer, refs: Sequence[Value], semantics: Sequence[str] = ()) ->
 
 
 def finish(im: Importer, semantics: Sequence[str]) -> None:
-    """At the end of a kernel's code: check what is left in the units, and begin with
-    sums of zero."""
+    """At the end of a kernel's code: check what is left in the units, and zero the
+    accumulators at the start."""
     ops = list(walk(im.builder.block()))
     units = [op for op in ops if op.name == "matrix_unit"]
     if not units:
@@ -244,7 +245,7 @@ def finish(im: Importer, semantics: Sequence[str]) -> None:
 
 
 def _check_pairs(im: Importer, units: Sequence[Op]) -> None:
-    """Whatever is put into a unit is taken out again somewhere in the kernel."""
+    """Check that whatever is pushed to a unit is also used somewhere in the kernel."""
 
     def places(instruction: str, key: str = "place") -> dict[tuple[int, int], Op]:
         chosen = [op for op in units if op.attrs["instruction"] == instruction]
@@ -254,20 +255,20 @@ def _check_pairs(im: Importer, units: Sequence[Op]) -> None:
     summed, popped = places("multiply"), places("pop")
     for place, op in pushed.items():
         if place not in loaded:
-            what = f"what is pushed to {_staging(*place)[1]} is not used"
+            what = f"the operand pushed to {_staging(*place)[1]} is never used"
             fix = f"matmul_acc_lhs(..., load_staged_rhs={place[1]}) on unit {place[0]}"
             raise _refused(im, what, [("rhs", op.operands[0].tile)], fix, op.loc)
-    where = "sums at address {1} of matrix unit {0}"
+    where = "the accumulator at address {1} of matrix unit {0}"
     for place in summed.keys() ^ popped.keys():
         op = (summed | popped)[place]
         if place in popped:
-            what = f"{where.format(*place)} are popped, and nothing is added to them"
+            what = f"{where.format(*place)} is popped, but nothing is added to it"
             others = [where.format(*other) for other in summed]
             facts: Facts = [("added to", ", ".join(others) or "none")]
             fix = "pop the address and unit that matmul_acc_lhs adds to"
         else:
-            what = f"{where.format(*place)} are not popped: they must not be left"
-            facts, fix = [], "pltpu.matmul_pop before the kernel ends"
+            what = f"{where.format(*place)} is never popped"
+            facts, fix = [], "pltpu.matmul_pop it before the kernel ends"
         raise _refused(im, what, facts, fix, op.loc)
 
 
@@ -277,6 +278,8 @@ def _check_uses(im: Importer, ops: Sequence[Op], units: Sequence[Op]) -> None:
         used = [v for v in op.operands if v in im.sums]
         if used and id(op) not in inside:
             facts = [("ref", used[0].type), ("op", op.name)]
-            what = "sums of a matrix unit are no memory to read and write"
-            fix = "pltpu.matmul_pop(acc) gives what is in them"
+            what = (
+                "an accumulator of a matrix unit cannot be read or written like memory"
+            )
+            fix = "read it with pltpu.matmul_pop(acc)"
             raise _refused(im, what, facts, fix, op.loc)

@@ -84,11 +84,10 @@ _NEUTRAL = ("MemorySpaceCastTransform",)
 def _expect_data(im: Importer, ref: Value) -> None:
     if not ref.is_ref:
         raise KernelTypeError(
-            "a ref is needed here, got a value",
+            "expected a ref, got a value",
             [("kernel", im.kernel_name), ("value", ref.type)],
             im.where,
-            fix="hand over the ref itself (x_ref), not what was read from it "
-            "(x_ref[...])",
+            fix="pass the ref itself (x_ref), not a value read from it (x_ref[...])",
         )
     if ref.ref.space == "mbarrier":
         raise KernelTypeError(
@@ -129,7 +128,7 @@ def view(
             ref = b.op("bitcast_view", ref, dtype=T.dtype_of(t.dtype))
         elif kind not in _NEUTRAL:
             raise KernelTypeError(
-                f"ref views of kind {kind} are not part of the language",
+                f"ref views of kind {kind} are not supported",
                 [("kernel", im.kernel_name), ("ref", ref.type)],
                 im.where,
             )
@@ -234,10 +233,10 @@ def _span(
     count, stride = _static(entry.size), _static(entry.stride)
     if count is None or stride is None:
         raise KernelTypeError(
-            "a slice of a ref needs a size known when the kernel is traced",
+            "a slice of a ref needs a static size",
             [("kernel", im.kernel_name), ("ref", ref.type), ("dimension", d)],
             im.where,
-            "pl.ds(start, size) with an int size; mask what is not wanted",
+            "use pl.ds(start, size) with an int size, and mask the rest",
         )
     _expect_integer(im, ref, d, entry.start)
     start = _static(entry.start)
@@ -252,7 +251,7 @@ def _span(
             f"ref, which has {size}",
             [("kernel", im.kernel_name), ("ref", f"{ref.name or 'ref'}: {ref.type}")],
             im.where,
-            f"at most {size} elements; a smaller block, or pad the array",
+            f"use at most {size} elements, or pad the array",
         )
     first = start or 0
     if first < 0 or count < 0 or first + span.extent > size:
@@ -310,10 +309,11 @@ def _static(entry: Any) -> int | None:
 
 def _outside(im: Importer, ref: Value, d: int, index: Any, size: int) -> RefIndexError:
     return RefIndexError(
-        f"index {index} is outside dimension {d} of the ref, which has {size} elements",
+        f"index {index} is out of bounds for dimension {d} of the ref, which has "
+        f"{size} elements",
         [("kernel", im.kernel_name), ("ref", f"{ref.name or 'ref'}: {ref.type}")],
         im.where,
-        f"indices go from {-size} to {size - 1}",
+        f"valid indices are {-size} to {size - 1}",
     )
 
 
@@ -331,10 +331,10 @@ def _sums(im: Importer, picked: Picked) -> Value:
     """What an accumulator holds when no product is in flight."""
     if picked.index != full_index(picked.ref.ref.shape):
         raise KernelTypeError(
-            "an accumulator is read as a whole",
+            "an accumulator can only be read as a whole",
             [("kernel", im.kernel_name), ("accumulator", picked.ref.type)],
             im.where,
-            "acc_ref[...], then slice the value",
+            "read acc_ref[...], then slice the value",
         )
     return im.builder.op("wgmma_wait", im.builder.load(picked.ref), pending=0)
 
@@ -439,7 +439,7 @@ def _empty_ref(im: Importer, eqn: Any) -> Value:
         return im.threads.allocate(im, eqn.outvars[0], type_, own)
     if type_.space == "vmem_shared":
         raise KernelTypeError(
-            "memory that subcores share is there from the start",
+            "memory shared by subcores cannot be allocated inside the kernel",
             [("kernel", im.kernel_name), ("memory", type_)],
             im.where,
             "scratch_shapes=[pltpu.VMEM_SHARED(...)] of the kernel",
@@ -482,7 +482,7 @@ def _ref_type(im: Importer, aval: Any) -> T.RefType:
 def outside_warpgroups(im: Importer, what: str) -> KernelTypeError:
     """The error where a kernel without warpgroups uses what only they have."""
     return KernelTypeError(
-        f"{what} is for kernels that plgpu.kernel makes",
+        f"{what} is only supported in plgpu.kernel",
         [("kernel", im.kernel_name)],
         im.where,
         "plgpu.kernel(body, out_shape=..., scratch_shapes=...) instead of pallas_call",
@@ -526,10 +526,10 @@ def _copy_rows(im: Importer, eqn: Any) -> bool:
         return False
     if None not in numbers:
         raise KernelTypeError(
-            "a copy picks rows on one side only",
+            "a copy can index rows of its source or its destination, not both",
             [("kernel", im.kernel_name)],
             im.where,
-            "copy through memory of the core's own: gather first, then scatter",
+            "gather into local memory first, then scatter from it",
         )
     indexed = "target" if numbers[0] is None else "source"
     rows = numbers[0] if numbers[1] is None else numbers[1]
@@ -597,7 +597,7 @@ def _dynamic_counts(im: Importer, eqn: Any) -> list[Value]:
         counts.append([e.size for e in slices if _static(e.size) is None])
     if len(counts[0]) != len(counts[1]):
         raise KernelTypeError(
-            "a copy has a size known at run time on one side only",
+            "only one side of a copy has a dynamic size",
             [("kernel", im.kernel_name), ("such sizes", tuple(map(len, counts)))],
             im.where,
             "slice source and destination with the same size",
@@ -630,7 +630,7 @@ def _expect_one_type(im: Importer, source: Value, target: Value) -> None:
     if (source.ref.shape, source.ref.dtype) == (target.ref.shape, target.ref.dtype):
         return
     raise KernelTypeError(
-        "a copy needs a source and a destination of one shape and dtype",
+        "source and destination of a copy must have the same shape and dtype",
         [
             ("kernel", im.kernel_name),
             ("source", source.type),
@@ -639,17 +639,17 @@ def _expect_one_type(im: Importer, source: Value, target: Value) -> None:
         im.where,
         "slice both with .at[...]"
         if source.ref.shape != target.ref.shape
-        else "a copy converts nothing: load, convert with .astype and store",
+        else "a copy does not convert dtypes: load, .astype and store",
     )
 
 
 def _expect_semaphore(im: Importer, ref: Value) -> None:
     if not ref.ref.is_semaphore or ref.ref.shape:
         raise KernelTypeError(
-            "one semaphore is needed here",
+            "expected a single semaphore",
             [("kernel", im.kernel_name), ("got", ref.type)],
             im.where,
-            "allocate pltpu.SemaphoreType.DMA; of several, pick one: sems.at[i]",
+            "allocate pltpu.SemaphoreType.DMA; index an array of them: sems.at[i]",
         )
 
 
@@ -695,10 +695,11 @@ def _fetch_and_add(
     (ref,) = _views(im, eqn, 2)
     if ref.ref != T.RefType((), T.I32, "smem"):
         raise KernelTypeError(
-            "plsc.fetch_and_add adds to one int32 in scalar memory",
+            "plsc.fetch_and_add needs a single int32 in scalar memory",
             [("kernel", im.kernel_name), ("ref", ref.type)],
             im.where,
-            "scratch_shapes=[pltpu.SMEM((1,), jnp.int32)]; of several, ref.at[i]",
+            "scratch_shapes=[pltpu.SMEM((1,), jnp.int32)]; index an array of them: "
+            "ref.at[i]",
         )
     return im.builder.op("fetch_and_add", ref, value, subcore)
 
@@ -707,11 +708,11 @@ def _expect_subcores(im: Importer) -> None:
     if im.has_subcores:
         return
     raise KernelTypeError(
-        "there are no subcores to meet here",
+        "subcore_barrier needs a mesh of vector subcores",
         [("kernel", im.kernel_name)],
         im.where,
-        "pl.kernel(..., mesh=plsc.VectorSubcoreMesh(...)); cores of other meshes "
-        "meet with pltpu.core_barrier",
+        "pl.kernel(..., mesh=plsc.VectorSubcoreMesh(...)); for other meshes use "
+        "pltpu.core_barrier",
     )
 
 

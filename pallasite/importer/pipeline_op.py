@@ -126,7 +126,7 @@ def _trace_index_map(
             "an index map cannot write",
             [("operand", operand)],
             location_of(fn) or at,
-            fix="write in the kernel; an index map only computes block numbers",
+            fix="write in the kernel; an index map only computes block indices",
         )
     return traced
 
@@ -140,7 +140,7 @@ def _check_index_map_arity(fn, count: int, grid_rank: int, operand: Operand, at:
         signature.bind(*range(count))
     except TypeError as error:
         raise KernelTypeError(
-            "the index map's parameters do not fit the grid",
+            "the index map's parameters do not match the grid",
             [
                 ("operand", operand),
                 ("index map", f"{name_of(fn, 'lambda')}{signature}"),
@@ -183,11 +183,12 @@ def _flat_indices(
     for d, (entry, dim) in enumerate(zip(entries, window.dims, strict=True)):
         if isinstance(entry, Slice) != (dim.kind == "bounded"):
             raise SpecError(
-                "a BoundedSlice dimension, and no other, takes pl.ds(start, size)",
+                "the index map must return pl.ds(start, size) for BoundedSlice "
+                "dimensions, and only for those",
                 [("operand", operand), ("dimension", d), ("returned", repr(entry))],
                 where,
-                fix="return pl.ds(start, size) for BoundedSlice dimensions, "
-                "block numbers for others",
+                fix="return pl.ds(start, size) for BoundedSlice dimensions, block "
+                "indices for others",
             )
         parts = (entry.start, entry.size) if isinstance(entry, Slice) else (entry,)
         flat.extend(_index_scalar(p, d, operand, where, floats) for p in parts)
@@ -220,7 +221,7 @@ def _index_scalar(
         is_float = isinstance(value, float) or (
             hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
         )
-        fix = "return an integer, the number of a block"
+        fix = "return an integer, the block index"
         if is_float:
             fix = "block indices count blocks: use // instead of /"
         if is_float and floats:
@@ -417,6 +418,6 @@ def semantics_of(given: Any, grid_rank: int, at: Any) -> tuple[str, ...]:
                 f"unknown dimension semantics {name!r}",
                 [("known", ", ".join(SEMANTICS))],
                 at,
-                "'arbitrary' is always right",
+                "'arbitrary' is always valid",
             )
     return names

@@ -197,7 +197,9 @@ def _ragged_dot(
     plain = tuple(tuple(map(tuple, d)) for d in dims) == (((1,), (1,)), ((), ()))
     ragged = tuple(numbers.lhs_ragged_dimensions) == (0,)
     if not (plain and ragged and tuple(numbers.rhs_group_dimensions) == (0,)):
-        raise im.unsupported(eqn, "only the dimensions of lax.ragged_dot are there")
+        raise im.unsupported(
+            eqn, "only the dimension numbers of lax.ragged_dot are supported"
+        )
     dtype = eqn.outvars[0].aval.dtype
 
     def groups(x: Any, w: Any, sizes: Any) -> Any:

@@ -304,7 +304,9 @@ def _approx_top_k(im: Importer, eqn: Any, x: Value) -> list[Value]:
     p = eqn.params
     axis = p["reduction_dimension"] % x.tile.rank
     if not p["aggregate_to_topk"]:
-        raise im.unsupported(eqn, "aggregate_to_topk=False leaves a size to the chip")
+        raise im.unsupported(
+            eqn, "aggregate_to_topk=False has a chip-dependent result size"
+        )
     if p["is_max_k"]:
         return _largest(im, eqn, x, axis)
     values, places = _largest(im, eqn, im.builder.neg(x), axis)

@@ -1,7 +1,7 @@
-"""Checked mode's checks of indices: those of accesses, and those of windows.
+"""Checked mode's bounds checks: of accesses, and of windows.
 
-An access is as the author wrote it, before anything is clamped or dropped. What comes
-back is the index with plain numbers in it.
+An access is checked as the author wrote it, before anything is clamped or dropped. The
+result is the index with plain numbers in it.
 """
 
 from collections.abc import Sequence
@@ -62,8 +62,8 @@ class Indices:
         return plain, unsure
 
     def copied(self, access: Access, entries: Sequence[Entry]) -> list[Entry]:
-        """Plain entries of what the copy engine copies: it may hang over the edge of
-        the array, but something of it is inside."""
+        """Plain entries of a copy by the copy engine: it may extend past the edge of
+        the array, but must overlap it."""
         plain: list[Entry] = []
         for d, (entry, operand) in enumerate(entries):
             if operand is not None and not isinstance(entry, Gather):
@@ -79,7 +79,7 @@ class Indices:
     ) -> None:
         n, size = access.ref.ref.shape[d], _extent(entry)
         if size and (start >= n or start + size <= 0):
-            fix = f"start within 0..{n - 1}; a copy over the edge brings zeros"
+            fix = f"start within 0..{n - 1}; a copy past the edge reads zeros"
             self._outside(access, d, _span_text(entry, start), n, fix)
 
     def inside(self, access: Access, entries: Sequence[Entry]) -> np.ndarray | None:
@@ -122,7 +122,7 @@ class Indices:
         if bad.any():
             first = tuple(int(i) for i in np.argwhere(bad)[0])
             text = f"{int(index[first])}, at {first} of the index array"
-            self._outside(access, d, text, n, "pl.load or pl.store with mask=")
+            self._outside(access, d, text, n, "use pl.load or pl.store with mask=")
         return np.clip(index, 0, max(n - 1, 0)) if reads else index
 
     def _start(
@@ -149,7 +149,9 @@ class Indices:
         places = start + np.arange(entry.size) * entry.stride
         bad = ((places < 0) | (places >= n)) & _on(mask, [axis])
         if bad.any():
-            self._outside(access, d, int(places[bad][0]), n, "turn the mask off there")
+            self._outside(
+                access, d, int(places[bad][0]), n, "make the mask False there"
+            )
         return operand
 
     def _outside(self, access: Access, d: int, index: Any, n: int, fix: str) -> None:
@@ -164,7 +166,7 @@ class Indices:
         if code:
             self.monitor.report_undefined(
                 code,
-                "a value that is not defined decides which element is accessed",
+                "an undefined value determines which element is accessed",
                 facts=[("ref", self.monitor.describe(access.ref))],
             )
 
@@ -173,7 +175,7 @@ class Indices:
     def window(self, op: Op, number: int, found: Sequence[Array]) -> list[Array]:
         """Plain block indices, after a check of their range."""
         ref, window, index_map, _ = Pipeline.of(op).shown[number]
-        plain = [self.numbers.certain(x, "which block is seen") for x in found]
+        plain = [self.numbers.certain(x, "the block index") for x in found]
         pending = iter(plain)
         for d, (dim, n) in enumerate(zip(window.dims, ref.ref.shape, strict=True)):
             index = int(next(pending))
@@ -184,7 +186,7 @@ class Indices:
                     ("operand", self.monitor.describe(ref)),
                     ("index map", f"gives {problem} (dimension {d})"),
                 ]
-                what = "a block is outside its array"
+                what = "a block is out of bounds of its array"
                 fix = "check the index map and the grid; clamp with jnp.minimum"
                 at = _line_of(index_map) or op.loc
                 self.monitor.report("bounds", what, facts, fix, at)
@@ -200,7 +202,7 @@ def _span_text(entry: At | Span, start: int) -> str:
 
 
 def _on(mask: np.ndarray, axes: Any) -> Array:
-    """Whether any element is on, per position along the given axes."""
+    """Whether the mask is true anywhere, per position along the given axes."""
     rest = tuple(a for a in range(mask.ndim) if a not in axes)
     return mask.any(axis=rest) if rest else mask
 

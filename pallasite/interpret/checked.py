@@ -1,10 +1,10 @@
 """Checked mode: the evaluator over numpy with shadow memory (`interpret=pl.Checked()`).
 
 `run_checked` runs a kernel one program after another and raises CheckError at the first
-bug. The walker is the one that defines the language, but watched: `bounds.py` looks at
-indices, `shadow.py` at undefined values, `races.py` at programs that may run at once,
-`copies.py` at async copies. Cores, roles and copies run side by side (`resume.py`,
-`waits.py`, `gpu_level.py`) in several orders (`schedule.py`).
+bug. It uses the walker that defines the language, with checks: `bounds.py` checks
+indices, `shadow.py` tracks undefined values, `races.py` finds races between concurrent
+programs, `copies.py` checks async copies. Cores, roles and copies run concurrently
+(`resume.py`, `waits.py`, `gpu_level.py`) in several orders (`schedule.py`).
 """
 
 import contextlib
@@ -38,7 +38,7 @@ Array = Any
 def run_checked(
     kernel: Kernel, arrays: Sequence[np.ndarray], options: Any
 ) -> list[np.ndarray]:
-    """Run a kernel, in each order where it has any choice, and report the first bug.
+    """Run a kernel, in each order if there is a choice, and report the first bug.
 
     Args:
         kernel: Kernel IR, as imported.
@@ -114,7 +114,7 @@ def _run_in_order(
 
 
 class CheckedWalker(TensorWalker):
-    """One watched run of a kernel."""
+    """One checked run of a kernel."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class CheckedWalker(TensorWalker):
         # The program that last wrote each element of an output.
         self.writers: dict[Value, np.ndarray] = {}
         self.unwritten: dict[Value, int] = {}  # the code of untouched elements
-        self.touched: Elements | None = None  # stands for the picks of a view
+        self.touched: Elements | None = None  # represents the elements of a view
         self.atomic = False
         self._allocs: dict[Block, tuple[Value, ...]] = {}
 
@@ -209,7 +209,7 @@ class CheckedWalker(TensorWalker):
         program = self.writers.get(root)
         self.monitor.report_undefined(
             code,
-            "a value that is not defined is stored in an output",
+            "an undefined value is stored in an output",
             facts=[
                 ("output", self.monitor.describe(param)),
                 ("elements", _counted(first, where)),
@@ -258,7 +258,7 @@ class CheckedWalker(TensorWalker):
             self._end_of([self.own_root(v) for v in own])
 
     def _move(self, copies: Sequence[InFlight]) -> None:
-        """Copies that were not waited for, where that is not reported."""
+        """Finish copies that were not waited for, where that is not reported."""
         for copy in copies:
             if not copy.moved:
                 self.schedule.move(copy.next_to_move)
@@ -272,7 +272,7 @@ class CheckedWalker(TensorWalker):
             if root.ref.is_semaphore and np.any(self.memory[root]):
                 count = int(np.ravel(self.memory[root])[_flat_first(self.memory[root])])
                 facts = [("semaphore", self.monitor.describe(root)), ("count", count)]
-                what = "a semaphore is not back at zero when it is gone"
+                what = "a semaphore is not zero at the end of its lifetime"
                 fix = "wait for as much as is signalled"
                 last = self.signals.get(root)
                 at = None if last is None else last.loc
@@ -337,7 +337,7 @@ class CheckedWalker(TensorWalker):
         return (self._read_here(value),)
 
     def _load_partly_outside(self, op: Op) -> Array | None:
-        """A load some of whose elements do not exist: those are as if not written."""
+        """A load with elements out of bounds: those are treated as unwritten."""
         access = self.access(op)
         if access.mask is not None:
             return None
@@ -351,7 +351,7 @@ class CheckedWalker(TensorWalker):
         return self.read(view, entries, inside, blank)
 
     def _from_unsure_places(self, value: Array) -> Array:
-        """What undefined gather indices name: gathered dimensions come first."""
+        """The elements of undefined gather indices; gathered dimensions come first."""
         unsure = self._unsure
         assert unsure is not None
         codes = unsure.reshape(unsure.shape + (1,) * (np.ndim(value) - unsure.ndim))
@@ -458,7 +458,7 @@ class CheckedWalker(TensorWalker):
     def _wrote(
         self, root: Value, writer: np.ndarray, elements: Elements, value: Any
     ) -> None:
-        """Remember who wrote; of undefined values on top of such, the first."""
+        """Record who wrote; an undefined value over another keeps the first."""
         program, memory = self.monitor.program, self.memory[root]
         if type(value) is Partly and type(memory) is Partly:
             codes = elements.of(memory.codes)
@@ -468,7 +468,7 @@ class CheckedWalker(TensorWalker):
 
     @contextlib.contextmanager
     def _touching(self, view: View, entries: Any, mask: Array | None) -> Iterator[None]:
-        """Know exactly what an access through a reshaped or bitcast view touches."""
+        """Find what an access through a reshaped or bitcast view touches."""
         self.touched = self._painted(view, entries, mask)
         try:
             yield
@@ -486,7 +486,7 @@ class CheckedWalker(TensorWalker):
         if broken.any():
             found = np.ravel(value_of(value))[_flat_first(broken)]
             facts = [("value", int(found)), ("promised", f"a multiple of {multiple}")]
-            what = "a promise made with pl.multiple_of is broken"
+            what = "a pl.multiple_of assumption is false"
             self.monitor.report("promises", what, facts)
         return (value,)
 

@@ -1,9 +1,9 @@
-"""Which accesses of contexts that run side by side are ordered, and which race.
+"""Vector clocks: which accesses of concurrent contexts are ordered, and which race.
 
-Each context, and each copy in flight, is a *lane*. A lane knows, of every other lane,
-up to which of its accesses they came before: it learns that from a signal it waits
-for, a barrier, a copy it waits for, and the contexts that it starts and ends (vector
-clocks). An access races with an earlier one of another lane that it does not know of.
+Each context, and each copy in flight, is a *lane*. A lane knows, for every other lane,
+which of its accesses happened before: it learns that from a signal it waits for, a
+barrier, a copy it waits for, and the contexts that it starts and ends. An access races
+with an earlier one of another lane if that did not happen before it.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ Times = dict[int, int]  # per lane: the number of its last access that is known
 
 @dataclass(frozen=True)
 class Access:
-    """One access: what did it, for a report."""
+    """One access, for a report."""
 
     op: Op | None
     program: int
@@ -30,7 +30,7 @@ class Access:
 
 
 class Clocks:
-    """What each lane knows of the others."""
+    """What each lane knows about the others."""
 
     def __init__(self):
         self.accesses: list[Access] = [Access(None, 0, None)]
@@ -42,7 +42,7 @@ class Clocks:
         self._last: dict[int, int] = {}  # per lane: the number of its last access
 
     def lane(self, *key: Hashable) -> int:
-        """The number of a lane, the same whenever asked for."""
+        """The number of a lane; always the same."""
         return self._lanes.setdefault(key, len(self._lanes) + 1)
 
     def known(self, lane: int) -> Times:
@@ -62,14 +62,14 @@ class Clocks:
         return number
 
     def signal(self, lane: int, semaphore: Hashable, amount: int) -> None:
-        """What the lane did so far comes before any lane that waits for this amount."""
+        """What the lane did so far happens before any wait for this amount."""
         signals = self._signals.setdefault(semaphore, deque())
         signals.append((amount, self._until_now(lane)))
 
     def wait(self, lane: int, semaphore: Hashable, amount: int) -> None:
-        """The lane goes on after the first signals that make up the amount.
+        """The lane continues after the first signals that add up to the amount.
 
-        Not after all there are: those might have come later.
+        Not after all signals so far: the others might have come later.
         """
         signals = self._signals.setdefault(semaphore, deque())
         while amount > 0 and signals:
@@ -83,7 +83,7 @@ class Clocks:
         _merge(self._meetings.setdefault(barrier, {}), self._until_now(lane))
 
     def meet(self, lane: int, barrier: Hashable) -> None:
-        """Every lane that meets there has arrived."""
+        """Every lane that synchronises there has arrived."""
         _merge(self.known(lane), self._meetings.get(barrier, {}))
 
     def fork(self, lane: int, child: int) -> None:

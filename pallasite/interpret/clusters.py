@@ -1,8 +1,7 @@
-"""Clusters: blocks that run at once, copy for each other and arrive at each other's
-barriers.
+"""Clusters: concurrent thread blocks that share copies and barriers.
 
-Each block is a context with memory of its own (`resume.py`). What one does to another
-goes to the memory that the other has at the same place.
+Each block is a context with its own memory (`resume.py`). An access to another block
+uses the memory that the other one has in the same place.
 """
 
 from collections.abc import Sequence
@@ -35,17 +34,17 @@ class ClusterWait(Pause):
         )
 
     def report(self) -> None:
-        facts = [("never there", ", ".join(self._missing()))]
-        what = "blocks of a cluster that wait for one that does not come"
-        fix = "let every block end"
+        facts = [("never arrived", ", ".join(self._missing()))]
+        what = "blocks of a cluster wait for one that never arrives"
+        fix = "let every block reach its end"
         self.walker.monitor.report("copies", what, facts, fix)
 
 
 def _whole(source: View, target: View) -> Any:
-    """What a copy of which each block does a part copies: the same for each of them.
+    """The whole copy of which each block does a part: the same for each of them.
 
-    A part is at one place in the source and in the destination, so that the distance
-    of the two is that of the whole. None: not known.
+    A part has the same position in the source and in the destination, so the distance
+    between the two is that of the whole. None: not known.
     """
     if source.steps or target.steps:
         return None
@@ -58,7 +57,7 @@ def _whole(source: View, target: View) -> Any:
 
 
 class ClusterWalker(GpuWalker):
-    """The walker with what blocks of a cluster do to each other."""
+    """The walker with accesses between blocks of a cluster."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -66,7 +65,7 @@ class ClusterWalker(GpuWalker):
         self.copied_together: dict[Any, dict[int, list[Any]]] = {}
 
     def _look_at_sharing(self, op: Op, blocks: Sequence[int], target: End) -> None:
-        """Report blocks that do not copy parts of the same."""
+        """Report blocks that do not copy parts of the same whole."""
         context, source = self.schedule.current, self._end(op.operands[0])
         assert context is not None and context.core is not None
         of_op = self.copied_together.setdefault((op, tuple(blocks)), {})
@@ -87,10 +86,10 @@ class ClusterWalker(GpuWalker):
             ]
             self.monitor.report(
                 "copies",
-                "blocks of a cluster that share a copy start different ones",
+                "blocks of a cluster start different copies as one collective copy",
                 facts,
-                "give each block the same source and destination, or leave "
-                "collective_axes out",
+                "give each block the same source and destination, or remove "
+                "collective_axes",
             )
 
     def peers(self, op: Op) -> list[int]:

@@ -1,6 +1,6 @@
-"""Async copies in flight: which there are, and who touches their memory too early.
+"""Async copies in flight, and accesses that touch their memory too early.
 
-A copy is in flight from its start until it is waited for; its data moves at any time
+A copy is in flight from its start until it is waited for; its data moves at any time in
 between (`waits.py`). Reads of its destination and writes of either end are reported.
 """
 
@@ -37,7 +37,7 @@ class End:
 
 
 class InFlight:
-    """What was started and is not waited for yet: a copy, or a product of a GPU
+    """Something started and not yet waited for: a copy, or a matmul of a GPU
     (`gpu_level.py`, `tensor_memory.py`)."""
 
     kind: str
@@ -46,7 +46,7 @@ class InFlight:
     op: Op
     starter: Context | None
     program: str | None
-    through_window: bool  # an end is a block, which is gone after the program
+    through_window: bool  # an end is a block, whose lifetime ends with the program
     moved: bool
     reads: Mapping[str, End]
     writes: Mapping[str, End]
@@ -73,7 +73,7 @@ class Copy(InFlight):
     starter: Context | None
     program: str | None
     state: Any  # where the evaluator was at the start, for reports
-    lane: int = 0  # who it is to the clocks
+    lane: int = 0  # its lane
     moved: bool = False
 
     @cached_property
@@ -138,7 +138,7 @@ class Copies:
         self.flying.append(copy)
 
     def arrive(self, copy: "Receive") -> None:
-        """Another device starts it; whether it may is for the clocks to say."""
+        """Started by another device; the clocks decide whether that is a race."""
         self.flying.append(copy)
 
     def pending(self) -> list[InFlight]:
@@ -151,7 +151,7 @@ class Copies:
         return [c.next_to_move for c in waiting if not c.moved]
 
     def awaited(self, semaphore_key: Any, target: End) -> Copy | None:
-        """The copy that a wait is for: with that semaphore, best with that end."""
+        """The copy that a wait is for: by its semaphore, and by its end if possible."""
         waiting = self._counted_by(semaphore_key)
         same = [c for c in waiting if c.target.key == target.key]
         return next(iter(same or waiting), None)
@@ -163,7 +163,7 @@ class Copies:
     def report_not_started(self, target: End) -> None:
         """The report of a wait for a copy that is never started."""
         facts = [("destination", self.monitor.describe(target.ref))]
-        what = "a copy that was not started is waited for"
+        what = "a wait for a copy that was never started"
         fix = "start() it first, with the same semaphore"
         self.monitor.report("copies", what, facts, fix)
 
@@ -212,11 +212,14 @@ class Copies:
                 self._left(copy, "a copy is still in flight when its program ends")
 
     def end_memory(self, roots: Sequence[Value]) -> list[InFlight]:
-        """The given allocations are gone: report the copies that still use them."""
+        """Report copies that use the given allocations after their lifetime."""
         left = []
         for copy in self.flying:
             if any(end.root in roots for end in copy.ends):
-                what = f"a {copy.kind} is still in flight when its memory is gone"
+                what = (
+                    f"a {copy.kind} is still in flight at the end of its memory's "
+                    "lifetime"
+                )
                 self._left(copy, what)
                 left.append(copy)
         return left
@@ -236,7 +239,7 @@ class Copies:
 
 
 def _common(a: Elements, b: Elements, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """An element of both, if there is one."""
+    """An element in both, if there is one."""
     first = []
     for (low_a, high_a), (low_b, high_b) in zip(a.box, b.box, strict=True):
         if max(low_a, low_b) >= min(high_a, high_b):

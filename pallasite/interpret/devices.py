@@ -1,8 +1,8 @@
-"""Several devices that run one kernel: copies and signals from one to another.
+"""Several devices that run one kernel: copies and signals between them.
 
-Each device has a walker with memory of its own; they share one schedule and the clocks.
-A copy to another device is two halves in flight: one reads the source here, the other,
-some time after it, writes the destination there.
+Each device has a walker with its own memory; they share one schedule and the clocks. A
+copy to another device is two halves in flight: one reads the source here, the other,
+some time later, writes the destination there.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,9 +46,9 @@ class Arrival(Pause):
 
 
 class DeviceWalker(WaitingWalker):
-    """The walker with other devices beside it."""
+    """The walker of one of several devices."""
 
-    devices: Sequence["DeviceWalker"]  # all of them, this one too, by number
+    devices: Sequence["DeviceWalker"]  # all of them, including this one, by number
     ended = False  # the kernel has, on this device
 
     def begin(self, inputs: Sequence[Any]) -> None:
@@ -78,7 +78,7 @@ class DeviceWalker(WaitingWalker):
         return {self.roots.of(op.operands[1]) for op in ops} if races else set()
 
     def barriers_of_devices(self) -> list[Value]:
-        """The barrier semaphore, named by the first op that asks for it."""
+        """The barrier semaphore, identified by the first op that returns it."""
         ops = [o for o in walk(self.kernel.body) if o.name == "barrier_semaphore"]
         return [op.result for op in ops[:1]]
 
@@ -108,15 +108,17 @@ class DeviceWalker(WaitingWalker):
         count = len(self.devices)
         if not 0 <= found < count:
             facts = [("device number", found), ("devices", count)]
-            what = "a copy or a signal to a device that is not there"
-            fix = f"count devices from 0 to {count - 1}, as lax.rem(i + 1, size) does"
+            what = "a copy or a signal to a device that does not exist"
+            fix = (
+                f"devices are numbered 0 to {count - 1}: wrap with lax.rem(i + 1, size)"
+            )
             self.monitor.report("copies", what, facts, fix)
         return self.devices[min(max(found, 0), count - 1)]
 
     def _root_there(
         self, other: "DeviceWalker", root: Value, core: int | None
     ) -> Value | None:
-        """What another device has where this one has `root`; None: nothing yet."""
+        """Another device's counterpart of `root`; None: not allocated yet."""
         context, name = self.schedule.current, self._named(root)
         if context is None or context.memory is None or name is root:
             return root if root in other.memory else None
@@ -130,7 +132,7 @@ class DeviceWalker(WaitingWalker):
     def _ends_there(
         self, op: Op, other: "DeviceWalker", refs: Sequence[Value], core: int | None
     ) -> Any:
-        """The ends of a copy or a signal on another device, once they are there."""
+        """The ends of a copy or a signal on another device, once they are allocated."""
         ends = [self._end(ref) for ref in refs]
         find = lambda: [self._root_there(other, e.root, core) for e in ends]
         if None in find():
@@ -142,18 +144,18 @@ class DeviceWalker(WaitingWalker):
         ]
 
     def _look_at_device(self, other: "DeviceWalker", ends: Sequence[End]) -> None:
-        """Report a device that has ended the kernel, or is not known to run it yet."""
+        """Report a device that has finished the kernel, or may not have started it."""
         barriers = self.barriers_of_devices()
         facts: list[tuple[str, Any]] = [("to device", other.name)]
         facts.append(("to", self.monitor.describe(ends[0].ref)))
         if other.ended:
-            what = "a copy or a signal to a device that has ended the kernel"
+            what = "a copy or a signal to a device that has finished the kernel"
             fix = "wait there for as many copies and signals as it is sent"
             self.monitor.report("copies", what, facts, fix)
         if not barriers or ends[0].root in barriers:
             return
         if not self.races.knows_entered(other.races):
-            what = "a copy or a signal to a device that may not run the kernel yet"
+            what = "a copy or a signal to a device that may not have started the kernel"
             fix = (
                 "wait for the barrier semaphore first, and let that device signal this "
                 "one's (pltpu.get_barrier_semaphore)"

@@ -1,9 +1,10 @@
-"""The explicit level of GPUs: barriers with phases, copies and products in flight.
+"""The explicit level of GPUs: barriers with phases, copies and matmuls in flight.
 
-A barrier (mbarrier) counts arrivals and bytes; a phase is complete when all have come.
-Copies to shared memory land, stores by the copy engine read their source, and products
-read their operands, when the schedule picks them: between their start and the wait that
-ends them. Each role is one context; its warpgroups run the same code together.
+A barrier (mbarrier) counts arrivals and bytes; a phase is complete when all have
+arrived. Copies to shared memory land, stores by the copy engine read their source, and
+matmuls read their operands, when the schedule picks them: between their start and the
+wait that ends them. Each role is one context; its warpgroups run the same code
+together.
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ def _bytes(end: End) -> int:
 
 @dataclass(eq=False)
 class Barrier:
-    """One mbarrier: the phase it is in, and what of it has come."""
+    """One mbarrier: its phase, and what has arrived in it."""
 
     end: End
     arrivals: int  # that complete a phase
@@ -60,7 +61,7 @@ class Barrier:
 
 
 class Load(Copy):
-    """A copy to shared memory that a barrier counts."""
+    """A copy to shared memory that arrives at a barrier."""
 
     fix = "wait for the phase of its barrier first"
     fix_left = "wait for the phase of its barrier (plgpu.barrier_wait)"
@@ -82,7 +83,7 @@ class Store(Copy):
 
 @dataclass(eq=False)
 class Product(InFlight):
-    """A wgmma that was started. `sums` is a value, or the product that makes it."""
+    """A wgmma in flight. `sums` is a value, or the matmul that produces it."""
 
     op: Op
     sums: Any
@@ -140,7 +141,7 @@ class PhaseWait(Pause):
         b = self.barrier
         missing = f", {b.missing} bytes missing" if b.missing > 0 else ""
         if b.missing < 0:
-            missing = f", {-b.missing} bytes came that no copy here expects"
+            missing = f", {-b.missing} bytes arrived that no copy here expects"
         late = f"; {b.phase} ended, it saw {self.seen}" if self._is_late() else ""
         return (
             f"waits for phase {self.phase} (parity {self.phase % 2}) of {name} at "
@@ -148,16 +149,16 @@ class PhaseWait(Pause):
         )
 
     def _is_late(self) -> bool:
-        """Phases have ended that it has not waited for: a wait sees parities only."""
+        """Phases completed that it has not waited for: a wait sees only parities."""
         return self.phase == self.barrier.phase and self.barrier.phase >= self.seen + 2
 
     def report(self) -> None:
-        what = "a wait for a phase of a barrier that is never complete"
+        what = "a wait for a barrier phase that never completes"
         if self._is_late():
-            what = "phases of a barrier have ended without a wait for each of them"
+            what = "barrier phases completed without a wait for each of them"
             fix = (
                 "count every copy and arrival of a phase in num_arrivals, and let the "
-                "next phase end only after a wait for this one"
+                "next phase complete only after a wait for this one"
             )
         elif self.barrier.arrived == self.barrier.arrivals:
             fix = "expect as many bytes as the copies bring"
@@ -165,20 +166,22 @@ class PhaseWait(Pause):
             fix = "arrive as often as the barrier counts, or wait for the other parity"
         facts = [("waits for", f"phase {self.phase} (parity {self.phase % 2})")]
         if self._is_late():
-            facts = [("phases", f"{self.barrier.phase} ended, {self.seen} waited for")]
+            facts = [
+                ("phases", f"{self.barrier.phase} completed, {self.seen} waited for")
+            ]
         self.walker.report_barrier(self.barrier, what, facts, fix)
 
 
 @dataclass(eq=False)
 class Meeting:
-    """A named barrier of the roles that run: threads that are here."""
+    """A named barrier of the running roles: threads that have arrived."""
 
     rounds: int = 0
     threads: int = 0
 
 
 class MeetingWait(Pause):
-    """Until enough threads are at a named barrier."""
+    """Until enough threads have arrived at a named barrier."""
 
     def __init__(self, op: Op, walker: "GpuWalker", meeting: Meeting):
         super().__init__(op)
@@ -196,13 +199,13 @@ class MeetingWait(Pause):
             ("barrier", self.op.attrs["id"]),
             ("threads", f"{self.meeting.threads} of {self.op.attrs['threads']}"),
         ]
-        what = "a named barrier that not enough threads reach"
-        fix = "let as many threads reach it as it counts"
+        what = "too few threads reach a named barrier"
+        fix = "let as many threads reach it as it expects"
         self.walker.monitor.report("copies", what, facts, fix)
 
 
 class GpuWalker(DeviceWalker):
-    """The walker with what GPUs have between copies and products."""
+    """The walker with barriers, copies and matmuls of GPUs."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -257,7 +260,7 @@ class GpuWalker(DeviceWalker):
         return [c for c in flying if isinstance(c, Load) and c.barrier is barrier]
 
     def signalling(self, barrier: Barrier) -> list[Any]:
-        """What is in flight and counts at a barrier, of that what may move now."""
+        """What is in flight to a barrier, and may move now."""
         return [c for c in self.loads(barrier) if not c.moved]
 
     def phase_seen(self, barrier: Barrier, phase: int) -> None:
@@ -275,7 +278,7 @@ class GpuWalker(DeviceWalker):
 
     def _arrive(self, barrier: Barrier, count: int) -> None:
         if barrier.arrived + count > barrier.arrivals:
-            what = "more arrivals at a barrier than complete its phase"
+            what = "more arrivals at a barrier than its phase expects"
             facts = [("arrives", f"{count} times")]
             fix = "count every arrival (each warp that runs barrier_arrive is one)"
             self.report_barrier(barrier, what, facts, fix)
@@ -284,7 +287,7 @@ class GpuWalker(DeviceWalker):
         self._look_at_phase(barrier)
 
     def _look_at_phase(self, barrier: Barrier) -> None:
-        """Complete the phase if everything has come."""
+        """Complete the phase if everything has arrived."""
         if barrier.arrived < barrier.arrivals or barrier.missing > 0:
             return
         loads = [c for c in self.loads(barrier) if c.phase == barrier.phase]
@@ -303,15 +306,15 @@ class GpuWalker(DeviceWalker):
                 self._look_at_wait(context, wait)
 
     def _look_at_wait(self, context: Context, wait: PhaseWait) -> None:
-        """A wait sees parities only: two phases on, it waits for another one."""
+        """A wait sees only parities: two phases later, it waits for another one."""
         if wait.is_over or wait.barrier.phase - wait.phase < 2:
             return
-        what = "a phase of a barrier ends before a wait for the one before it"
+        what = "a barrier phase completes before a wait for the previous one"
         facts = [
             ("waits", f"{context.name}, for phase {wait.phase}"),
             ("  at", wait.op.loc),
         ]
-        fix = "let who completes the next phase wait until this one was seen"
+        fix = "complete the next phase only after this one was waited for"
         self.report_barrier(wait.barrier, what, facts, fix)
 
     def steps_barrier_expect(self, op: Op) -> Steps:
@@ -433,7 +436,7 @@ class GpuWalker(DeviceWalker):
         barrier.missing -= _bytes(copy.target)
         self._look_at_phase(barrier)
 
-    # --- ordinary stores that the copy engine and products may not see yet ---
+    # --- ordinary stores not yet visible to the copy engine and matmuls ---
 
     def wrote_shared(self, root: Value, elements: Elements) -> None:
         """An ordinary store to shared memory."""
@@ -470,11 +473,11 @@ class GpuWalker(DeviceWalker):
             ("stored at", stored.loc if stored is not None else None),
         ]
         who = "a wgmma" if op.name == "wgmma" else "the copy engine"
-        what = f"{who} reads what a store wrote, with no fence between"
+        what = f"{who} reads what a store wrote, without a fence in between"
         fix = "fence_async (plgpu.commit_smem) after the store"
         self.monitor.report("copies", what, facts, fix)
 
-    # --- products ---
+    # --- matmuls ---
 
     def steps_wgmma(self, op: Op) -> Steps:
         parts, others = Wgmma.of(op), self._in_flight()
@@ -544,13 +547,16 @@ class GpuWalker(DeviceWalker):
         found = [self.env[v] for v in op.operands]
         for tile in found:
             if isinstance(tile, Product) and tile in left:
-                what = "a wgmma_wait gives a tile whose product is still in flight"
+                what = (
+                    "a wgmma_wait returns an accumulator whose matmul is still in "
+                    "flight"
+                )
                 facts = [
                     ("started at", tile.op.loc),
                     ("leaves pending", op.attrs["pending"]),
                     ("started after it", len(left) - 1 - left.index(tile)),
                 ]
-                fix = "leave no more pending than were started after it"
+                fix = "wait until at most as many are pending as were started after it"
                 self.monitor.report("copies", what, facts, fix)
                 self.move(tile)
         return [_value(x) for x in found]

@@ -1,4 +1,4 @@
-"""What matrix units hold while a kernel runs, and instructions that do not fit it."""
+"""The state of matrix units while a kernel runs, and instructions that misuse it."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ Place = tuple[Any, int, str, int]  # core, unit, what is held, register or addre
 
 
 class MatrixUnits:
-    """The full staging registers and sums of all units, with the op that filled them.
+    """The full staging registers and accumulators, with the op that filled each.
 
-    A staging register is full until it is loaded, sums until they are popped; the right
-    side that a unit multiplies by stays.
+    A staging register is full until it is loaded, an accumulator until it is popped;
+    the right operand that a unit multiplies by stays.
     """
 
     def __init__(self, monitor: Monitor):
@@ -25,12 +25,14 @@ class MatrixUnits:
             self._push(op, (core, unit, "staging register", at))
         elif kind == "multiply":
             self._load(op, core)
-            self.full[core, unit, "sums at address", at] = op
+            self.full[core, unit, "accumulator at address", at] = op
         elif kind == "pop":
-            sums = (core, unit, "sums at address", at)
+            sums = (core, unit, "accumulator at address", at)
             if self.full.pop(sums, None) is None:
-                what = f"{_text(sums)} are popped, and nothing was added to them"
-                self._report("uninitialised", what, "add before each matmul_pop")
+                what = f"{_text(sums)} is popped, but nothing was added to it"
+                self._report(
+                    "uninitialised", what, "matmul_acc_lhs before each matmul_pop"
+                )
 
     def _push(self, op: Op, place: Place) -> None:
         if place in self.full:
@@ -44,27 +46,27 @@ class MatrixUnits:
 
     def _load(self, op: Op, core: Any) -> None:
         unit, register = op.attrs["unit"], op.attrs["load"]
-        rhs = (core, unit, "right side", 0)
+        rhs = (core, unit, "right operand", 0)
         if register is not None:
             staged = (core, unit, "staging register", register)
             if self.full.pop(staged, None) is None:
-                what = f"{_text(staged)} is loaded, and nothing was pushed to it"
+                what = f"{_text(staged)} is loaded, but nothing was pushed to it"
                 self._report("uninitialised", what, "push before each load")
             self.full[rhs] = op
         elif rhs not in self.full:
-            what = f"matrix unit {unit} multiplies before a right side was loaded"
-            fix = "matmul_acc_lhs(..., load_staged_rhs=...) in the first product"
+            what = f"matrix unit {unit} multiplies before a right operand was loaded"
+            fix = "matmul_acc_lhs(..., load_staged_rhs=...) in the first matmul"
             self._report("uninitialised", what, fix)
 
     def end(self) -> None:
-        """At the end of the kernel: what must not be left."""
+        """At the end of the kernel: report what must not be left."""
         for place, op in self.full.items():
-            if place[2] == "right side":
+            if place[2] == "right operand":
                 continue
             if place[2] == "staging register":
-                what, fix = "still holds a right side", "load and multiply by it"
+                what, fix = "still holds a right operand", "load and multiply by it"
             else:
-                what, fix = "are still there", "pltpu.matmul_pop them"
+                what, fix = "is still there", "pltpu.matmul_pop it"
             what = f"{_text(place)} {what} when the kernel ends"
             self.monitor.report("copies", what, [], fix, op.loc)
 

@@ -1,4 +1,4 @@
-"""What checked mode knows while it runs: where it is, and how to report a bug.
+"""The state of a checked run: its position, and how to report a bug.
 
 The Monitor follows the current op and program, numbers the origins of undefined
 elements, names refs as the author does, and raises CheckError.
@@ -21,7 +21,7 @@ _LETTERS = "ijklmnopqrstuvwxyz"
 
 # Why an element has no defined value.
 UNWRITTEN = "never written"
-EDGE = "outside the edge of its array"
+EDGE = "past the edge of its array"
 MASKED = "masked off, with no `other` value"
 STALE = "left there by another program along a parallel axis"
 
@@ -58,7 +58,7 @@ class Monitor:
         self._program_ids: list[tuple[int, ...]] = [()]
         self._axis_names: dict[Op, list[str]] = {}
         # Codes number origins; 0 is a defined element.
-        # Devices have them in common (`like`): they hand each other elements.
+        # Devices share them (`like`): they send each other elements.
         self.origins: list[Origin] = [Origin("", "")] if like is None else like.origins
         self._codes: dict[Origin, int] = {} if like is None else like._codes
         self._inputs, self._outputs = set(kernel.inputs), set(kernel.outputs)
@@ -113,7 +113,7 @@ class Monitor:
     # --- refs ---
 
     def describe(self, ref: Value) -> str:
-        """A ref as the author knows it: name, role and type."""
+        """A ref in the author's terms: name, role and type."""
         maker = self._makers.get(ref)
         if maker is not None and maker.name == "barrier_semaphore":
             return "the barrier semaphore"
@@ -183,7 +183,7 @@ class Monitor:
         at: Any = None,
         program: str | None = None,
     ) -> None:
-        """Raise, unless this kind of bug is not looked for."""
+        """Raise, unless this kind of check is off."""
         if kind != "check" and not getattr(self.options, kind):
             return
         where = [("program", program)] if program else self.program_facts()
@@ -201,7 +201,7 @@ class Monitor:
         raise found
 
     def report_undefined(self, code: int, what: str, **more: Any) -> None:
-        """An undefined value matters: say what it does and where it came from."""
+        """Report the use of an undefined value, and where the value came from."""
         origin = self.origins[code]
         kind, fix = _KIND_AND_FIX[origin.reason]
         facts = [
@@ -222,10 +222,10 @@ _KIND_AND_FIX = {
         "uninitialised",
         "mask with jnp.where(positions < size, x, 0), or BlockSpec(..., fill=0)",
     ),
-    MASKED: ("uninitialised", "give the masked load other=..."),
+    MASKED: ("uninitialised", "pass other= to the masked load"),
     STALE: (
         "races",
         "write the scratch before reading it in every program along the axis, or do "
-        "not call the axis parallel",
+        "not declare the axis parallel",
     ),
 }

@@ -1,10 +1,10 @@
-"""Races: programs that may run at once and touch the same element of memory.
+"""Data races: concurrent programs that access the same element of memory.
 
-Programs that differ along an axis that the author calls parallel, and that grid
-analysis does not find parallel by itself, are in different *lanes*. Per element this
-remembers the lanes that wrote and read it. Scratch is each lane's own: reading there
-what another lane wrote gives an undefined value. Where lanes can wait for each other
-(cores and roles that run side by side), `clocks.py` says which accesses are ordered.
+Programs that differ along an axis that the author declares parallel, and that grid
+analysis does not prove parallel, are in different *lanes*. For each element this
+records the lanes that wrote and read it. Scratch is private to a lane: reading what
+another lane wrote there gives an undefined value. Where lanes can wait for each other
+(concurrent cores and roles), `clocks.py` determines which accesses are ordered.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -24,7 +24,7 @@ MANY = -1
 
 
 def racing_axes(kernel: Kernel) -> tuple[int, ...]:
-    """Axes said to be parallel that grid analysis does not prove to be."""
+    """Axes declared parallel that grid analysis does not prove to be."""
     pipelines = [op for op in kernel.body.ops if op.name == "pipeline"]
     if len(pipelines) != 1:
         return ()
@@ -41,7 +41,7 @@ def racing_axes(kernel: Kernel) -> tuple[int, ...]:
 
 
 class _Marks:
-    """Who touched each element in one way: its lane, and two programs' numbers."""
+    """Who accessed each element in one way: its lane, and two programs' numbers."""
 
     def __init__(self, shape: Sequence[int]):
         self.lane = np.zeros(shape, np.int32)  # 0: no lane, MANY: several lanes
@@ -75,30 +75,27 @@ class _RootMarks:
 
 
 _FIX_BLOCKS = (
-    "give each program its own block, or leave the axis out of "
-    'dimension_semantics ("arbitrary")'
+    'give each program its own block, or declare the axis "arbitrary" in '
+    "dimension_semantics"
 )
-_FIX_PARTS = "give each block of threads its own part of the array"
+_FIX_PARTS = "give each thread block its own part of the array"
 _FIX_ORDER = (
-    "signal a semaphore, or arrive at a barrier, after the one and wait for it before "
-    "the other"
+    "order the two accesses: signal a semaphore, or arrive at a barrier, after one "
+    "and wait before the other"
 )
 
 
 def _what(how: str, earlier: str) -> str:
-    return (
-        f"a program {how} an element that another, which may run at the same "
-        f"time, {earlier}"
-    )
+    return f"data race: a program {how} an element that a concurrent program {earlier}"
 
 
 class Races:
-    """The memory that lanes share, and the lane that runs now.
+    """The memory that lanes share, and the current lane.
 
     Args:
-        monitor: where the run is.
+        monitor: the position of the run.
         axes: the axes of the kernel's grid whose programs are in different lanes.
-        clocks: given where contexts run side by side; those of all devices.
+        clocks: given if contexts run concurrently; those of all devices.
         device: which device this is.
     """
 
@@ -138,7 +135,7 @@ class Races:
         self.timed.setdefault(root, Timed(root))
 
     def renew(self, root: Value) -> None:
-        """Memory that is allocated again: what was there before is gone."""
+        """Memory that is allocated again: its previous contents are undefined."""
         if root in self.timed:
             self.timed[root] = Timed(root)
 
@@ -158,13 +155,13 @@ class Races:
     # --- devices ---
 
     def enter_kernel(self) -> None:
-        """This device begins to run the kernel, beside others."""
+        """This device starts the kernel, concurrently with others."""
         assert self.clocks is not None
         self.device_lane = self.lane = self._lane("device")
         self.entered = self.clocks.add(self.lane, Access(None, 0, None, self.monitor))
 
     def knows_entered(self, other: "Races") -> bool:
-        """Whether what runs comes after another device's entering the kernel."""
+        """Whether another device is known to have started the kernel."""
         assert self.clocks is not None
         known = self.clocks.known(self.lane)
         return other is self or known.get(other.device_lane, 0) >= other.entered
@@ -262,7 +259,7 @@ class Races:
         return 0
 
     def retire(self, lane: int) -> None:
-        """A copy has ended; lanes that learn of it may use its lane again."""
+        """A copy has ended; lanes that know of it may reuse its lane."""
         if self.clocks is not None:
             self._ended.append((lane, self.clocks.last(lane)))
 

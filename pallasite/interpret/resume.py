@@ -1,8 +1,8 @@
-"""Resumable regions (coroutines), so that cores and roles run side by side.
+"""Resumable regions (coroutines), so that cores and roles run concurrently.
 
 `steps` runs a block as a Python generator that yields a Pause wherever another context
-may take over. Only blocks with ops that pause are run so, decided once per block; all
-others are run by the plain walker. Memory is changed in place here.
+may take over. Only blocks with ops that pause are run this way, decided once per block;
+all others are run by the plain walker. Memory is changed in place here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -129,7 +129,7 @@ class ResumableWalker(Walker):
         """Called before an op that may pause (checked mode follows)."""
 
     def leave(self, block: Block) -> None:
-        """Called at the end of each run of a block, before its memory is gone."""
+        """Called at the end of each run of a block, before its memory is released."""
 
     # --- control ---
 
@@ -206,7 +206,7 @@ class ResumableWalker(Walker):
             self.after_program(op, ids)
 
     def _clusters(self, op: Op, programs: Sequence[list[Array]]) -> Steps:
-        """Clusters one after another; the blocks of each side by side."""
+        """Clusters one after another; the blocks of each concurrently."""
         axes = cluster_axes(self.kernel, op)
         clusters: dict[tuple[int, ...], list[list[Array]]] = {}
         for ids in programs:
@@ -234,7 +234,7 @@ class ResumableWalker(Walker):
     def _join_subcores(
         self, op: Op, axes: Sequence[int], cores: Mapping[tuple[int, ...], Context]
     ) -> None:
-        """Those of one core meet at its barriers, and share memory."""
+        """Subcores of one core synchronise at its barriers, and share memory."""
         kinds = [Pipeline.of(op).semantics[a] for a in axes]
         if "subcore_parallel" not in kinds:
             return
@@ -246,7 +246,7 @@ class ResumableWalker(Walker):
             context.siblings.append(context)
 
     def _give_own_memory(self, context: Context) -> None:
-        """What is allocated outside the grid, each core has for itself, or with the
+        """Memory allocated outside the grid is private to each core, or shared with the
         other subcores of its core."""
         own, first = context.memory, context.siblings[0].memory
         assert own is not None and first is not None

@@ -1,12 +1,11 @@
-"""Contexts that run side by side, and the order in which they are scheduled.
+"""Concurrent contexts, and the order in which they are scheduled.
 
 A context is a region that is being run: the kernel, a core of a mesh, a role. It runs
 until it pauses: where it may have to wait, and where another context may see what it
-did. A `Schedule` then chooses which one goes on. Copies in flight are scheduled too:
-their data moves at any time between start and wait.
-
-Orders: "early" (copies at their start, contexts in program order), "late" (copies only
-when they are waited for, the last context first), or the seed of a random order.
+did. A `Schedule` then chooses which one continues. Copies in flight are scheduled too:
+their data moves at any time between start and wait. Orders: "early" (copies at their
+start, contexts in program order), "late" (copies only when they are waited for, the
+last context first), or the seed of a random order.
 """
 
 import random
@@ -29,7 +28,7 @@ class Pause:
         self.op = op
 
     def ready(self) -> bool:
-        """Whether the context can go on."""
+        """Whether the context can continue."""
         return True
 
     def wanted(self) -> Sequence[Any]:
@@ -65,7 +64,7 @@ class Context:
     pause: Pause | None = None
     done: bool = False
     arrived: int = 0  # barriers reached
-    lane: int = 0  # who it is to the clocks, for a role
+    lane: int = 0  # its lane, for a role
     last_run: int = 0  # number of the switch at which it ran last
 
     @property
@@ -95,7 +94,8 @@ class Schedule:
     def __init__(self, order: Order):
         if order not in ("early", "late") and type(order) is not int:
             raise SpecError(
-                "an order of pl.Checked is 'early', 'late' or the seed of a random one",
+                "orders of pl.Checked must be 'early', 'late' or the seed of a random "
+                "one",
                 [("got", repr(order))],
                 fix='pl.Checked(orders=("early", "late", 7))',
             )
@@ -117,7 +117,7 @@ class Schedule:
         self.current = None
 
     def fork(self, parts: Sequence[tuple[str, Steps]]) -> list[Context]:
-        """New contexts, beside the current one."""
+        """New contexts, concurrent with the current one."""
         assert self.current is not None
         walker = self.current.walker
         group: list[Context] = []

@@ -1,9 +1,9 @@
 """Arrays that are only partly defined, and the number system over them.
 
-A `Partly` is a numpy array with a code per element: 0 is defined, anything else
-numbers the origin of the undefined element (`monitor.py`). Plain numpy arrays are
-wholly defined. Codes travel with values through every op; an undefined value is
-reported only where it matters: it decides a branch or a place, or stays in an output.
+A `Partly` is a numpy array with a code per element: 0 is defined, anything else numbers
+the origin of the undefined element (`monitor.py`). Plain numpy arrays are entirely
+defined. Codes travel with values through every op; an undefined value is reported only
+where it matters: it determines a branch or an index, or stays in an output.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,7 +96,9 @@ class CheckedNumbers(NumpyNumbers):
         if np.ndim(bad):
             first = tuple(int(i) for i in np.argwhere(bad)[0])
             facts.append(("element", f"{first}, {int(bad.sum())} in all"))
-        self.monitor.report(kind, f"{name} is made here, from operands without", facts)
+        self.monitor.report(
+            kind, f"{name} is produced here, from operands without", facts
+        )
 
     # --- memory ---
 
@@ -219,14 +221,14 @@ class CheckedNumbers(NumpyNumbers):
         return partly(value, shadow_tiles.elementwise("select_n", operands, value))
 
     def counter(self, first: Array, limit: Array, step: Array) -> Iterator[Array]:
-        numbers = (self.certain(x, "a loop's length") for x in (first, limit, step))
+        numbers = (self.certain(x, "a loop's trip count") for x in (first, limit, step))
         return super().counter(*numbers)
 
     def chosen(self, which: Array, count: int) -> int:
         return super().chosen(self.certain(which, "a branch"), count)
 
     def truth(self, value: Array) -> bool:
-        return bool(self.certain(value, "whether to go on"))
+        return bool(self.certain(value, "whether a loop continues"))
 
     def programs(self, sizes: Sequence[int | Array]) -> Iterator[list[Array]]:
         return super().programs([self.certain(s, "the grid") for s in sizes])
@@ -235,7 +237,7 @@ class CheckedNumbers(NumpyNumbers):
         """The plain value; a report if it is not defined."""
         if type(value) is Partly:
             code = int(value.codes.max(initial=0))
-            what = f"a value that is not defined decides {decides}"
+            what = f"an undefined value determines {decides}"
             self.monitor.report_undefined(code, what)
             return value.value
         return value

@@ -1,7 +1,7 @@
-"""Tensor memory: products and copies that the tensor core does in the background.
+"""Tensor memory: matmuls and copies that the tensor core runs asynchronously.
 
-What one context starts is done in that order, each when the schedule picks it. A commit
-is the last of those before it: it arrives at its barrier when its turn comes.
+What one context starts runs in that order, each when the schedule picks it. A commit
+follows those before it: it arrives at its barrier when its turn comes.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ KINDS = {"tensor_mma": "tcgen05_mma", "tensor_copy": "copy to tensor memory"}
 
 @dataclass(eq=False)
 class Work(InFlight):
-    """Something that the tensor core was asked for."""
+    """Work started on the tensor core."""
 
     op: Op
     reads: dict[str, End]
@@ -43,7 +43,7 @@ class Work(InFlight):
     phases: list[int] = field(default_factory=list[int])
 
     fix: ClassVar[str] = (
-        "wait for a barrier of it, or of tcgen05_commit_arrive after it"
+        "wait for its barrier, or for that of a later tcgen05_commit_arrive"
     )
     through_window: ClassVar[bool] = False
 
@@ -124,7 +124,7 @@ class TensorWalker(ClusterWalker):
     # --- loads and stores by threads ---
 
     def touched_tensor_memory(self, root: Value, how: str, elements: Elements) -> None:
-        """A warpgroup loads or stores elements; either ends at a wait of its own."""
+        """A warpgroup loads or stores elements; each kind has its own wait."""
         lane, op = self.races.lane, self.monitor.op
         self._look_at_threads(root, how, elements)
         kept = self.tensor_loads if how == "reads" else self.tensor_stores
@@ -144,10 +144,10 @@ class TensorWalker(ClusterWalker):
             ("accessed at", earlier.loc if earlier is not None else None),
         ]
         if how == "reads":
-            what = "tensor memory is read before a store to it was waited for"
+            what = "tensor memory is read before a wait for the store to it"
             fix = "plgpu.commit_tmem() after plgpu.async_store_tmem"
         else:
-            what = "tensor memory is written before a load of it was waited for"
+            what = "tensor memory is written before a wait for the load from it"
             fix = "plgpu.wait_load_tmem() after plgpu.async_load_tmem"
         self.monitor.report("copies", what, facts, fix)
 
@@ -200,7 +200,7 @@ class TensorWalker(ClusterWalker):
         self.moving = False
         self._set_state(saved)
 
-    # --- products and copies ---
+    # --- matmuls and copies ---
 
     def steps_tensor_mma(self, op: Op) -> Steps:
         mma = TensorMma.of(op)

@@ -1,8 +1,8 @@
-"""Copies, semaphores and barriers where contexts run side by side.
+"""Copies, semaphores and barriers of concurrent contexts.
 
-A copy moves its data when the schedule picks it, between its start and its wait.
-A wait for a semaphore, a copy or a barrier is a Pause that knows when the context can
-go on and what to report if it never can.
+A copy moves its data when the schedule picks it, between its start and its wait. A wait
+for a semaphore, a copy or a barrier is a Pause that knows when the context can continue
+and what to report if it never can.
 """
 
 from collections.abc import Iterator, Sequence
@@ -114,13 +114,15 @@ class BarrierWait(Pause):
         return f"waits at a barrier for {', '.join(self._missing())}"
 
     def report(self) -> None:
-        facts = [("never there", ", ".join(self._missing()))]
-        what = "a barrier that not every role reaches"
-        self.monitor.report("copies", what, facts, "let each role reach it as often")
+        facts = [("never arrived", ", ".join(self._missing()))]
+        what = "not every role reaches a barrier"
+        self.monitor.report(
+            "copies", what, facts, "let each role reach it equally often"
+        )
 
 
 class WaitingWalker(ResumableWalker):
-    """The walker with copies in flight and waits that wait."""
+    """The walker with copies in flight and blocking waits."""
 
     numbers: CheckedNumbers
 
@@ -179,7 +181,7 @@ class WaitingWalker(ResumableWalker):
             self.races.end(role.lane)
 
     def deadlock(self, waiting: Sequence[Context]) -> None:
-        """All that runs waits: report it."""
+        """Report a deadlock."""
         self.schedule.switch_to(waiting[0])
         if len(waiting) == 1:
             assert waiting[0].pause is not None
@@ -190,8 +192,8 @@ class WaitingWalker(ResumableWalker):
             assert context.pause is not None
             facts.append((context.name, context.pause.text()))
             facts.append(("  at", context.pause.op.loc))
-        what = "a deadlock: everything that runs waits for something else"
-        fix = "signal before the wait, in one order everywhere"
+        what = "deadlock: everything that runs is waiting"
+        fix = "signal before waiting, in the same order everywhere"
         self.monitor.report("copies", what, facts, fix)
 
     # --- copies ---
@@ -340,7 +342,7 @@ class WaitingWalker(ResumableWalker):
         return (old,)
 
     def _on_core(self, root: Value, core: int, what: str) -> Value | None:
-        """What another core has where this one has `root`."""
+        """The memory of another core that corresponds to `root`."""
         context = self.schedule.current
         mine = (context.memory if context is not None else None) or {}
         there = self.cores[core].memory if 0 <= core < len(self.cores) else None
@@ -351,8 +353,8 @@ class WaitingWalker(ResumableWalker):
                 ("ref", self.monitor.describe(root)),
                 ("core", f"{core}, of {len(self.cores)}"),
             ]
-            what = f"a {what} that is not there on that core"
-            fix = "count cores from 0, and ask for the ref in scratch_shapes"
+            what = f"a {what} that does not exist on that core"
+            fix = "cores are numbered from 0; allocate the ref in scratch_shapes"
             self.monitor.report("copies", what, facts, fix)
         return found
 
@@ -382,7 +384,7 @@ class WaitingWalker(ResumableWalker):
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
-        """Look at memory without being watched."""
+        """Read memory without checks."""
         saved, self.quiet = self.quiet, True
         try:
             yield

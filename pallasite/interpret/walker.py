@@ -402,10 +402,10 @@ class Walker:
 
     def do_refuse(self, op: Op) -> None:
         raise UnsupportedError(
-            f"the emulation runs one op after another: it has no '{op.name}'",
+            f"the emulation runs one op after another: it does not support '{op.name}'",
             [("kernel", self.kernel.name)],
             at=op.loc,
-            fix="interpret=pl.Checked() runs cores and roles side by side",
+            fix="interpret=pl.Checked() runs cores and roles concurrently",
         )
 
     # --- debugging and promises ---

@@ -1,7 +1,7 @@
-"""Windows while the evaluator runs: a block's position, and padding for its overhang.
+"""Windows in the evaluator: a block's position, and padding past the edges.
 
 Operands of the kernel's own grid are padded once, before the first program, so that a
-block that hangs over an edge is a plain slice of the padded root; `fill` is what the
+block that extends past an edge is a plain slice of the padded root; `fill` is what the
 padding holds. Windows of inner pipelines, over memory that cannot be padded, carry
 bounds instead.
 """
@@ -110,7 +110,7 @@ def window_ranges(
     indices: Sequence[Array],
     padded: bool,
 ) -> View:
-    """The block ref a program sees. Block numbers are clamped to valid ones."""
+    """The block ref a program sees. Block indices are clamped to valid ones."""
     assert not view.steps, "a window over a reshaped ref"
     pending = iter(indices)
     dims = iter(window.dims)
@@ -125,7 +125,7 @@ def window_ranges(
         length = next(pending) if dim.kind == "bounded" else None
         start, ends = _place(numbers, dim, r, index, length)
         if padded and length is None:
-            ends = None  # the root's padding holds whatever hangs over
+            ends = None  # the root's padding holds what extends past the edge
         bounds.append(ends)
         kept, (low, high) = dim.kind != "squeezed", _within(numbers, r, ends)
         ranges.append(Range(start, dim.size, r.stride, kept, low, high))

@@ -131,7 +131,7 @@ class _Parser:
 
     def expected(self, what: str) -> NoReturn:
         found = self.token.text
-        self.fail("cannot read this IR text", ("expected", what), ("found", found))
+        self.fail("cannot parse this IR text", ("expected", what), ("found", found))
 
     def fail(self, what: str, *facts: tuple[str, str]) -> NoReturn:
         number = self.source.count("\n", 0, self.token.position) + 1
@@ -252,7 +252,7 @@ class _Parser:
     ) -> tuple[At | Span | Gather, Value | None]:
         """One entry and its operand; `sizes`: the ref's dimensions not yet indexed."""
         if self.at(":") and not sizes:
-            self.expected("no more entries than the ref has dimensions")
+            self.expected("at most one entry per dimension of the ref")
         if self.accept(":"):
             return Span(0, sizes[0]), None
         if self.accept("gather"):

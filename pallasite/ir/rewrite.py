@@ -117,7 +117,7 @@ def apply_patterns(
             return kernel
         kernel = new
     raise InternalError(
-        f"patterns still match after {limit} rounds", [("last match", matched)]
+        f"patterns still match after {limit} iterations", [("last match", matched)]
     )
 
 

@@ -84,7 +84,7 @@ class _Verifier:
             for n, value in enumerate(op.operands):
                 waits = op.name == "wgmma_wait" or (op.name == "wgmma" and n == 0)
                 if value in pending and not waits and op.name not in ("for", "while"):
-                    what = f"{op.name} uses a product in flight ({_named(value)})"
+                    what = f"{op.name} uses a matmul in flight ({_named(value)})"
                     self.fail(f"{what}, which needs a wgmma_wait first", op)
 
     def block(self, block: Block, owner: Op | None) -> None:
@@ -116,7 +116,7 @@ class _Verifier:
                 _check_layouts(op, row)
             _check_level(op, row, self.kernel.level)
             if op.name == "barrier" and not {"roles", "subcores"} & {*self.inside}:
-                raise _Breach("a barrier is for roles to meet at; there are none here")
+                raise _Breach("a barrier needs roles; there are none here")
         except _Breach as breach:
             self.fail(str(breach), op)
         subcores = "subcore_parallel" in op.attrs.get("semantics", ())

@@ -236,7 +236,7 @@ def _check(sizes: _Sizes, query, key, value, bias, sinks) -> None:
         )
         if not fits or bias.shape[2:] != wanted[2:]:
             raise SpecError(
-                "attention: bias does not fit the other operands",
+                "attention: bias does not match the other operands",
                 [("has shape", bias.shape), ("needs shape", wanted)],
                 fix="batch and heads may be 1; broadcast the other two",
             )

@@ -33,7 +33,7 @@ def choose(implementation: str, kernel: Callable, plain: Callable) -> Callable:
     """
     if implementation not in get_args(Implementation):
         raise SpecError(
-            f"implementation={implementation!r} is not known",
+            f"unknown implementation={implementation!r}",
             fix=f"one of {', '.join(map(repr, get_args(Implementation)))}",
         )
     if implementation == "pallasite":
@@ -87,7 +87,7 @@ def check_floats(operation: str, **operands: Any) -> None:
         check_array(operation, name, x)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise KernelTypeError(
-                f"{operation} takes floating-point operands",
+                f"{operation} needs floating-point operands",
                 [(name, f"{x.dtype}{list(x.shape)}")],
                 fix=f"convert {name} with .astype(jnp.float32)",
             )
@@ -97,7 +97,7 @@ def check_array(operation: str, name: str, x: Any) -> None:
     """Checks that an operand is an array, not a list or a number."""
     if not hasattr(x, "dtype"):
         raise KernelTypeError(
-            f"{operation}: {name} is no array",
+            f"{operation}: {name} is not an array",
             [("is of type", type(x).__name__)],
             fix=f"pass {name} as an array: jnp.asarray(...)",
         )
@@ -128,7 +128,7 @@ def check_shape(operation: str, name: str, x: Any, wanted: Sequence[int]) -> Non
     """Checks that an operand (or None) has the shape the others require."""
     if x is not None and _shape(x) != tuple(wanted):
         raise SpecError(
-            f"{operation}: {name} does not fit the other operands",
+            f"{operation}: {name} does not match the other operands",
             [("has shape", _shape(x)), ("needs shape", tuple(wanted))],
             fix=f"pass {name} with shape {tuple(wanted)}",
         )

@@ -75,7 +75,7 @@ def checked(operation: str, given: C, like: C) -> C:
     """The caller's configuration, checked: the right class, and positive sizes."""
     if not isinstance(given, type(like)):
         raise KernelTypeError(
-            f"{operation}: config is no {type(like).__name__}",
+            f"{operation}: config is not a {type(like).__name__}",
             [("is of type", type(given).__name__)],
             fix=f"pass config=kernels.{type(like).__name__}(...)",
         )

@@ -214,9 +214,9 @@ def check_scales(operation: str, cache: tuple[int, ...], *scales):
     for name, x in zip(("key_scales", "value_scales"), scales, strict=True):
         if x is not None and x.shape not in (cache[2:3], cache[:3]):
             raise SpecError(
-                f"{operation}: {name} does not fit the cache",
+                f"{operation}: {name} does not match the cache",
                 [("has shape", x.shape), ("cache", cache)],
-                fix=f"pass a number per head, {cache[2:3]}, or per token, {cache[:3]}",
+                fix=f"pass one value per head, {cache[2:3]}, or per token, {cache[:3]}",
             )
     return scales
 

@@ -24,8 +24,8 @@ def check_rate(operation: str, rate: float, key: jax.Array | None) -> None:
         )
     if rate > 0 and key is None:
         raise SpecError(
-            f"{operation}: dropout_rate is {rate}, and there is no dropout_key",
-            fix="pass dropout_key=jax.random.key(seed), another one in each step",
+            f"{operation}: dropout_rate is {rate}, but there is no dropout_key",
+            fix="pass dropout_key=jax.random.key(seed), a different one in each step",
         )
 
 

@@ -64,7 +64,7 @@ def expert_parallel_mixture(
     common.check_shape(operation, "weights", weights, chosen.shape)
     if capacity is not None and capacity < 1:
         raise SpecError(
-            f"{operation}: capacity={capacity} leaves no room for any row",
+            f"{operation}: capacity={capacity} has no room for any row",
             fix=f"pass 1 to {chosen.size} (all rows of {tokens} tokens), or None",
         )
     ring = Ring.of(operation, axis)

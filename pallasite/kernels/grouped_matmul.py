@@ -52,9 +52,9 @@ def grouped_matmul(
     is_quantized = isinstance(y, QuantizedWeights)
     if gate is not None and isinstance(gate, QuantizedWeights) != is_quantized:
         raise SpecError(
-            "grouped_matmul: of y and gate, one is quantised and one is not",
+            "grouped_matmul: only one of y and gate is quantised",
             [("y", type(y).__name__), ("gate", type(gate).__name__)],
-            fix="quantise both with quantize_weights, or none",
+            fix="quantise both with quantize_weights, or neither",
         )
     floats = {"x": x} if is_quantized else {"x": x, "y": y, "gate": gate}
     common.check_floats("grouped_matmul", **floats)

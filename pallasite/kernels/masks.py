@@ -94,15 +94,15 @@ def check_mask(operation: str, mask: Any) -> None:
     if isinstance(mask, Mask):
         return
     if isinstance(mask, type):
-        fix = f"make one: masks.{mask.__name__}(...)"
+        fix = f"create an instance: masks.{mask.__name__}(...)"
     else:
         fix = (
-            "compose masks.Causal(), Window, Prefix, Segments; of booleans known to "
-            "numpy, (queries, keys), masks.Blocks(mask); of others "
+            "compose masks.Causal(), Window, Prefix, Segments; for a numpy array of "
+            "booleans, (queries, keys), use masks.Blocks(mask); for traced ones "
             "bias=jnp.where(mask, 0, -jnp.inf)"
         )
     raise KernelTypeError(
-        f"{operation}: mask is no object of kernels.masks",
+        f"{operation}: mask is not an object of kernels.masks",
         [("is", getattr(mask, "__name__", None) or type(mask).__name__)],
         fix=fix,
     )
@@ -249,9 +249,9 @@ class Blocks(Mask):
         object.__setattr__(self, "allowed", pair_tables.Frozen.of(self.allowed))
         if self.block_q < 1 or self.block_kv < 1:
             raise SpecError(
-                "attention mask: blocks without elements",
+                "attention mask: empty blocks",
                 [("block_q", self.block_q), ("block_kv", self.block_kv)],
-                fix="pass the numbers of queries and keys of a block",
+                fix="pass the numbers of queries and keys per block",
             )
 
     def arrays(self):
@@ -319,8 +319,8 @@ class Shifted(Mask):
                 raise SpecError(
                     "attention mask: a table of pairs cannot be shifted",
                     [("mask", kind(self.mask))],
-                    fix="ring_attention and Shifted take masks that compare positions "
-                    "or ids: Causal, Window, Prefix, Segments",
+                    fix="ring_attention and Shifted support masks that compare "
+                    "positions or ids: Causal, Window, Prefix, Segments",
                 )
             yield name, side, array
         yield "rows", "batch", self.rows
@@ -425,7 +425,7 @@ def checked_arrays(
             array = jnp.broadcast_to(array, wanted)
         if array.shape != wanted or not jnp.issubdtype(array.dtype, jnp.integer):
             raise SpecError(
-                f"attention mask: {name} does not fit the operands",
+                f"attention mask: {name} does not match the operands",
                 [
                     ("is", f"{array.dtype}{list(array.shape)}"),
                     ("needs", f"integers of shape {wanted}"),

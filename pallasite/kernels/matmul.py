@@ -84,8 +84,8 @@ def matmul(
         if made.shape != x.shape:
             raise SpecError(
                 "matmul: prologue is not elementwise",
-                [("of x", x.shape), ("it makes", made.shape)],
-                fix="apply what changes the shape before the call",
+                [("of x", x.shape), ("it produces", made.shape)],
+                fix="apply functions that change the shape before the call",
             )
     compute = common.choose(implementation, _fused, _plain)
     config = configs.tuned(

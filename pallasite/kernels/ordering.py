@@ -32,7 +32,7 @@ def top_k(
     common.check_rows("top_k", "x", x)
     if not isinstance(k, int | np.integer) or not 0 < k <= x.shape[-1]:
         raise SpecError(
-            "top_k: k is no integer, larger than a row, or not positive",
+            "top_k: k is not an integer from 1 to the length of a row",
             [("k", k), ("x", x.shape)],
             fix=f"pass a k from 1 to {x.shape[-1]}" if x.shape[-1] else "pass rows",
         )

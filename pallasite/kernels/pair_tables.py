@@ -30,9 +30,9 @@ class Frozen:
             return given
         if not jaxcompat.is_concrete(given):
             raise KernelTypeError(
-                "attention mask: allowed is only known when the function runs",
+                "attention mask: allowed is a traced value",
                 [("allowed", f"{given.dtype}{list(given.shape)}")],
-                fix="pass a numpy array, made outside of jit",
+                fix="pass a numpy array, created outside jit",
             )
         array = np.asarray(given)
         if array.ndim != 2 or array.dtype != bool:

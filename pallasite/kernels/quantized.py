@@ -95,7 +95,7 @@ def quantize_weights(
     rows = k * bits // 8
     if k * bits % 8 or not rows:
         raise SpecError(
-            "quantize_weights: rows do not fill bytes",
+            "quantize_weights: the rows do not fill whole bytes",
             [("weights", weights.shape), ("bits", bits)],
             fix=f"pass weights with a multiple of {8 // bits} rows, padded with zeros",
         )

@@ -93,8 +93,8 @@ def ragged_paged_attention(
     common.check_integers(operation, lengths=lengths, query_lengths=query_lengths)
     if window is not None and window < 1:
         raise SpecError(
-            f"{operation}: window is {window}, and a token sees itself",
-            fix="pass 1 or more, or None for all tokens before it",
+            f"{operation}: window is {window}, but a token always attends to itself",
+            fix="pass 1 or more, or None for all previous tokens",
         )
     for name, x, last in (
         ("key_pages", key_pages, width),

@@ -45,8 +45,8 @@ def rotary_embedding(
         frequencies = default_frequencies(width, base)
     if frequencies.ndim != 1 or 2 * len(frequencies) > width:
         raise SpecError(
-            "rotary_embedding: frequencies do not fit the heads",
-            [("frequencies", frequencies.shape), ("width of a head", width)],
+            "rotary_embedding: more frequencies than half the head width",
+            [("frequencies", frequencies.shape), ("head width", width)],
             fix=f"pass at most {width // 2} frequencies",
         )
     wide = common.statistics_dtype(x.dtype)

@@ -44,7 +44,7 @@ def place_of(device_id: Any, kind: DeviceIdType | None) -> Place:
     """
     if kind is DeviceIdType.LOGICAL:
         if isinstance(device_id, (tuple, list, dict)):
-            raise _refusal("a LOGICAL device_id is one number", device_id)
+            raise _refusal("a LOGICAL device_id must be one number", device_id)
         return Place(_number(device_id))
     if isinstance(device_id, Mapping):
         return _by_name(device_id)
@@ -73,7 +73,7 @@ def _by_name(device_id: Mapping[Any, Any]) -> Place:
         names: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
         if not set(names) <= set(device_axes):
             if len(names) != 1:
-                raise _refusal(f"{names} are not axes of the devices' mesh", device_id)
+                raise _refusal(f"{names} are not axes of the device mesh", device_id)
             cores.append(_core(names[0], number, device_id))
             continue
         inner = 1
@@ -82,7 +82,7 @@ def _by_name(device_id: Mapping[Any, Any]) -> Place:
             part = number if len(names) == 1 else number // inner % size
             found[name], inner = part, inner * size
     if len(cores) > 1:
-        raise _refusal("a device_id along two axes of cores", device_id)
+        raise _refusal("a device_id with two core axes", device_id)
     core = cores[0] if cores else None
     if not found:
         return Place(None, core)
@@ -115,8 +115,8 @@ def _mesh_sizes(device_id: Any) -> dict[str, int]:
     automatic = set(mesh.axis_names) - set(mesh.manual_axes)
     if automatic:
         raise _refusal(
-            "a kernel that talks to other devices is called where every axis of the "
-            "mesh is manual",
+            "a kernel that communicates with other devices must be called where every "
+            "mesh axis is manual",
             device_id,
             f"add {', '.join(sorted(automatic))} to axis_names of jax.shard_map",
         )

@@ -89,9 +89,9 @@ def copy_gmem_to_smem(
     """
     if leader_tracked is not None and collective_axes is None:
         raise SpecError(
-            "copy_gmem_to_smem: leader_tracked is for copies of several blocks",
+            "copy_gmem_to_smem: leader_tracked needs collective_axes",
             at=user_location(),
-            fix="say collective_axes, too",
+            fix="pass collective_axes, too",
         )
     axes = (collective_axes,) if isinstance(collective_axes, str) else collective_axes
     flat, tree = flatten_views(src, dst, barrier)
@@ -115,9 +115,9 @@ def copy_smem_to_gmem(
     """Start a copy from shared memory, in a group for `wait_smem_to_gmem`."""
     if reduction_op is not None:
         raise UnsupportedError(
-            "copy_smem_to_gmem(reduction_op=...) is not available",
+            "copy_smem_to_gmem(reduction_op=...) is not supported",
             at=user_location(),
-            fix="add in registers before the copy, or leave it out",
+            fix="accumulate in registers before the copy, or remove it",
         )
     flat, tree = flatten_views(src, dst)
     if predicate is None:
@@ -147,9 +147,9 @@ def wgmma(acc: Any, a: Any, b: Any) -> None:
     """Start adding `a @ b` to an accumulator; `a` is in shared memory or a value."""
     if not jaxcompat.is_ref(b):
         raise KernelTypeError(
-            "the right side of a wgmma is in shared memory, got a value",
+            "the right operand of a wgmma must be in shared memory, got a value",
             at=user_location(),
-            fix="store it to plgpu.SMEM memory and commit_smem() first",
+            fix="store it to a plgpu.SMEM ref and commit_smem() first",
         )
     is_tile = not jaxcompat.is_ref(a)
     views = (acc, b) if is_tile else (acc, b, a)
@@ -166,7 +166,7 @@ def wgmma_accumulator_load(acc: Any, *, wait_n: int | None = 0) -> jax.Array:
     """An accumulator's value, after its matmuls have completed."""
     if wait_n != 0:
         raise UnsupportedError(
-            f"wgmma_accumulator_load(wait_n={wait_n}) is not available",
+            f"wgmma_accumulator_load(wait_n={wait_n}) is not supported",
             at=user_location(),
             fix="wait_n=0, or acc_ref[...]",
         )
@@ -204,9 +204,9 @@ def tcgen05_mma(
     for name, value in given.items():
         if value is not None:
             raise UnsupportedError(
-                f"tcgen05_mma({name}=...) is not available",
+                f"tcgen05_mma({name}=...) is not supported",
                 at=user_location(),
-                fix="leave it out",
+                fix="remove it",
             )
     flat, tree = flatten_views(acc, a, b)
     adds = jnp.asarray(accumulate, jnp.bool_)
@@ -291,15 +291,15 @@ def set_max_registers(n: int, *, action: str) -> None:
     """Set the registers per thread of this warpgroup; does not change results."""
     if action not in ("increase", "decrease"):
         raise SpecError(
-            f"action is 'increase' or 'decrease', got {action!r}",
+            f"action must be 'increase' or 'decrease', got {action!r}",
             at=user_location(),
             fix='plgpu.set_max_registers(n, action="increase")',
         )
     if not 24 <= n <= 256 or n % 8:
         raise SpecError(
-            f"a thread has 24 to 256 registers, in steps of 8, got {n}",
+            f"registers per thread must be a multiple of 8 from 24 to 256, got {n}",
             at=user_location(),
-            fix="the nearest multiple of 8 in that range",
+            fix="use the nearest multiple of 8 in that range",
         )
     set_max_registers_p.bind(count=int(n), more=action == "increase")
 
@@ -384,10 +384,10 @@ def nd_loop(
     ]
     if len(tiles) != len(grid) or uneven:
         raise SpecError(
-            "nd_loop needs a tile of whole steps for each axis of its grid",
+            "nd_loop needs one tile size per grid axis, which must divide it",
             [("grid", grid), ("tiling", tiles)],
             user_location(),
-            fix="tile sizes that divide the grid, one per axis",
+            fix="use tile sizes that divide the grid, one per axis",
         )
     counts = tuple(size // tile for size, tile in zip(grid, tiles, strict=True))
     axes = collective_axes

@@ -137,9 +137,9 @@ class SharedMemory:
         given = sorted(k for k, v in more.items() if v is not None)
         if given:
             raise UnsupportedError(
-                f"plgpu.SMEM({given[0]}=...) is not available",
+                f"plgpu.SMEM({given[0]}=...) is not supported",
                 at=user_location(),
-                fix="leave it out",
+                fix="remove it",
             )
         memory = MemorySpace.SMEM(shape, dtype)
         check_transforms(memory.shape, memory.dtype, transforms)
@@ -229,9 +229,10 @@ class SwizzleTransform:
     def __post_init__(self) -> None:
         if self.swizzle not in SWIZZLES:
             raise SpecError(
-                f"no chip swizzles {self.swizzle} bytes",
+                f"a swizzle of {self.swizzle} bytes is not supported",
                 at=user_location(),
-                fix="plgpu.SwizzleTransform(128), or 64, 32, 16 (bytes, not elements)",
+                fix="use plgpu.SwizzleTransform(128), or 64, 32, 16 (bytes, not "
+                "elements)",
             )
 
 
@@ -254,10 +255,10 @@ def check_transforms(shape: Sequence[int], dtype: Any, transforms: Any) -> None:
                 t < 1 or n % t for n, t in zip(last, tile, strict=True)
             ):
                 raise SpecError(
-                    "a tiling divides the last dimensions of shared memory",
+                    "a tiling must divide the last dimensions of shared memory",
                     [("shape", tuple(shape)), ("tiling", tile)],
                     user_location(),
-                    fix="tiles whose sizes divide the shape",
+                    fix="use tile sizes that divide the shape",
                 )
             rows = tile
         elif isinstance(transform, SwizzleTransform):
@@ -272,11 +273,11 @@ def _check_swizzle(
     if bits != swizzle * 8:
         raise SpecError(
             f"a swizzle of {swizzle} bytes needs tiles with rows of {swizzle} bytes",
-            [("shape", shape), ("tiling", tile), ("bytes of its rows", bits // 8)],
+            [("shape", shape), ("tiling", tile), ("bytes per row", bits // 8)],
             user_location(),
             fix=f"plgpu.SwizzleTransform({bits // 8})"
             if bits // 8 in SWIZZLES
-            else "plgpu.TilingTransform((8, swizzle // bytes of an element))",
+            else "plgpu.TilingTransform((8, swizzle // itemsize))",
         )
 
 

@@ -25,7 +25,8 @@ class _Runs:
 
     def _misused(self, *args: Any) -> NoReturn:
         raise KernelTypeError(
-            f"pl.{self.name} decorates a function: it takes no `with`, `for` or `if`",
+            f"pl.{self.name} is a decorator: it cannot be used with `with`, `for` or "
+            "`if`",
             at=user_location(),
             fix=f"@pl.{self.name}(...)\ndef _({self.parameters}):\n    ...",
         )
@@ -65,10 +66,10 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
         def taken() -> None:
             if jax.tree.leaves(returned := fn()):
                 raise KernelTypeError(
-                    "the function of a pl.when returns a value, which nobody gets",
+                    "the function of a pl.when returns a value, which is not used",
                     [("returned", _types_of(returned))],
                     location_of(fn),
-                    "store it to a ref, or choose between two values with jnp.where "
+                    "store it to a ref, or select between two values with jnp.where "
                     "or jax.lax.cond",
                 )
 
@@ -184,7 +185,9 @@ def _check_bounds(*bounds: Any) -> None:
             )
     if isinstance(bounds[-1], (int, np.integer)) and bounds[-1] == 0:
         raise KernelTypeError(
-            "the step of pl.loop is 0", at=user_location(), fix="a step of 1 or more"
+            "the step of pl.loop is 0",
+            at=user_location(),
+            fix="use a step of 1 or more",
         )
 
 
@@ -206,7 +209,7 @@ def next_power_of_2(x: int) -> int:
     """The smallest power of two that is at least `x`."""
     if x < 0:
         raise KernelTypeError(
-            f"next_power_of_2 takes a size, got {x}", fix="a number of 1 or more"
+            f"next_power_of_2 takes a size, got {x}", fix="pass a number of 1 or more"
         )
     return 1 if x == 0 else 1 << (x - 1).bit_length()
 

@@ -45,7 +45,7 @@ def elementwise_inline_asm(
     shapes = {x.shape for x in (*tiles, *result_shape_dtypes)}
     if len(shapes) > 1:
         raise KernelTypeError(
-            "arguments and results of elementwise_inline_asm have one shape",
+            "arguments and results of elementwise_inline_asm must have the same shape",
             [
                 ("arguments", ", ".join(str(x.shape) for x in tiles)),
                 (

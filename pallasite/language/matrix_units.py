@@ -37,7 +37,7 @@ class AccumulatorSpace:
         memory = MemorySpace.VMEM(shape, dtype)
         if len(memory.shape) != 2 or memory.dtype not in (np.float32, np.int32):
             raise SpecError(
-                "a matrix unit adds up matrices of float32 or int32",
+                "an accumulator of a matrix unit must be a matrix of float32 or int32",
                 [("shape", memory.shape), ("dtype", memory.dtype)],
                 user_location(),
                 f"pltpu.ACC({self.mxu_id})((128, 256), jnp.float32)",
@@ -137,10 +137,10 @@ def matmul_pop(
     sums = {"shape": tuple(map(int, shape or ())), "dtype": np.dtype(dtype)}
     if len(sums["shape"]) != 2 or sums["dtype"] not in (np.float32, np.int32):
         raise KernelTypeError(
-            "pltpu.matmul_pop gives matrices of float32 or int32",
+            "pltpu.matmul_pop returns a matrix of float32 or int32",
             [("shape", sums["shape"]), ("dtype", sums["dtype"])],
             user_location(),
-            "name the type of the sums: float32 of floats, int32 of integers",
+            "pass the accumulator's type: float32 for floats, int32 for integers",
         )
     return pop_p.bind(unit=unit, address=address, **sums)
 
@@ -153,7 +153,7 @@ def _ref_and_unit(name: str, acc: Any) -> tuple[tuple[Any, ...], int]:
     space: Any = getattr(jaxcompat.aval_of(root), "memory_space", None)
     if not isinstance(space, AccumulatorSpace) or transforms:
         raise KernelTypeError(
-            f"pltpu.{name} takes all of a ref in pltpu.ACC",
+            f"pltpu.{name} needs a whole ref in pltpu.ACC",
             [("acc", jaxcompat.aval_of(root)), ("views", len(transforms) or None)],
             user_location(),
             "scratch_shapes=[pltpu.ACC(0)((128, 256), jnp.float32)]",
@@ -172,10 +172,10 @@ def _numbers(name: str, given: Mapping[str, Any]) -> list[int]:
             found.append(-1)
         if found[-1] < 0:
             raise KernelTypeError(
-                f"pltpu.{name} takes {label} as an int from 0",
+                f"pltpu.{name} takes {label} as an int, 0 or more",
                 [(label, repr(number))],
                 user_location(),
-                f"{_EXAMPLE}: numbers that are known when the kernel is traced",
+                f"{_EXAMPLE}: numbers that are static in the kernel",
             )
     return found
 

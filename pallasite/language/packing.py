@@ -57,10 +57,10 @@ def stochastic_round(x: Any, random_bits: Any, *, target_dtype: Any) -> jax.Arra
     """float32 to bfloat16, rounding up with probability equal to the truncated part."""
     if jnp.dtype(target_dtype) != jnp.bfloat16 or x.dtype != jnp.float32:
         raise UnsupportedError(
-            "stochastic_round makes bfloat16 from float32 only",
+            "stochastic_round supports only float32 to bfloat16",
             [("dtype", x.dtype), ("target_dtype", jnp.dtype(target_dtype))],
             user_location(),
-            fix="x.astype(jnp.float32) first, and bfloat16 as the target",
+            fix="use x.astype(jnp.float32), and bfloat16 as the target",
         )
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     moved = bits + (random_bits.astype(jnp.uint32) & jnp.uint32(0xFFFF))

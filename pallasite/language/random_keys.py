@@ -57,7 +57,7 @@ def sample_block(
             "the block is not made of whole tiles",
             [("block_size", tuple(block_size)), ("tile_size", tuple(tile_size))],
             user_location(),
-            fix="a block whose sizes are multiples of those of the tile",
+            fix="use block sizes that are multiples of the tile's",
         )
     if block_index is None:
         block_index = [program_id(axis) for axis in range(len(block_size))]

@@ -94,7 +94,7 @@ def _axis(axis: Any, name: str) -> int:
         raise KernelTypeError(
             f"pl.{name} takes a grid axis as an int, got {axis!r}",
             at=user_location(),
-            fix="a Python number of an axis: 0 is the first",
+            fix="pass a Python int: 0 is the first axis",
         ) from None
 
 
@@ -159,7 +159,7 @@ def transformed(t: Any, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
             rows = shape[-2] * np.dtype(dtype).itemsize // new.itemsize
             shape = (*shape[:-2], rows, shape[-1])
         return shape, new
-    raise KernelTypeError(f"ref views of kind {kind} are not part of the language")
+    raise KernelTypeError(f"ref views of kind {kind} are not supported")
 
 
 def _access_primitive(name: str, num_values: int, writes: bool) -> jaxcompat.Primitive:
@@ -172,7 +172,7 @@ def _access_primitive(name: str, num_values: int, writes: bool) -> jaxcompat.Pri
         for value in (*flat[:num_values], other):
             if value is not None and (value.shape, value.dtype) != (shape, dtype):
                 raise KernelTypeError(
-                    "the value does not fit the elements it goes with",
+                    "the value does not match the accessed elements",
                     [
                         ("value", value.str_short()),
                         ("picked", f"{np.dtype(dtype).name}{list(shape)}"),
@@ -205,7 +205,7 @@ def _bind_access(primitive, ref, idx, values=(), mask=None, other=None, **params
     if mask is not None:
         mask = _fit(_on_or_off(mask), shape, "mask", "it masks")
     if other is not None:
-        other = _fit(jnp.asarray(other, dtype), shape, "other", "it stands in for")
+        other = _fit(jnp.asarray(other, dtype), shape, "other", "it replaces")
     flat, tree = jax.tree.flatten((transforms, mask, other))
     return primitive.bind(root, *values, *flat, tree=tree, **params)
 
@@ -215,7 +215,7 @@ def _on_or_off(mask: Any) -> Any:
     mask = jnp.asarray(mask)
     if mask.dtype != bool and not jnp.issubdtype(mask.dtype, jnp.integer):
         raise KernelTypeError(
-            "mask= takes bools: True where an element is accessed",
+            "mask= must be bool: True where an element is accessed",
             [("mask", f"{mask.dtype.name}{list(mask.shape)}")],
             user_location(),
             "compare first, as in mask=(positions < size)",
@@ -230,10 +230,10 @@ def _fit(value: Any, shape: tuple[int, ...], name: str, role: str) -> Any:
         return jnp.broadcast_to(value, shape)
     except ValueError:
         raise KernelTypeError(
-            f"the {name} does not fit the elements {role}",
+            f"{name}= does not match the shape of the elements {role}",
             [(name, value.shape), ("elements", shape)],
             user_location(),
-            fix="one of the shape of the elements, or one that broadcasts to it",
+            fix="pass the shape of the elements, or one that broadcasts to it",
         ) from None
 
 
@@ -263,9 +263,9 @@ def load(
     if mask is None:
         if other is not None:
             raise KernelTypeError(
-                "other= says what masked-off elements give, and there is no mask=",
+                "other= is the value of masked-off elements, but there is no mask=",
                 at=user_location(),
-                fix="pass mask=, True where an element is read, or leave out other=",
+                fix="pass mask=, True where an element is read, or remove other=",
             )
         view = _view(ref, idx)
         return view[...]
@@ -365,7 +365,7 @@ def multiple_of(x: Any, values: int | Sequence[int]) -> jax.Array:
             raise KernelTypeError(
                 f"{x} is not a multiple of {multiple}",
                 at=user_location(),
-                fix="a start that is, or leave out pl.multiple_of",
+                fix="use a start that is, or remove pl.multiple_of",
             )
         return x  # type: ignore[return-value]
     return multiple_of_p.bind(x, multiple=multiple)
@@ -385,10 +385,10 @@ def debug_print(fmt: str, *args: Any) -> None:
     template, fields = positional_fields(fmt)
     if fields and set(fields) != set(range(len(args))):
         raise KernelTypeError(
-            f"the fields of the format do not fit {len(args)} values",
+            f"the fields of the format do not match {len(args)} values",
             [("format", repr(fmt)), ("fields", ", ".join(map(str, fields)))],
             user_location(),
-            "one {} per value, or {:.3f} and the like",
+            "use one {} per value, or {:.3f} and the like",
         )
     if not fields:
         template, fields = template + " {!s}" * len(args), list(range(len(args)))
@@ -480,11 +480,11 @@ class SelectedRef:
 
     def refuse(self, *_: Any) -> NoReturn:
         raise KernelTypeError(
-            "a ref of pl.select_ref is the source or destination of a copy",
+            "a ref of pl.select_ref can only be the source or destination of a copy",
             [("refs", [jaxcompat.aval_of(r).str_short() for r in self.refs])],
             user_location(),
-            "pltpu.async_copy(pl.select_ref(i, a_ref, b_ref.at[0]), c_ref, sem): take "
-            "parts of the refs before they are selected",
+            "pltpu.async_copy(pl.select_ref(i, a_ref, b_ref.at[0]), c_ref, sem): "
+            "slice the refs before they are selected",
         )
 
     __getitem__ = __setitem__ = refuse
@@ -516,7 +516,7 @@ class AsyncCopyDescriptor:
                 raise KernelTypeError(
                     f"the {what} of a copy must be a ref, got {ref!r}",
                     at=user_location(),
-                    fix="hand over the ref, or a view of it: x_ref.at[...]",
+                    fix="pass the ref, or a view of it: x_ref.at[...]",
                 )
         self.src_ref, self.dst_ref, self.sem = src_ref, dst_ref, sem
 
@@ -653,7 +653,7 @@ def run_scoped(f: Any, *types: Any, collective_axes: Any = (), **kw_types: Any) 
     result = f(*args, **kwargs)
     if any(jaxcompat.is_ref(leaf) for leaf in jax.tree.leaves(result)):
         raise KernelTypeError(
-            "run_scoped cannot return a ref: its memory ends with it",
+            "run_scoped cannot return a ref: its lifetime ends with it",
             at=user_location(),
             fix="return its value, ref[...]",
         )

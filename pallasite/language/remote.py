@@ -45,9 +45,9 @@ class RemoteCopyDescriptor(AsyncCopyDescriptor):
         """Start sending."""
         if add:
             raise UnsupportedError(
-                "a copy to another device that adds is not available",
+                "a remote copy that adds is not supported",
                 at=user_location(),
-                fix="copy to a buffer there and let that device add it",
+                fix="copy to a buffer there, and add on that device",
             )
         views = (self.src_ref, self.dst_ref, self.send_sem, self.sem)
         flat, tree = flatten_views(*views)
@@ -88,7 +88,7 @@ def make_async_remote_copy(
     place = place_of(device_id, device_id_type)
     if place.core is not None or place.device is None:
         raise UnsupportedError(
-            "a copy into the memory of another core is not available",
+            "a copy into the memory of another core is not supported",
             [("device_id", repr(device_id))],
             user_location(),
             "copy to main memory, signal the other core, and let it copy from there",
@@ -122,10 +122,10 @@ def get_barrier_semaphore(tag: Any = None) -> Any:
     """
     if tag is not None:
         raise UnsupportedError(
-            "get_barrier_semaphore(tag=...) is not available",
+            "get_barrier_semaphore(tag=...) is not supported",
             [("tag", repr(tag))],
             user_location(),
-            "pltpu.CompilerParams(collective_id=...) names the kernel's semaphore",
+            "pltpu.CompilerParams(collective_id=...) identifies the kernel's semaphore",
         )
     # JAX learns of a ref inside a kernel only from its own primitives.
     return allocate(MemoryRef((), np.int32, DeviceBarrier.ONE))

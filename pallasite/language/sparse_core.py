@@ -51,10 +51,11 @@ def _places(ref: Any, indices: Sequence[Any]) -> tuple[Any, ...]:
     shapes = {jnp.shape(index) for index in indices}
     if len(indices) != len(ref.shape) or len(shapes) != 1 or len(shapes.pop()) != 1:
         raise KernelTypeError(
-            "elements are picked by one index array per dimension, all of one length",
+            "an indexed access needs one index array per dimension, all of the same "
+            "length",
             [("ref", ref.shape), ("indices", [jnp.shape(i) for i in indices])],
             user_location(),
-            fix="as many int32 vectors as the ref has dimensions, of one length",
+            fix="pass one int32 vector per dimension of the ref, of the same length",
         )
     return tuple(indices)
 
@@ -89,10 +90,10 @@ def Indices(values: Any, ignored_value: int | None = None) -> Any:
     """Row indices for a copy: returns the values themselves."""
     if ignored_value is not None:
         raise UnsupportedError(
-            "plsc.Indices(ignored_value=...) is not available",
+            "plsc.Indices(ignored_value=...) is not supported",
             [("ignored_value", ignored_value)],
             user_location(),
-            "let those numbers name a row of the table that nothing else uses",
+            "let those indices select a row of the table that nothing else uses",
         )
     return values
 

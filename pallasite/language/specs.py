@@ -87,7 +87,7 @@ class Buffered:
     def __post_init__(self):
         if not isinstance(self.buffer_count, int) or self.buffer_count < 1:
             raise SpecError(
-                "a window has at least one buffer",
+                "a window needs at least one buffer",
                 [("buffer_count", repr(self.buffer_count))],
                 user_location(),
                 "pl.Buffered(2) is the default; pl.Buffered(1) saves memory",
@@ -214,10 +214,10 @@ class PrefetchScalarGridSpec(GridSpec):
         )
         if not isinstance(num_scalar_prefetch, int) or num_scalar_prefetch < 0:
             raise SpecError(
-                "num_scalar_prefetch must be a count",
+                "num_scalar_prefetch must be an int, 0 or more",
                 [("got", repr(num_scalar_prefetch))],
                 user_location(),
-                "how many of the first operands index maps read, such as 1",
+                "pass the number of leading operands that index maps read, such as 1",
             )
         self.num_scalar_prefetch = num_scalar_prefetch
 
@@ -269,14 +269,14 @@ def _grid_entry(axis: int, given: Any, grid: tuple[Any, ...]) -> Any:
                 "a grid size cannot be negative",
                 [("grid", grid), ("axis", axis)],
                 user_location(),
-                fix="sizes of 0 or more: pl.cdiv(n, block)",
+                fix="use sizes of 0 or more: pl.cdiv(n, block)",
             )
         if entry >= 2**31:
             raise SpecError(
-                "a grid size is larger than any program id",
+                "a grid size is larger than the largest program id",
                 [("grid", grid), ("axis", axis), ("largest", 2**31 - 1)],
                 user_location(),
-                "larger blocks, or several axes",
+                "use larger blocks, or several axes",
             )
         return int(entry)
     is_scalar = hasattr(entry, "dtype") and getattr(entry, "shape", None) == ()
@@ -337,10 +337,10 @@ def window_of(
         if spec.block_shape == operand.shape:
             return None
         raise SpecError(
-            f"a block in memory space {space.name} has no meaning",
+            f"a block in memory space {space.name} is not supported",
             [("operand", operand), ("block", spec.block_shape)],
             at,
-            "leave out block_shape to see the whole array, or the memory space",
+            "remove block_shape to get the whole array, or remove the memory space",
         )
     dims = _block_dims(spec, operand, at)
     buffers = None
@@ -452,11 +452,11 @@ def _block_dim(
             f"a block size must be positive, got {size}",
             facts,
             at,
-            f"{n} for all of the dimension, None for one element without it",
+            f"{n} for the whole dimension, None for one element (squeezed)",
         )
     if not _is_two_counts(padding):
         raise SpecError(
-            f"padding must be two counts, got {padding}",
+            f"padding must be two ints, 0 or more, got {padding}",
             facts,
             at,
             fix="padding=(before, after)",
@@ -469,11 +469,11 @@ def refuse_traced(shape: Sequence[Any], what: str, facts: Any, at: Any) -> None:
     """Reject traced sizes: those of memory must be known before the kernel runs."""
     if any(isinstance(size, jax.core.Tracer) for size in shape):
         raise SpecError(
-            f"{what} has a size that is a traced value, not an int",
+            f"{what} has a size that is a traced value, not a static int",
             facts,
             at,
-            "jax.jit(f, static_argnums=...) or static_argnames= for the argument that "
-            "it comes from, or x.shape",
+            "jax.jit(f, static_argnums=...) or static_argnames= for the argument it "
+            "comes from, or use x.shape",
         )
 
 

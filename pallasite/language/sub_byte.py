@@ -17,7 +17,7 @@ def join_bits(*, two_bits: Any = None, four_bits: Any = None) -> jax.Array:
     place = 0
     for part, width in parts:
         if jnp.iinfo(part.dtype).bits != width:
-            raise _refusal(f"an array of {width}-bit integers is needed", part.dtype)
+            raise _refusal(f"expected an array of {width}-bit integers", part.dtype)
         low = part.astype(jnp.int32) & (2**width - 1)
         joined = low if joined is None else joined | (low << place)
         place += width
@@ -26,16 +26,18 @@ def join_bits(*, two_bits: Any = None, four_bits: Any = None) -> jax.Array:
     if two_bits is not None and four_bits is not None:
         shapes = two_bits.shape, four_bits.shape
         if shapes[0] != shapes[1]:
-            raise _refusal("join_bits needs arrays of one shape", shapes)
+            raise _refusal("join_bits needs arrays of the same shape", shapes)
     return joined.astype(jnp.int8)
 
 
 def split_bits(x: Any, bitwidths: Sequence[int]) -> tuple[jax.Array, ...]:
     """Elements of two or four bits from bytes, the lowest bits first."""
     if jnp.iinfo(x.dtype).bits != 8:
-        raise _refusal("split_bits takes bytes", x.dtype)
+        raise _refusal("split_bits needs an 8-bit dtype", x.dtype)
     if sum(bitwidths) > 8 or not set(bitwidths) <= {2, 4}:
-        raise _refusal("a byte is split into 2 and 4 bits, 8 in all", tuple(bitwidths))
+        raise _refusal(
+            "a byte can be split into 2 and 4 bits, at most 8 in all", tuple(bitwidths)
+        )
     parts, place, wide = [], 0, x.astype(jnp.int32)
     for width in bitwidths:
         kept = wide << (32 - place - width)  # the element's top bit becomes the sign

@@ -91,7 +91,7 @@ def get_sparse_core_info() -> SparseCoreInfo:
     if found is None:
         raise SpecError(
             f"{tpu.name} has no SparseCores",
-            fix=f"name a chip that has: PALLASITE_TARGET={_with_sparse_cores()}",
+            fix=f"choose a chip that has them: PALLASITE_TARGET={_with_sparse_cores()}",
         )
     return found
 

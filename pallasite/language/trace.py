@@ -78,7 +78,7 @@ class KnownGrid:
             f"pl.{asked}({axis}): the grid has {count_of(len(shown), 'axis', 'axes')}",
             [("kernel", self.kernel), ("grid", shown)],
             user_location(),
-            "axes count from 0" if shown else "a grid= in the call",
+            "axes are numbered from 0" if shown else "pass grid= in the call",
         )
 
 
@@ -227,7 +227,7 @@ def check_signature(
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise KernelTypeError(
-            "the kernel's parameters do not fit the refs it is given",
+            "the kernel's parameters do not match the refs it gets",
             [
                 ("kernel", f"{name_of(fn)}{signature}"),
                 *facts,
@@ -350,30 +350,30 @@ def explain_trace_failure(
         return _explain_store(store, facts, at)
     if _USED_AS_REF.search(text) and (given := _not_a_ref(fn, args)):
         return KernelTypeError(
-            "a parameter of the kernel is not one ref",
+            "a parameter of the kernel is not a single ref",
             [
                 *facts,
                 ("parameter", given),
                 ("problem", f"{type(error).__name__}: {text}"),
             ],
             at,
-            "pass one array (jnp.asarray of a list of numbers), or take the refs one "
+            "pass one array (jnp.asarray of a list of numbers), or use the refs one "
             "by one",
         )
     if isinstance(error, NameError) and (axis := _UNBOUND_AXIS.search(text)):
         return KernelTypeError(
-            f"no axis is called {axis[1]!r} here",
+            f"unbound axis name {axis[1]!r}",
             facts,
             at,
-            "a name of grid_names, cluster_names or thread_name, of the mesh of "
-            "pl.kernel or pl.core_map, or of a jax.shard_map around the call",
+            "use a name in grid_names, cluster_names or thread_name, in the mesh of "
+            "pl.kernel or pl.core_map, or in a jax.shard_map around the call",
         )
     if "Out of bound slice" in text:
         return RefIndexError(
-            "a slice reaches outside its ref",
+            "a slice is out of bounds of its ref",
             [*facts, ("slice", text.split(": ", 1)[-1].rstrip("."))],
             at,
-            "start at most dim - size, or give a mask= for what is outside",
+            "start at most at dim - size, or pass mask= for what is out of bounds",
         )
     if misused := _used_as_array(error, fn, args, facts, at):
         return misused
@@ -381,17 +381,17 @@ def explain_trace_failure(
         stored := _stored_value(_frames_inside(error))
     ):
         return KernelTypeError(
-            "what is written to a ref is not an array",
+            "the value written to a ref is not an array",
             [*facts, ("value", _kind_of(stored[0]))],
             at,
-            "an array or a number; jnp.asarray(value, ref.dtype) of a list",
+            "write an array or a number; for a list, jnp.asarray(value, ref.dtype)",
         )
     if "DShapedArray" in text or "size must be" in text:
         return KernelTypeError(
-            "a slice of a ref needs a size known when the kernel is traced",
+            "a slice of a ref needs a static size",
             facts,
             at,
-            "pl.ds(start, size) with an int size; mask what is not wanted",
+            "use pl.ds(start, size) with an int size, and mask the rest",
         )
     if _raised_while_indexing(error):
         return _explain_index(error, facts, at)
@@ -407,10 +407,10 @@ def _explain_index(error: Exception, facts: list[Any], at: Any) -> RefIndexError
         return boolean_index(given, facts, at)
     if _has_traced_slice(index):
         return RefIndexError(
-            "a slice of a ref has a bound that is known only when the kernel runs",
+            "a slice of a ref has a traced bound",
             facts,
             at,
-            "pl.ds(start, size), of which only start may be traced",
+            "use pl.ds(start, size): only start may be traced",
         )
     unclear = "unpack" in text or "boolean conversion" in text
     problem = ("problem", text.splitlines()[0])
@@ -418,7 +418,7 @@ def _explain_index(error: Exception, facts: list[Any], at: Any) -> RefIndexError
         "a ref cannot be indexed like this",
         [*facts, ("index", _refused_entry(index)) if unclear else problem],
         at,
-        "ints, slices with a step of at least 1, pl.ds(start, size), integer "
+        "use ints, slices with a step of at least 1, pl.ds(start, size), integer "
         "arrays (no lists), one ...; no None",
     )
 
@@ -427,10 +427,13 @@ def _explain_index(error: Exception, facts: list[Any], at: Any) -> RefIndexError
 _ASKED_OF_REFS = {
     "__iter__": (
         "a ref cannot be iterated over",
-        "{}[i], with i from range or pl.loop",
+        "read {}[i], with i from range or pl.loop",
     ),
-    "__bool__": ("a ref has no truth value", "pl.when of what is read from it"),
-    "__array__": ("numpy cannot read a ref", "jax.numpy on its value: {}[...]"),
+    "__bool__": ("a ref has no truth value", "use pl.when of a value read from it"),
+    "__array__": (
+        "a ref cannot be used with numpy",
+        "use jax.numpy on its value: {}[...]",
+    ),
 }
 _HAS = "at, bitcast, dtype, get, ndim, reshape, set, shape, size, swap, T, transpose"
 
@@ -454,14 +457,14 @@ def _used_as_array(
     if isinstance(error, AttributeError):
         asked = called.f_locals.get("name")
         what = f"a ref has no attribute {asked!r}"
-        fix = f"what arrays have, its value has: {name}[...]"
+        fix = f"its value is an array: {name}[...]"
         return KernelTypeError(what, [*facts, ("has", _HAS)], at, fix)
     if asked in _ASKED_OF_REFS:
         what, fix = _ASKED_OF_REFS[asked]
         return KernelTypeError(what, facts, at, fix.format(name))
     if asked in ("__float__", "__int__", "__index__", "__complex__"):
         kind = asked.strip("_")
-        what = f"a ref is not a number that {kind}() could give"
+        what = f"a ref cannot be converted with {kind}()"
         return KernelTypeError(what, facts, at, f"compute with {name}[...]")
     return None
 
@@ -540,7 +543,7 @@ def non_integer_index(
         f"an index must be an integer, got {given}",
         facts,
         at,
-        "divide by //, or cast it: index.astype(jnp.int32)",
+        "divide with //, or cast it: index.astype(jnp.int32)",
     )
 
 
@@ -550,10 +553,10 @@ def boolean_index(given: str, facts: Sequence[tuple[str, Any]], at: Loc | None):
     How many elements a mask selects is known only at run time.
     """
     return RefIndexError(
-        f"{given} cannot index a ref: indices are integers",
+        f"{given} cannot index a ref: indices must be integers",
         facts,
         at,
-        "pl.load(ref, idx, mask=, other=), pl.store(ref, idx, value, mask=), or "
+        "use pl.load(ref, idx, mask=, other=), pl.store(ref, idx, value, mask=), or "
         "jnp.where(mask, ref[...], other)",
     )
 
@@ -574,25 +577,25 @@ def add_notes(error: Exception, where: str) -> None:
 _TRACER_FIXES: dict[type[Exception], str] = {
     jax.errors.NonConcreteBooleanIndexError: "keep all elements: "
     "jnp.where(mask, x, other), or a reduction with where=mask",
-    jax.errors.TracerBoolConversionError: "decide at run time with pl.when, "
+    jax.errors.TracerBoolConversionError: "branch at run time with pl.when, "
     "jax.lax.cond or jnp.where instead of `if`, `while`, `and` and `or`",
     jax.errors.TracerIntegerConversionError: "loop at run time with "
-    "jax.lax.fori_loop or pl.loop instead of range(); look a number up in an array or "
-    "a ref instead of a list",
+    "jax.lax.fori_loop or pl.loop instead of range(); index an array or a ref instead "
+    "of a list",
     jax.errors.TracerArrayConversionError: "use jax.numpy instead of numpy",
     jax.errors.ConcretizationTypeError: "compute with the traced value itself, "
     "converted with .astype(jnp.int32) or .astype(jnp.float32), instead of int(), "
     "float() and .item(); branch with pl.when or jax.lax.cond, loop with "
     "jax.lax.fori_loop",
-    jax.errors.UnexpectedTracerError: "what a kernel computes ends with it: store it "
-    "into an output, or into scratch for a later program",
+    jax.errors.UnexpectedTracerError: "a traced value leaked out of the kernel: "
+    "store it to an output, or to scratch for a later program",
 }
 
 
 _FIXES_BY_TEXT = {
     r"Shapes must be 1D|in the jnp.arange argument|jnp.linspace|[Ss]ize argument": (
-        "shapes are fixed when the kernel is traced: take the largest size (size=), "
-        "and mask the rest: jnp.where(jnp.arange(largest) < n, x, 0)"
+        "shapes must be static: use the largest size (size=), and mask the rest: "
+        "jnp.where(jnp.arange(largest) < n, x, 0)"
     ),
     "format string passed to .*Tracer": "print when the kernel runs: "
     'pl.debug_print("{:.3f}", x)',
@@ -624,8 +627,8 @@ def _explain_store(found: re.Match[str], facts: Any, at: Any) -> KernelTypeError
     for operand in grid.whole if (grid := innermost_grid()) else ():
         for role, shape, block in sides:
             if (operand.role, str(operand.shape)) == (role, shape) and value != "()":
-                uncut = f"{operand}: no block, every program sees all of it"
-                fix = f"a pl.BlockSpec({block}, index_map) for it in {role}"
+                uncut = f"{operand}: no BlockSpec, every program gets all of it"
+                fix = f"pass a pl.BlockSpec({block}, index_map) for it in {role}"
                 return KernelTypeError(
                     what, [*facts, *shapes, ("uncut", uncut)], at, fix
                 )
@@ -642,7 +645,7 @@ def _reshaped(value: str, picked: str) -> str:
     with contextlib.suppress(ValueError):
         if np.broadcast_shapes(have, want) == want:
             return f"jnp.broadcast_to(value, {picked})"
-    return f"an index that picks {value}, or a value of shape {picked}"
+    return f"use an index that selects {value}, or a value of shape {picked}"
 
 
 # Python's messages for a list, a dict or None used in place of a ref.

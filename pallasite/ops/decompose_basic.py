@@ -103,7 +103,7 @@ def round_(x: Expr, *, rounding_method: int) -> Expr:
 def nextafter(x: Expr, y: Expr) -> Expr:
     layout = {**FORMATS, **NARROW_FORMATS}.get(x.dtype)
     if layout is None:
-        raise NotApplicable(f"f16, bf16, f32 and f64 only, not {x.dtype}")
+        raise NotApplicable(f"supports f16, bf16, f32 and f64 only, not {x.dtype}")
     pattern, zero = x.bitcast(layout.integer), 0.0
     # A float's bits, as an integer, count its distance from zero.
     outwards = (x < y).op("eq", x > zero)
@@ -159,7 +159,7 @@ def clz(x: Expr) -> Expr:
 
 def _width(x: Expr) -> int:
     if x.dtype.bits < 8:
-        raise NotApplicable(f"integers of 8 bits and more, not {x.dtype}")
+        raise NotApplicable(f"supports integers of 8 bits and more, not {x.dtype}")
     return x.dtype.bits
 
 

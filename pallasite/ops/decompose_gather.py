@@ -59,13 +59,15 @@ def _gathered_axis(
 ) -> int:
     _, collapsed, index_map, operand_batch, _ = numbers
     if len(index_map) != 1 or tuple(collapsed) != tuple(index_map):
-        raise NotApplicable("one axis gathered element by element only")
+        raise NotApplicable("supports only gathers of single elements along one axis")
     (axis,) = index_map
     for d, (n, size) in enumerate(zip(x.shape, slice_sizes, strict=True)):
         if size != (1 if d == axis or d in operand_batch else n):
-            raise NotApplicable("whole rows only")
+            raise NotApplicable("supports only whole rows")
     if not 0 < x.shape[axis] <= MOST_CANDIDATES:
-        raise NotApplicable(f"at most {MOST_CANDIDATES} candidates along the axis")
+        raise NotApplicable(
+            f"supports at most {MOST_CANDIDATES} elements along the axis"
+        )
     return axis
 
 

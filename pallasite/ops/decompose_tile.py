@@ -270,7 +270,7 @@ def arg_reduce(b: Builder, x: Value, *, kind: str, axis: int, dtype: DType) -> V
         x = b.cast(x, I32)
     shape = x.tile.shape
     if not shape[axis]:
-        raise NotApplicable("the position of the largest of no elements")
+        raise NotApplicable("the argmax or argmin of an empty tile")
     best = b.op("reduce", x, kind=kind, axes=(axis,))
     others = tuple(d for d in range(len(shape)) if d != axis)
     hit = b.eq(x, b.broadcast(best, shape, others))

@@ -48,10 +48,14 @@ def index_result_shape(
             if entry.size < 0 or entry.stride < 1 or first < 0:
                 raise TypeRuleError(f"malformed span {entry}")
             if first + entry.extent > n:
-                raise TypeRuleError(f"{entry} reaches outside {n} elements of {ref}")
+                raise TypeRuleError(
+                    f"{entry} is out of bounds for {n} elements of {ref}"
+                )
             spans.append(entry.size)
         elif entry.start is not None and not 0 <= entry.start < n:
-            raise TypeRuleError(f"index {entry.start} is outside {n} elements of {ref}")
+            raise TypeRuleError(
+                f"index {entry.start} is out of bounds for {n} elements of {ref}"
+            )
     return (*(gathered or ()), *spans)
 
 
@@ -81,7 +85,9 @@ def _update(types: tuple[Type, ...], attrs: Attrs, values: int) -> TileType:
     picked = TileType(shape, ref.dtype)
     for value in types[1 : 1 + values]:
         if value != picked:
-            raise TypeRuleError(f"value is {value}, the index picks {picked} of {ref}")
+            raise TypeRuleError(
+                f"value is {value}, the index selects {picked} of {ref}"
+            )
     _check_tail(types[1 + values + n :], attrs, picked)
     return picked
 
@@ -326,9 +332,9 @@ _row(
     _atomic_rmw,
     None,
     ("kind", "index", "mask"),
-    doc="gives the old value",
+    doc="returns the old value",
 )
-_row("atomic_cas", _atomic_cas, None, ("index",), doc="gives the old value")
+_row("atomic_cas", _atomic_cas, None, ("index",), doc="returns the old value")
 _row("subview", _subview, None, ("index",), Effect.PURE, **_laid_out)
 _row("reshape_view", _reshape_view, 1, ("shape",), Effect.PURE)
 _row("bitcast_view", _bitcast_view, 1, ("dtype",), Effect.PURE)
@@ -339,14 +345,14 @@ _row(
     None,
     ("window",),
     Effect.PURE,
-    doc="the block a pipeline's window shows at given block indices",
+    doc="the block of a pipeline's window at the given block indices",
 )
 _row(
     "alloc",
     _alloc,
     0,
     ("type",),
-    doc="uninitialised memory until the block ends",
+    doc="uninitialised memory; its lifetime ends with the enclosing block",
     **_laid_out,
 )
 _row("for", _for, None, (), regions=1, **_control, **_laid_out)
@@ -358,7 +364,7 @@ _row(
     None,
     ("rule",),
     regions=1,
-    doc="runs its body; derivatives are those of the named rule",
+    doc="runs its body; its derivative is the named rule",
     **_control,
 )
 _row(
@@ -375,7 +381,7 @@ _row(
     _roles,
     0,
     regions=None,
-    doc="runs its regions side by side, until all have ended",
+    doc="runs its regions concurrently, until all have ended",
     unit=Unit.CONTROL,
     **_explicit,
 )
@@ -383,7 +389,7 @@ _row(
     "barrier",
     _nothing,
     0,
-    doc="waits until every role, or subcore of the core, is here",
+    doc="waits until every role, or every subcore of the core, arrives",
     **_explicit,
 )
 _row("copy_start", _copy, None, ("priority",), doc="starts an async copy", **_explicit)
@@ -391,7 +397,7 @@ _row(
     "copy_wait",
     _copy,
     None,
-    doc="waits for a started copy of the same shape",
+    doc="waits for an async copy of the same shape",
     **_explicit,
 )
 _row(
@@ -399,8 +405,9 @@ _row(
     _indexed_copy,
     4,
     ("indexed", "add"),
-    doc="starts an async copy of numbered rows of its `indexed` side; numbers clamp "
-    "when read and are dropped when written; `add` adds to them",
+    doc="starts an async copy with rows of its `indexed` side selected by index; "
+    "out-of-bounds indices are clamped when read and dropped when written; `add` "
+    "accumulates",
     **_explicit,
 )
 _row(
@@ -408,7 +415,7 @@ _row(
     _indexed_copy,
     4,
     ("indexed",),
-    doc="waits for a started copy of as many rows",
+    doc="waits for an async copy of as many rows",
     **_explicit,
 )
 _row("sem_signal", _nothing, 2, doc="semaphore, i32 increment", **_explicit)
@@ -416,7 +423,7 @@ _row(
     "sem_signal_core",
     _nothing,
     3,
-    doc="semaphore, i32 increment, i32 number of the core whose semaphore it is",
+    doc="semaphore, i32 increment, i32 index of the core that owns the semaphore",
     **_explicit,
 )
 _row(
@@ -431,8 +438,8 @@ _row(
     "fetch_and_add",
     _fetch_and_add,
     3,
-    doc="i32 in scalar memory, i32 increment, i32 number of the subcore whose memory "
-    "it is: adds at once, and gives what was there",
+    doc="i32 in scalar memory, i32 increment, i32 index of the subcore that owns the "
+    "memory: atomic add, returns the old value",
     **_explicit,
 )
 _row(
@@ -440,14 +447,15 @@ _row(
     _copy,
     5,
     ("priority",),
-    doc="source, destination there, semaphore here (read), there (written), device",
+    doc="source, remote destination, local semaphore (source read), remote semaphore "
+    "(destination written), device",
     **_explicit,
 )
 _row(
     "sem_signal_device",
     _nothing,
     None,
-    doc="semaphore, i32 increment, i32 number of the device, perhaps of its core",
+    doc="semaphore, i32 increment, i32 index of the device, optionally of its core",
     **_explicit,
 )
 _row(
@@ -456,7 +464,8 @@ _row(
     0,
     (),
     Effect.PURE,
-    doc="what devices signal each other that they run the kernel",
+    doc="the semaphore that devices signal to each other when they have started the "
+    "kernel",
     **_explicit,
 )
 _row(
@@ -465,7 +474,7 @@ _row(
     0,
     ("count",),
     Effect.PURE,
-    doc="i32: which of the `count` devices that run the kernel this is",
+    doc="i32: the index of this device among the `count` devices that run the kernel",
     **_explicit,
 )
 _row("debug_print", _nothing, None, ("format",), **_control)
@@ -474,11 +483,16 @@ _row(
     _nothing,
     None,
     ("message",),
-    doc="fails if the bool is false; other operands go into the message's fields",
+    doc="fails if the bool is false; the other operands fill the message's fields",
 )
 _row("delay", _nothing, 1, (), **_control)
 _row(
-    "assume_multiple", _first, 1, ("multiple",), Effect.PURE, doc="a promise, not code"
+    "assume_multiple",
+    _first,
+    1,
+    ("multiple",),
+    Effect.PURE,
+    doc="an assumption; emits no code",
 )
 
 __all__ = ["ATOMIC_KINDS", "At", "block_ref", "index_result_shape", "map_results"]

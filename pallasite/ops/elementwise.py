@@ -141,7 +141,13 @@ _row("abs", 1, np.abs, dtypes=SIGNED)
 _row("sign", 1, m.sign)
 _row("max", 2, np.maximum, dtypes=ALL, doc="NaN if either is NaN")
 _row("min", 2, np.minimum, dtypes=ALL, doc="NaN if either is NaN")
-_row("clamp", 3, m.clamp, rule=_clamp, doc="min(max(x, low), high); scalar bounds may")
+_row(
+    "clamp",
+    3,
+    m.clamp,
+    rule=_clamp,
+    doc="min(max(x, low), high); scalar bounds broadcast",
+)
 _row("floor", 1, np.floor, dtypes=FLOATS)
 _row("ceil", 1, np.ceil, dtypes=FLOATS)
 _row("round", 1, m.round_, dtypes=FLOATS, attrs=("rounding_method",))

@@ -176,7 +176,7 @@ def float_formula(fn: Callable[..., Expr]) -> Lower:
         if own in FORMATS:
             return fn(*operands, **attrs)
         if not own.is_float:
-            raise NotApplicable(f"float types only, not {own}")
+            raise NotApplicable(f"supports float types only, not {own}")
         wide = [o.cast(F32) if o.dtype == own else o for o in operands]
         result = fn(*wide, **attrs)
         return result.cast(own) if result.dtype == F32 else result

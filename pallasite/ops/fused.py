@@ -49,7 +49,9 @@ def _dot_store(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
         raise TypeRuleError(f"{len(types)} operands, not {3 + count + rest}")
     picked = index_result_shape(ref, attrs["index"], types[3 : 3 + count])
     if (picked, ref.dtype) != (result.shape, result.dtype):
-        raise TypeRuleError(f"{result} does not fit {ref.dtype}{list(picked)} of {ref}")
+        raise TypeRuleError(
+            f"{result} does not match {ref.dtype}{list(picked)} of {ref}"
+        )
     return ()
 
 
@@ -81,8 +83,8 @@ register(
         attrs=(*PRODUCT, "scaled"),
         lower=_add,
         unit=Unit.MATRIX,
-        doc="a dot added to its third operand; `scaled`: that is the fourth, each row "
-        "times its number in the fifth",
+        doc="a dot plus its third operand; with `scaled` the addend is the fourth "
+        "operand, each row multiplied by its element of the fifth",
     )
 )
 register(
@@ -93,7 +95,7 @@ register(
         lower=_store,
         unit=Unit.MATRIX,
         effect=Effect.WRITE,
-        doc="a dot added to what a ref holds, or to `addend`, and stored there; what "
-        "it holds does not count where the number `overwrite` is positive",
+        doc="a dot plus the contents of a ref, or plus `addend`, stored to the ref; "
+        "the contents are ignored where `overwrite` is positive",
     )
 )

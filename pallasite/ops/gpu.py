@@ -52,7 +52,7 @@ def _wgmma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     (left,), (right,) = contract
     shape = (lhs.shape[1 - left], rhs.shape[1 - right])
     if lhs.shape[left] != rhs.shape[right] or sums.shape != shape:
-        raise TypeRuleError(f"{lhs} times {rhs} does not fit {sums}")
+        raise TypeRuleError(f"{lhs} times {rhs} does not match {sums}")
     return (sums,)
 
 
@@ -115,11 +115,9 @@ gpu_row(
     barrier_rule,
     1,
     ("bytes",),
-    doc="arrives, and lets the phase wait for that many bytes of copies too",
+    doc="one arrival; the phase also waits for that many bytes of copies",
 )
-gpu_row(
-    "barrier_arrive", barrier_rule, 1, (), doc="one arrival, of each warp that runs it"
-)
+gpu_row("barrier_arrive", barrier_rule, 1, (), doc="one arrival per warp that runs it")
 gpu_row(
     "barrier_wait",
     barrier_rule,
@@ -133,7 +131,7 @@ gpu_row(
     3,
     ("contract",),
     unit=Unit.MATRIX,
-    doc="starts adding a product, by a warpgroup; the result is pending",
+    doc="starts a matmul of a warpgroup into an accumulator; the result is in flight",
 )
 gpu_row(
     "wgmma_wait",
@@ -141,29 +139,32 @@ gpu_row(
     None,
     ("pending",),
     unit=Unit.CONTROL,
-    doc="waits until at most `pending` products are in flight; gives the same tiles",
+    doc="waits until at most `pending` matmuls are in flight; returns the same tiles",
 )
 gpu_row(
     "named_barrier",
     nothing,
     0,
     ("id", "threads", "arrive_only"),
-    doc="warps meet, or say that they were here",
+    doc="warps synchronise, or arrive without waiting (`arrive_only`)",
 )
 gpu_row(
     "fence_async",
     nothing,
     0,
     (),
-    doc="stores to shared memory so far are seen by copies and products after it",
+    doc="makes earlier stores to shared memory visible to later async copies and "
+    "matmuls",
 )
-gpu_row("cluster_barrier", nothing, 0, (), doc="the blocks of a cluster meet")
+gpu_row(
+    "cluster_barrier", nothing, 0, (), doc="the thread blocks of a cluster synchronise"
+)
 gpu_row(
     "cluster_arrive",
     barrier_rule,
     1,
     ("axes", "to"),
-    doc="one arrival at that barrier of `all` blocks along axes of the cluster, or of "
+    doc="one arrival at that barrier in `all` blocks along axes of the cluster, or in "
     "the `first`",
 )
 gpu_row(
@@ -171,11 +172,16 @@ gpu_row(
     _cluster_copy,
     3,
     ("axes", "to"),
-    doc="a copy that barriers count: to shared memory at that place in `all` blocks "
-    "along axes of the cluster, or here, counted by the `first` block",
+    doc="an async copy that arrives at a barrier: to the same shared memory in `all` "
+    "blocks along axes of the cluster, or to this block's, with the barrier of "
+    "the `first` block",
 )
 gpu_row(
-    "bulk_commit", nothing, 0, (), doc="the stores started since the last are a group"
+    "bulk_commit",
+    nothing,
+    0,
+    (),
+    doc="commits the async stores since the last commit as a group",
 )
 gpu_row(
     "bulk_wait",
@@ -192,6 +198,6 @@ gpu_row(
     0,
     ("count", "more"),
     unit=Unit.CONTROL,
-    doc="each thread of the warpgroup has that many registers from here on, `more` "
-    "than before or fewer",
+    doc="sets the register count of each thread of the warpgroup, to `more` than "
+    "before or fewer",
 )

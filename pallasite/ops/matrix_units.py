@@ -16,7 +16,7 @@ INSTRUCTIONS = ("clear", "push", "multiply", "pop")
 
 def _matrix_unit(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     if attrs["instruction"] not in INSTRUCTIONS:
-        raise TypeRuleError(f"{attrs['instruction']!r} is none of {INSTRUCTIONS}")
+        raise TypeRuleError(f"{attrs['instruction']!r} is not one of {INSTRUCTIONS}")
     results = () if attrs["type"] is None else (attrs["type"],)
     for body in attrs.get("regions", ()):
         check_region(body, types, results)
@@ -34,7 +34,7 @@ register(
         unit=Unit.MATRIX,
         effect=Effect.WRITE,
         regions=None,
-        doc="an instruction to one matrix unit; its region, if it has one, says what "
-        "that does to the scratch that stands for the unit",
+        doc="an instruction of one matrix unit; its region, if any, defines its "
+        "effect on the scratch that represents the unit",
     )
 )

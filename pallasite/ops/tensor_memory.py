@@ -23,14 +23,14 @@ def _mma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
         raise TypeRuleError(f"adds to tensor memory, got {sums}")
     for side, spaces in ((lhs, ("smem", "tmem")), (rhs, ("smem",))):
         if not isinstance(side, RefType) or side.space not in spaces or side.rank != 2:
-            raise TypeRuleError(f"{side} is no matrix in {' or '.join(spaces)}")
+            raise TypeRuleError(f"{side} is not a matrix in {' or '.join(spaces)}")
     if adds != TileType((), BOOL):
-        raise TypeRuleError(f"whether sums are added to is one bool, got {adds}")
+        raise TypeRuleError(f"the accumulate flag is one bool, got {adds}")
     (left,), (right,) = cast(tuple[tuple[int], tuple[int]], attrs["contract"])
     blocks = 2 if attrs["axes"] else 1  # each has some columns of the right operand
     rows, columns = lhs.shape[1 - left], blocks * rhs.shape[1 - right]
     if lhs.shape[left] != rhs.shape[right] or sums.shape != (rows, columns):
-        raise TypeRuleError(f"{lhs} times {rhs} does not fit {sums}")
+        raise TypeRuleError(f"{lhs} times {rhs} does not match {sums}")
     return ()
 
 
@@ -66,8 +66,8 @@ gpu_row(
     4,
     ("contract", "axes"),
     unit=Unit.MATRIX,
-    doc="starts adding a product to tensor memory, or overwriting it; with axes, of "
-    "two blocks of a cluster at once",
+    doc="starts a matmul that accumulates into tensor memory, or overwrites it; with "
+    "axes, a collective one of two blocks of a cluster",
 )
 gpu_row("tensor_copy", _copy, 2, ("axes",), doc="starts a copy into tensor memory")
 gpu_row(
@@ -75,7 +75,7 @@ gpu_row(
     barrier_rule,
     1,
     ("axes",),
-    doc="one arrival when the products and copies started so far have ended",
+    doc="one arrival when all earlier matmuls and copies have completed",
 )
 gpu_row(
     "tensor_wait",
@@ -83,7 +83,7 @@ gpu_row(
     0,
     ("what",),
     unit=Unit.CONTROL,
-    doc="waits until the `loads` or `stores` of tensor memory have ended",
+    doc="waits until the `loads` or `stores` of tensor memory have completed",
 )
 gpu_row(
     "warps",

@@ -181,7 +181,7 @@ def _exchange(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 def _sort(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     parts = tiles(types)
     if any(p.shape != parts[0].shape for p in parts):
-        raise TypeRuleError("operands of a sort have one shape")
+        raise TypeRuleError("operands of a sort must have the same shape")
     return parts
 
 
@@ -203,7 +203,9 @@ def _inline_asm(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     results: tuple[TileType, ...] = attrs["types"]
     tiles = [t for t in (*types, *results) if isinstance(t, TileType)]
     if len(tiles) < len(types) + len(results) or len({t.shape for t in tiles}) > 1:
-        raise TypeRuleError("operands and results of assembly are tiles of one shape")
+        raise TypeRuleError(
+            "operands and results of assembly must be tiles of the same shape"
+        )
     return results
 
 
@@ -229,7 +231,7 @@ def _row(
     return register(OpDef(name, rule, arity, attrs=attrs, lower=lower, **kw))
 
 
-_row("constant", _constant, 0, ("value", "type"), doc="a tile of one repeated number")
+_row("constant", _constant, 0, ("value", "type"), doc="a tile filled with one value")
 _row("iota", _iota, 0, ("type", "dim"), doc="each element's position along `dim`")
 _row("broadcast_in_dim", _broadcast, 1, ("shape", "dims"))
 _row("reshape", _reshape, 1, ("shape",))
@@ -243,7 +245,7 @@ _row(
     _exchange,
     1,
     ("axis", "distance"),
-    doc="element i becomes element i xor `distance`; sizes are powers of two",
+    doc="element i moves to i xor `distance`; sizes are powers of two",
 )
 _row("reduce", _reduce, 1, ("kind", "axes"), unit=Unit.ALU, max_ulp=4)
 _row(
@@ -252,7 +254,7 @@ _row(
     1,
     ("kind", "axis", "dtype"),
     unit=Unit.ALU,
-    doc="position of the max or min; the first of equals, the first NaN if any",
+    doc="index of the max or min: the first one on ties, or the first NaN",
 )
 _row("scan", _scan, 1, ("kind", "axis", "reverse"), unit=Unit.ALU, max_ulp=4)
 _row(
@@ -261,7 +263,7 @@ _row(
     2,
     ("contract", "batch", "dtype", "precision"),
     unit=Unit.MATRIX,
-    doc="contract/batch: (lhs dims, rhs dims); result is batch, lhs rest, rhs rest",
+    doc="contract, batch: (lhs dims, rhs dims); result dims: batch, lhs free, rhs free",
 )
 _row("dynamic_slice", _dynamic_slice, None, ("sizes",), doc="starts are clamped")
 _row("dynamic_update_slice", _dynamic_update_slice, None, (), doc="starts are clamped")
@@ -272,8 +274,8 @@ _row(
     1,
     ("axis", "k"),
     unit=Unit.ALU,
-    doc="the k largest and their positions, the first of equals first; floats in total"
-    " order: NaN is above all, or below with a sign, and -0.0 below 0.0",
+    doc="the k largest and their indices, lowest index first on ties; floats in total "
+    "order: NaN above all numbers (with its sign bit set, below), -0.0 below 0.0",
 )
 _row(
     "gather",
@@ -288,7 +290,7 @@ _row(
     None,
     ("asm", "constraints", "pack", "types"),
     unit=Unit.ALU,
-    doc="PTX instructions on each `pack` elements; on NVIDIA GPUs only",
+    doc="PTX instructions on groups of `pack` elements; on NVIDIA GPUs only",
 )
 _row(
     "scatter",

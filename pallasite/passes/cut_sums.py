@@ -46,12 +46,12 @@ class _CutSums(Divided):
         pipeline = found.pipeline
         steps, last = pipeline.grid[-1], len(pipeline.grid) - 1
         if reason is None and (steps is None or last not in found.info.sequential):
-            reason = "the last axis is not one of steps"
+            reason = "the last axis is not sequential"
         if reason is not None or steps is None:
             raise CannotReblock(reason or "")
         super().__init__(found, dim, parts, last, steps * parts)
         if any(each.n % each.block for each in self.moved.values()):
-            raise CannotReblock("a block hangs over the edge")
+            raise CannotReblock("a block extends past the edge")
         self.index = pipeline.ids[last]
         self.made = {v: op for op in walk(pipeline.body) for v in op.results}
         self.sums = set(self._sums(pipeline.body))
@@ -94,7 +94,7 @@ class _CutSums(Divided):
         refs = {op.operands[0] for op in self.sums}
         guards = [op for op in ops if self._is_sum(op)]
         if not guards:
-            raise CannotReblock("no step adds up what it multiplies")
+            raise CannotReblock("no step accumulates a matmul")
         places = [ops.index(op) for op in guards]
         for n, op in enumerate(ops):
             if op in guards:
@@ -102,7 +102,7 @@ class _CutSums(Divided):
                 continue
             between = places[0] < n < places[-1]
             if writes(op) and (between or not self._is_step(op, n < places[0])):
-                raise CannotReblock("a step does more than to add up products")
+                raise CannotReblock("a step does more than accumulate matmuls")
 
     def _is_sum(self, op: Op) -> bool:
         return any(inner in self.sums for inner in walk(Block((), (op,))))
@@ -114,9 +114,9 @@ class _CutSums(Divided):
             other = writes(inner) and inner not in self.sums and inner.name != "cond"
             reads = inner.name == "load" and inner.operands[0] in refs
             if other or (inner.results and inner.name == "cond"):
-                raise CannotReblock("a step does more than to add up products")
+                raise CannotReblock("a step does more than accumulate matmuls")
             if reads and inner.result not in loads:
-                raise CannotReblock("a step looks at sums")
+                raise CannotReblock("a step reads an accumulator")
 
     def _is_step(self, op: Op, first: bool) -> bool:
         """Whether a branch tests for the first or the last step."""

@@ -61,13 +61,13 @@ def _gathered_along(
 ) -> Kernel:
     """`scratch`: what each of the gathered programs has in place of a ref."""
     if kernel.aliases:  # a step may read what the one before it wrote
-        raise CannotReblock("operands share memory with results")
+        raise CannotReblock("operands alias results")
     if kernel.level != TILE:
-        raise CannotReblock("copies, semaphores or roles are spelled out in it")
+        raise CannotReblock("it has explicit copies, semaphores or roles")
     pipeline = Pipeline.of(find_pipeline(kernel))
     steps = pipeline.grid[axis] if pipeline.grid else None
     if steps is None or steps % factor:
-        raise CannotReblock(f"{steps} steps are not {factor} times as many")
+        raise CannotReblock(f"{steps} steps are not a multiple of {factor}")
     moved = [_moved(shown, axis, steps) for shown in pipeline.shown]
     new = _gathered(pipeline, axis, moved, factor, scratch)
     ops: list[Op] = []
@@ -270,7 +270,7 @@ def _moved(shown: Shown, axis: int, steps: int) -> "_Moved | _Near | None":
     (array_dim,) = places
     dim = dims[array_dim]
     if steps * dim.size > shown.array.ref.shape[array_dim]:
-        raise CannotReblock(f"the last block of {name} is not all inside")
+        raise CannotReblock(f"the last block of {name} extends past the edge")
     squeezed = sum(d.kind == "squeezed" for d in dims[:array_dim])
     return _Moved(array_dim, dim, array_dim - squeezed)
 

@@ -332,7 +332,7 @@ class _WithProducts:
                         *_reasons(blocks, value),
                     ],
                     dot.op.loc or blocks.kernel.loc,
-                    "smaller blocks along the dimensions that are kept whole",
+                    "use smaller blocks along the dimensions that are kept whole",
                 )
         made, taken = blocks.kernel, dict[LoopDim, int]()
         for dim, size in smallest.items():

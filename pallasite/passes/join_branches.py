@@ -1,14 +1,16 @@
-"""Branches that the grid decides, joined: a version of the steps for each outcome.
+"""join_branches: merges branches that depend only on the grid, one version per outcome.
 
-In: a body that does several steps after each other, each in a branch of its own
-(`gather_steps.py`) that depends on nothing but grid indices: is the block allowed by a
-mask, does it need the mask. Out: all of those branches are decided first, and what the
-steps then do is one piece of code without branches. Only outcomes that some program
-has become versions; in causal attention with four blocks these are four, of one to four
-steps. Grid indices that all programs of a version share are numbers in it: what joined
-programs select and a step's masks then often follow (`known_comparisons.py`), so that
-it matters little which blocks the author's were. For backends that do the products of
-one step beside the vector code of another as long as no branch is between them.
+In: a body with several consecutive steps, each in its own branch (`gather_steps.py`),
+whose conditions depend only on grid indices: whether a mask allows the block, whether
+it needs the mask. Out: all of these conditions are evaluated first, and the steps that
+are then taken are straight-line code. Only outcomes that some program has become
+versions; in causal attention with four blocks there are four, of one to four steps.
+Grid indices that all programs of a version share are constants in it: what merged
+programs select and a step's masks then often fold (`known_comparisons.py`), so the
+author's choice of blocks matters little.
+
+For backends that overlap the matmuls of one step with the vector code of another as
+long as there is no branch between them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,12 +34,12 @@ Ops = tuple[Op, ...]
 def join_branches(
     kernel: Kernel, size: Callable[[Block], float], most: float, needed: str = "dot"
 ) -> Kernel:
-    """Join the branches of steps.
+    """Merge the branches of steps.
 
     Args:
         kernel: what to rewrite.
-        size: how much code a block is.
-        most: how much all versions of a body may be.
+        size: the code size of a block.
+        most: the largest size of all versions of a body.
         needed: an op that each of the branches has; others are not worth versions.
     """
 
@@ -56,7 +58,7 @@ def join_branches(
 
 
 class _Joining:
-    """One body, and the branches in it that grid indices decide."""
+    """One body, and its branches that depend only on grid indices."""
 
     def __init__(
         self,
@@ -84,11 +86,11 @@ class _Joining:
             return body
         return substitute(replace(body, ops=tuple(ops)), self.renamed)
 
-    # --- what grid indices decide ---
+    # --- conditions on grid indices ---
 
     @cached_property
     def asked(self) -> set[Value]:
-        """Numbers of branches, and what they are computed from."""
+        """Branch indices, and the values they are computed from."""
         found, pending = set[Value](), list[Value]()
         for op in walk(self.pipeline.body):
             if op.name == "cond":
@@ -108,7 +110,8 @@ class _Joining:
         return all_steps([n if v in self.asked else 1 for v, n in pairs])
 
     def number(self, op: Op) -> np.ndarray | None:
-        """The branch that each program takes; None if more than its indices decide."""
+        """The branch that each program takes; None if it depends on more than its
+        indices."""
         cond = Cond.of(op)
         if cond.which not in self.numbers:
             self.numbers[cond.which] = self._evaluated(cond.which)
@@ -146,8 +149,8 @@ class _Joining:
     # --- runs of steps ---
 
     def runs(self) -> Iterator[Ops]:
-        """The body in parts: steps that can be joined are in one, with what is between
-        them and around them."""
+        """The body in runs: steps that can be merged are in one run, with the ops
+        between and around them."""
         run: list[Op] = []
         for op in self.pipeline.body.ops:
             if op.regions and not self.is_step(op):
@@ -159,13 +162,13 @@ class _Joining:
         yield tuple(run)
 
     def is_step(self, op: Op) -> bool:
-        """Whether an op is a branch with products that grid indices decide."""
+        """Whether an op is a branch with matmuls that depends only on grid indices."""
         if op.name != "cond" or self.number(op) is None:
             return False
         return any(inner.name == self.needed for inner in walk(Block((), (op,))))
 
     def joined(self, run: Ops) -> Sequence[Op]:
-        """The versions of a run, with what decides between them before."""
+        """The versions of a run, preceded by the code that selects one."""
         if sum(op.name == "cond" for op in run) < 2:
             return run
         moved = {op for op in run if self.is_movable(op)}
@@ -187,7 +190,7 @@ class _Joining:
         return [*(op for op in run if op in moved), *b.ops, *block.ops]
 
     def is_movable(self, op: Op) -> bool:
-        """Whether an op may come before all steps: it depends on no memory."""
+        """Whether an op may move before all steps: it does not depend on memory."""
         if op not in self.movable:
             makers = [self.made.get(v) for v in op.operands]
             self.movable[op] = is_pure(op) and all(
@@ -206,14 +209,14 @@ class _Joining:
         """Code for some programs: a branch between versions, or the one they share.
 
         Args:
-            code: what all programs do; it yields what is used after it.
+            code: what all programs run; it yields the values used after it.
             programs: by number.
-            results: what the code's values are called after it.
-            b: gets what decides between versions.
-            decided: remembers that.
+            results: the names of the code's values after it.
+            b: receives the code that selects a version.
+            decided: caches that.
 
         Returns:
-            Nothing if it would be too large.
+            None if it would be too large.
         """
         straight, branch = self.straight(code, programs)
         if branch is None:
@@ -237,7 +240,7 @@ class _Joining:
         return Block((), (op,), results)
 
     def straight(self, code: Block, programs: np.ndarray) -> tuple[Block, Op | None]:
-        """What programs do; with a branch that not all of them take, up to there."""
+        """The code of some programs, up to the first branch that not all take."""
         pending, done = list(code.ops), list[Op]()
         known: dict[Value, Value] = {}
         while pending:
@@ -258,9 +261,9 @@ class _Joining:
         return substitute(Block((), tuple(done), code.yields), known), None
 
     def settled(self, code: Block, programs: np.ndarray) -> Block:
-        """Code with the grid indices that its programs share as numbers.
+        """Code with the grid indices that its programs share as constants.
 
-        What is computed from them before the versions is computed again, with these.
+        Values computed from them before the versions are recomputed with these.
         """
         assert self.steps is not None
         b, known = Builder(), dict[Value, Value]()
@@ -278,7 +281,7 @@ class _Joining:
         return substitute(Block((), (*b.ops, *code.ops), code.yields), known)
 
     def _before(self, code: Block) -> Sequence[Op]:
-        """What code uses, and what that is made of, that may come before all steps."""
+        """The ops that code depends on and that may move before all steps."""
         used = {*users_of(code), *code.yields}
         found: list[Op] = []
         for op in reversed(self.pipeline.body.ops):
@@ -288,7 +291,7 @@ class _Joining:
         return found[::-1]
 
     def _decided(self, value: Value, b: Builder, decided: dict[Value, Value]) -> Value:
-        """The number of a branch, where no branch is taken yet."""
+        """The index of a branch, before any branch is taken."""
         if value not in decided:
             ops = self._slice(value)
             assert ops is not None

@@ -1,14 +1,14 @@
-"""Products with the same right side, joined: one product with the rows of all of them.
+"""join_products: merges matmuls with the same right operand into one.
 
-In: code without branches between several products of a few rows each that have the same
-right side, as programs that `gather_steps.py` runs side by side have: blocks of queries
-with the same keys, and weights with the same values. Out: one product, whose rows the
-code takes apart again. A matrix unit holds a part of the right side while rows go
-through it, and rows are few if they take no longer than loading the next part does.
+In: code without branches between several matmuls of few rows each that have the same
+right operand, as in programs that `gather_steps.py` merges: blocks of queries with the
+same keys, and weights with the same values. Out: one matmul, whose rows are split again
+afterwards. A matrix unit holds a part of the right operand while rows stream through
+it; rows are few if they take no longer than loading the next part does.
 
-Rows that are next to each other in memory that nobody writes are loaded as one, where
-the first of the products was. Others become one tile where the last was; what uses the
-results of the earlier ones comes after it, in the same order.
+Rows that are adjacent in memory that nothing writes are loaded as one tile, at the
+first of the matmuls. Others are concatenated at the last one; code that uses the
+results of the earlier ones moves after it, in the same order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,13 +28,13 @@ from pallasite.passes.canonicalize import canonicalize
 def join_products(
     kernel: Kernel, few_rows: int, granule: int, most_bytes: int
 ) -> Kernel:
-    """Join products of few rows.
+    """Merge matmuls of few rows.
 
     Args:
         kernel: what to rewrite.
-        few_rows: products of at least so many stay as they are.
-        granule: what divides the rows of each: whole vector registers.
-        most_bytes: of a joined product and of its rows.
+        few_rows: matmuls with at least this many rows stay as they are.
+        granule: what must divide the rows of each: whole vector registers.
+        most_bytes: of a merged matmul's result and of its rows.
     """
     body = _Joining(kernel, few_rows, granule, most_bytes).block(kernel.body)
     return kernel if body is kernel.body else canonicalize(kernel.with_(body=body))
@@ -42,14 +42,14 @@ def join_products(
 
 @dataclass(frozen=True)
 class _Product:
-    """A product that may be joined.
+    """A matmul that may be merged.
 
     Attributes:
         op: the dot.
-        same: what it has to share with others: the right side, the kind of product, and
+        same: what it must share with others: the right operand, the kind of matmul, and
             the memory that its rows are in.
-        rows: of the left side.
-        load: of these rows, if that gives the same wherever it is done.
+        rows: of the left operand.
+        load: of these rows, if it gives the same value wherever it is placed.
     """
 
     op: Op
@@ -58,7 +58,7 @@ class _Product:
     load: Access | None
 
     def is_followed_by(self, other: "_Product") -> bool:
-        """Whether rows of products that have the same come after each other."""
+        """Whether the rows of matmuls with the same key are adjacent."""
         if self.load is None or other.load is None:
             return True
         (first, *rest), (second, *others) = self.load.index, other.load.index
@@ -66,7 +66,7 @@ class _Product:
         return second.start == (first.start or 0) + first.size and rest == others
 
     def memory(self, rows: int) -> int:
-        """Of the results of so many rows, and of these rows."""
+        """The size of the result of this many rows, and of the rows."""
         tiles = [self.op.result.tile]
         if self.load is None:
             tiles.append(self.op.operands[0].tile)
@@ -82,7 +82,7 @@ class _Joining:
         self.written = {self.roots.of(ref) for ref in refs}
 
     def block(self, block: Block) -> Block:
-        """A block with products joined, in what is inside its ops too."""
+        """A block with matmuls merged, also in nested regions."""
         inside = lambda op: with_regions(op, [self.block(r) for r in op.regions])
         ops = tuple(map(inside, block.ops))
         changed = any(a is not b for a, b in zip(ops, block.ops, strict=True))
@@ -91,10 +91,10 @@ class _Joining:
             new = self.joined(new, group) or new
         return new
 
-    # --- which products ---
+    # --- which matmuls ---
 
     def groups(self, block: Block) -> Iterator[list[_Product]]:
-        """Products that may become one, in their order."""
+        """Matmuls that may become one, in program order."""
         found: dict[tuple[Any, ...], list[list[_Product]]] = {}
         for op in block.ops:
             product = self.product(op) if op.name == "dot" else None
@@ -113,7 +113,7 @@ class _Joining:
         return group[-1].is_followed_by(new) and new.memory(rows) <= self.most_bytes
 
     def product(self, op: Op) -> _Product | None:
-        """A product of rows, if it has few of them."""
+        """A matmul's description, if it has few rows."""
         dot = Dot.of(op)
         lhs, rhs = dot.sides
         shapes = lhs.value.tile.shape, rhs.value.tile.shape
@@ -131,7 +131,7 @@ class _Joining:
         return _Product(op, same, rows, load)
 
     def steady_load(self, value: Value) -> Access | None:
-        """A load at a known place of memory that nobody writes."""
+        """A load at a known position of memory that nothing writes."""
         op = self.made.get(value)
         if op is None or op.name != "load" or len(op.operands) > 1:
             return None
@@ -141,10 +141,10 @@ class _Joining:
         plain = all(isinstance(e, Span) and e.stride == 1 for e in access.index)
         return access if plain else None
 
-    # --- joined ---
+    # --- merging ---
 
     def joined(self, block: Block, group: Sequence[_Product]) -> Block | None:
-        """The block with one product for a group; None: others are in its way."""
+        """The block with one matmul for a group; None: other ops prevent it."""
         results = [each.op.result for each in group]
         # By results: other groups may have changed the operands.
         dots = [op for op in block.ops if op.name == "dot" and op.result in results]
@@ -169,7 +169,7 @@ class _Joining:
         return substitute(replace(block, ops=ops), renamed)
 
     def loaded(self, b: Builder, group: Sequence[_Product]) -> Value:
-        """The rows of all products, which are next to each other in memory."""
+        """The rows of all matmuls, which are adjacent in memory."""
         load = group[0].load
         assert load is not None
         span, *rest = load.index
@@ -180,7 +180,7 @@ class _Joining:
     def parts(
         self, b: Builder, product: Value, group: Sequence[_Product]
     ) -> list[Value]:
-        """What each of a group has of the rows of their product."""
+        """Each group member's rows of the merged matmul."""
         found: list[Value] = []
         start, columns = 0, product.tile.shape[1]
         for each in group:
@@ -191,7 +191,7 @@ class _Joining:
         return found
 
     def waiting(self, ops: Sequence[Op], values: set[Value]) -> list[Op] | None:
-        """Ops that come after some values; None if it is not known what one does."""
+        """Ops that depend on some values; None if the effects of one are unknown."""
         found: list[Op] = []
         made, read, written = set(values), set[Value](), set[Value]()
         for op in ops:
@@ -207,7 +207,7 @@ class _Joining:
         return found
 
     def memory(self, op: Op) -> tuple[set[Value] | None, set[Value]]:
-        """The memory that an op reads and writes; None: it does more than that."""
+        """The memory that an op reads and writes; None: it has other effects."""
         reads, writes = set[Value](), set[Value]()
         for inner in walk(Block((), (op,))):
             effect = table()[inner.name].effect
@@ -222,6 +222,6 @@ class _Joining:
         return reads, writes
 
     def uses(self, dots: Sequence[Op], waiting: Sequence[Op]) -> bool:
-        """Whether a product needs what comes after the others."""
+        """Whether a matmul depends on the results of the others."""
         made = {v for op in (*waiting, *dots) for v in op.results}
         return any(made.intersection(op.operands) for op in dots)

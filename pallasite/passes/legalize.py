@@ -123,7 +123,7 @@ class _Legalizer:
         types = ", ".join(str(v.type) for v in op.operands if not v.is_ref)
         on = f" on {types}" if types else ""
         have = [b for b, ops in self.elsewhere.items() if op.name in ops]
-        fix = "write it with other ops, or run the kernel with interpret=True"
+        fix = "use other operations, or run the kernel with interpret=True"
         if have:
             fix += f", or use a backend that has it: {', '.join(have)}"
         text = print_op(op, self.within, regions=False)

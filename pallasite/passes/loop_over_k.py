@@ -36,7 +36,7 @@ def loop_over_k(kernel: Kernel, place: Place, depth: int) -> Kernel:
     found, dim = in_pipeline(kernel, place)
     reason = why_not_in_rounds(found, dim)
     if reason is None and dim.size % depth:
-        reason = f"{dim.size} elements are not rounds of {depth}"
+        reason = f"{dim.size} elements are not a multiple of {depth}"
     if reason is not None:
         raise CannotReblock(reason)
     if depth == dim.size:
@@ -48,9 +48,9 @@ def loop_over_k(kernel: Kernel, place: Place, depth: int) -> Kernel:
 def why_not_in_rounds(found: LoopDims, dim: LoopDim) -> str | None:
     """Why the matmuls over a dimension cannot become loops; None if they can."""
     if dim.whole is not None or not dim.products:
-        return dim.whole or "no product sums over it"
+        return dim.whole or "no matmul contracts it"
     if not all(map(adds_up, dim.products)):
-        return "its sums are rounded to fewer digits than a product has"
+        return "its accumulator has less precision than a matmul's"
     made = {v for op in walk(found.pipeline.body) for v in op.results}
     for value in dim.members:
         if value.is_ref:
@@ -61,7 +61,7 @@ def why_not_in_rounds(found: LoopDims, dim: LoopDim) -> str | None:
     for op in walk(found.pipeline.body):
         pure = table()[op.name].effect is Effect.PURE or op.name == "load"
         if any(v in dim.members for v in op.results) and (op.regions or not pure):
-            return f"'{op.name}' makes values that have this dimension"
+            return f"'{op.name}' produces values that have this dimension"
     return None
 
 

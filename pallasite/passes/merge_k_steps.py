@@ -1,12 +1,13 @@
-"""merge_k_steps: steps along a grid axis that only add up products, fewer and deeper.
+"""merge_k_steps: merges grid steps that only accumulate matmuls into fewer, deeper
+ones.
 
-In: a kernel whose last axis walks along k: each step multiplies a block of rows by a
-block of columns and adds the product to the same sums; branches at the first and the
-last step begin and finish them. Out: the same code with blocks that are several times
-as deep, on a grid that is shorter by the same factor. Sums are then read and written
-once where the author's depth would do so several times. `split_k_steps` goes the other
-way, for chips on which the author's blocks are too deep. Bodies that do anything else
-are left as they are.
+In: a kernel whose last axis runs along k: each step multiplies a block of rows by a
+block of columns and adds the result to the same accumulators; branches at the first and
+the last step initialise and finish them. Out: the same code with blocks that are
+several times as deep, on a grid that is shorter by the same factor. Accumulators are
+then read and written once where the author's depth would do so several times.
+`split_k_steps` is the inverse, for chips on which the author's blocks are too deep.
+Bodies that do anything else are left unchanged.
 """
 
 from collections.abc import Callable
@@ -131,7 +132,7 @@ def _moving(pipeline: Pipeline) -> dict[Value, _Moving] | None:
             return None
         size = window.dims[dim].size
         if steps * size > array.ref.shape[dim]:
-            return None  # the last block hangs over the edge
+            return None  # the last block extends past the edge
         squeezed = sum(d.kind == "squeezed" for d in window.dims[:dim])
         found[block] = _Moving(number, array, dim, dim - squeezed, size)
     return found
@@ -175,11 +176,12 @@ class _Steps:
         self.sums = [s for op in self.body.ops if (s := self._sum(op)) is not None]
         self.when: dict[Value, str] = {}  # of bools: true at the first step, or last
         self.asks_for_last: set[Op] = set()
-        self.begun, self.ended = set[Op](), set[Op]()  # stores of sums
+        self.begun, self.ended = set[Op](), set[Op]()  # stores of accumulators
         self.closed = False  # by a branch at the last step
 
     def are_sums(self) -> bool:
-        """Do steps only add products, between branches at the first and the last?"""
+        """Whether steps only accumulate matmuls, between branches at the first and the
+        last."""
         adds = all(map(self._only_adds_products, self.body.ops))
         return adds and len(self.sums) == len(self.ended) > 0
 
@@ -242,10 +244,10 @@ class _Steps:
         self.depths.add_load(op, each.dim)
         return True
 
-    # --- sums ---
+    # --- accumulators ---
 
     def _sum(self, dot: Op) -> _Sum | None:
-        """The sum in memory that a product is added to, if that is its only use."""
+        """The memory that a matmul is added to, if that is its only use."""
         if dot.name != "dot":
             return None
         total = only_user(self.users, dot.result, "add")
@@ -273,7 +275,7 @@ class _Steps:
         return bool(stores) and not self.closed
 
     def _ends_sum(self, op: Op) -> bool:
-        """Two sums in the same memory must not overlap in time."""
+        """Two accumulators in the same memory must have disjoint lifetimes."""
         self.ended.add(op)
         memory = self._memory(op.operands[0])
         others = (s for s in self.begun if self._memory(s.operands[0]) is memory)

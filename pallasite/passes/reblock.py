@@ -75,7 +75,7 @@ def may_cut(found: LoopDims, dim: LoopDim, parts: int) -> bool:
 def in_pipeline(kernel: Kernel, place: Place) -> tuple[LoopDims, LoopDim]:
     found = loop_dims(kernel)
     if found is None:
-        raise CannotReblock("its body is not one grid")
+        raise CannotReblock("its body is not a single grid")
     if found.refused:
         raise CannotReblock(found.refused)
     dim = found.at(place)
@@ -163,7 +163,9 @@ class Divided:
     ):
         self.found, self.dim, self.parts = found, dim, parts
         if parts < 1 or dim.size % parts:
-            raise CannotReblock(f"{dim.size} elements are not {parts} equal parts")
+            raise CannotReblock(
+                f"{dim.size} elements cannot be divided into {parts} equal parts"
+            )
         self.size = dim.size // parts
         self.axis, self.steps = axis, steps
         self.moved = {m.number: m for m in _moved(found, dim)}
@@ -196,7 +198,9 @@ class Divided:
         readable = not self._is_written(each) and each.shown.window.fill is None
         if not inside and not readable:
             name = each.shown.array.name or f"window {each.number}"
-            raise CannotReblock(f"a part of the last block would be outside {name}")
+            raise CannotReblock(
+                f"a part of the last block would be past the end of {name}"
+            )
 
     def kernel(self) -> Kernel:
         if self.parts == 1:
@@ -305,7 +309,7 @@ class _Grow:
         if axis is None:
             raise CannotReblock("no parallel axis numbers its blocks")
         if dim.spans:
-            raise CannotReblock("a load picks a part of an array without a window")
+            raise CannotReblock("a load selects a part of an array without a window")
         self.axis, self.size = axis, dim.size * factor
         steps = found.pipeline.grid[axis]
         assert steps is not None

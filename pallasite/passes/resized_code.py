@@ -220,7 +220,7 @@ class Joined(Resized):
         """A varying value as a tile that has the dimension."""
         d = self.dim.members.get(value)
         if d is None:
-            raise CannotReblock("what the programs do depends on their number")
+            raise CannotReblock("what a program computes depends on its program id")
         type_ = self.type(value)
         if value in self.forms:
             return self._written_out(b, self.forms[value], type_.shape, d)
@@ -361,9 +361,9 @@ class Joined(Resized):
         """Take a branch if any program takes it; it stores only for those that do."""
         guard = guard_of(op, self.made)
         if guard is None or op.results or self.taken_by is not None:
-            raise CannotReblock("what the programs do depends on their number")
+            raise CannotReblock("what a program computes depends on its program id")
         if op.regions[0] is not guard.idle:
-            raise CannotReblock("what the programs do depends on their number")
+            raise CannotReblock("what a program computes depends on its program id")
         some = [self._some(b, part.value, part.truth) for part in guard.parts]
         tests = [test for test in some if test is not None]
         (self.taken_by,) = self.made[op.operands[0]].operands
@@ -416,7 +416,7 @@ class Joined(Resized):
         assert access.value is not None
         d = self.dim.members.get(access.value)
         if d is None or access.mask is not None:
-            raise CannotReblock("what the programs store depends on their number")
+            raise CannotReblock("what a program stores depends on its program id")
         ref, value, *starts = self.used(b, op.operands)
         index = cast(Index, self.attrs(op)["index"])
         shape = value.tile.shape
@@ -430,13 +430,13 @@ class Joined(Resized):
         if not self._varies(test):
             new = self.new.get(test, test)
             if new.tile.dtype.is_float:
-                raise CannotReblock("what the programs do depends on their number")
+                raise CannotReblock("what a program computes depends on its program id")
             return b.broadcast(new, shape)
         if test in self.forms:
             return self._written_out(b, self.forms[test], shape, d)
         op = self.made[test]
         if not table()[op.name].elementwise:
-            raise CannotReblock("what the programs do depends on their number")
+            raise CannotReblock("what a program computes depends on its program id")
         return b.op(
             op.name, *(self._taken(b, v, shape, d) for v in op.operands), **op.attrs
         )

@@ -31,7 +31,7 @@ def scale_after_max(kernel: Kernel) -> Kernel:
 
 
 def _product(value: Value, makers: Mapping[Value, Op]) -> tuple[Value, float] | None:
-    """The tile and the positive constant whose product a tile is."""
+    """The tile and the positive constant that a tile is the product of."""
     op = makers.get(value)
     if op is None or op.name != "mul" or not value.tile.dtype.is_float:
         return None

@@ -1,10 +1,9 @@
-"""tpu_blocks: blocks that fill a TPU's on-chip memory (`choose_blocks.py`).
+"""tpu_blocks: chooses blocks that fill a TPU's on-chip memory (`choose_blocks.py`).
 
-A TPU runs one program after another and pays for each: blocks grow along dimensions
-that programs are independent along, steps along k are merged, and other steps that
-follow each other are gathered, while the estimate falls and everything fits. Kernels
-for which that gains little stay as they are, and blocks for which there is no room are
-cut.
+A TPU runs one program after another, at a cost for each: blocks grow along dimensions
+in which programs are independent, steps along k are merged, and other consecutive steps
+are gathered into one program, as long as the estimate falls and everything fits.
+Kernels that gain little stay as they are, and blocks that do not fit are split.
 """
 
 from collections.abc import Iterator
@@ -32,9 +31,9 @@ from pallasite.target import Tpu
 
 GAIN = 1.05  # below this, estimates are not good enough to change an author's blocks
 STEP_SECONDS = 2.5e-7  # to start a program: 400 cycles, by libtpu's estimates
-SERIAL = 0.5  # of the shorter of products and vector code that a lone step cannot hide
+SERIAL = 0.5  # of the shorter of matmuls and vector code that a lone step cannot hide
 POSITIONS = 0.25  # of arithmetic on positions, most of which rows and columns share
-DOT_SECONDS = 4e-8  # to start a product, where more rows would have done with fewer
+DOT_SECONDS = 4e-8  # to start a matmul, where more rows would need fewer of them
 JOINED = (2, 4, 8)  # programs of which some take a branch, as one
 MOST_STEPS = 8  # that are gathered into one
 WIDEST = 512  # columns of a step of running sums; more do better as steps of their own
@@ -54,7 +53,7 @@ def for_tpu(kernel: Kernel, chip: Tpu, vmem_bytes: int | None = None) -> Kernel:
     Args:
         kernel: what to rewrite.
         chip: the TPU.
-        vmem_bytes: of on-chip memory that a kernel may have; None: what XLA allows it.
+        vmem_bytes: the on-chip memory that a kernel may use; None: XLA's limit.
     """
     allowed = chip.scoped_vmem if vmem_bytes is None else vmem_bytes
     limit = VMEM_SHARE * allowed
@@ -70,7 +69,7 @@ def for_tpu(kernel: Kernel, chip: Tpu, vmem_bytes: int | None = None) -> Kernel:
     starts = [wide, *(e for e in _with_branches(wide) if e.fits(limit))]
     best = _grown(starts[0], limit)
     for joined in starts[1:]:
-        # Joined programs skip what all of them skip: the more, the less.
+        # Merged programs skip only what all of them skip: more programs skip less.
         new = _grown(joined, limit)
         best = new if best.seconds > GAIN * new.seconds else best
     best = _side_by_side(best, limit)
@@ -79,12 +78,12 @@ def for_tpu(kernel: Kernel, chip: Tpu, vmem_bytes: int | None = None) -> Kernel:
 
 
 def unroll_for_tpu(kernel: Kernel, chip: Tpu) -> Kernel:
-    """Loops with products in rounds as large as code may be."""
+    """Unroll loops with matmuls as far as the code size allows."""
     return unroll_rounds(kernel, partial(code_size, chip=chip), MOST_UNROLLED)
 
 
 def why_small(kernel: Kernel) -> str:
-    """Why steps along the longest axis stay as they are; empty: they need not."""
+    """Why steps along the longest axis stay as they are; empty if they can merge."""
     blocks = blocks_of(kernel)
     grid = [n or 0 for n in blocks.found.pipeline.grid] if blocks is not None else []
     steps = max(grid, default=0)
@@ -103,9 +102,9 @@ def why_small(kernel: Kernel) -> str:
 
 
 def _widened(start: "_Estimate", limit: float) -> "_Estimate":
-    """Steps of a running softmax that fill registers, where they are narrower.
+    """Widen the steps of a running softmax until they fill registers.
 
-    Sums of plain products are merged as long as that pays (`_merged`).
+    Plain accumulations of matmuls are merged as long as that pays (`_merged`).
     """
     if _merged(start) is not None:
         return start
@@ -133,7 +132,7 @@ def _grown(best: "_Estimate", limit: float) -> "_Estimate":
 
 
 def _more_steps(best: "_Estimate") -> Iterator[int]:
-    """How many steps of the last axis can be gathered, if they follow each other."""
+    """How many steps of the last axis can be gathered, if they are consecutive."""
     found = best.source.found
     steps = found.pipeline.grid[-1] if found.pipeline.grid else None
     if steps is None or found.info.axes[-1].parallel or _merged(best) is not None:
@@ -146,7 +145,7 @@ def _more_steps(best: "_Estimate") -> Iterator[int]:
 
 
 def _side_by_side(best: "_Estimate", limit: float) -> "_Estimate":
-    """Several programs along a parallel axis in one, where blocks cannot grow."""
+    """Merge several programs along a parallel axis, where blocks cannot grow."""
     pipeline, chip = best.source.found.pipeline, best.chip
     found = [best]
     for axis in best.source.found.info.parallel:
@@ -170,9 +169,10 @@ def _side_by_side(best: "_Estimate", limit: float) -> "_Estimate":
 
 
 def _has_own_branches(pipeline: Pipeline, axis: int) -> bool:
-    """Whether all products are in branches that the index along an axis decides.
+    """Whether all matmuls are in branches that depend on the index along an axis.
 
-    So it is in causal attention, where it says which blocks of keys a program needs.
+    This is the case in causal attention, where the index determines which blocks of
+    keys a program needs.
     """
     decided = {pipeline.ids[axis]}
     for op in pipeline.body.ops:
@@ -183,10 +183,10 @@ def _has_own_branches(pipeline: Pipeline, axis: int) -> bool:
 
 
 def _parts_are_tiles(found: LoopDims, axis: int, chip: Tpu) -> bool:
-    """Whether blocks that move along an axis can be shown as one.
+    """Whether blocks that move along an axis can become one window.
 
-    Each must begin and end with vector registers, and be next to the other in memory:
-    of copies that gather pieces from all over an array libtpu has no estimate.
+    Each must begin and end at a vector register, and be adjacent to the next in memory:
+    libtpu has no estimate of copies that gather pieces from all over an array.
     """
     for shown in found.pipeline.shown:
         dims, array = shown.window.dims, shown.array.ref
@@ -212,10 +212,10 @@ def _merged(best: "_Estimate") -> Kernel | None:
 
 
 def _cut_to_fit(best: "_Estimate", limit: float) -> "_Estimate":
-    """Smaller blocks, for kernels whose windows and scratch alone have no room.
+    """Smaller blocks, for kernels whose windows and scratch alone do not fit.
 
     Raises:
-        ChipMemoryError: they are more than there is, and cannot be cut.
+        ChipMemoryError: they do not fit, and cannot be split.
     """
     while best.vmem > limit:
         smaller = [_Estimate.of(k, best.chip) for k in _smaller(best.blocks, best.chip)]
@@ -226,7 +226,8 @@ def _cut_to_fit(best: "_Estimate", limit: float) -> "_Estimate":
     kernel, available = best.blocks.kernel, best.chip.vmem.bytes
     if best.named_vmem > available:
         raise ChipMemoryError(
-            f"the blocks of a program do not fit a core of {best.chip.name}",
+            "the blocks of a program do not fit in the VMEM of a core "
+            f"of {best.chip.name}",
             [
                 ("kernel", kernel.name),
                 ("needed", f"{best.named_vmem} bytes"),
@@ -234,7 +235,7 @@ def _cut_to_fit(best: "_Estimate", limit: float) -> "_Estimate":
                 *_reasons(best.blocks.found),
             ],
             kernel.loc,
-            "smaller blocks along the dimensions that are kept whole",
+            "use smaller blocks along the dimensions that are kept whole",
         )
     return best
 
@@ -249,7 +250,7 @@ def _reasons(found: LoopDims) -> Iterator[tuple[str, str]]:
 
 
 def _smaller(blocks: Blocks, chip: Tpu) -> Iterator[Kernel]:
-    """The kernel with blocks of half the size, in one way each."""
+    """The kernel with blocks halved, along one dimension each."""
     for dim in blocks.found.dims:
         half = dim.size // 2
         if dim.size % 2 or half % _granule(blocks, dim, chip):
@@ -264,7 +265,7 @@ def _smaller(blocks: Blocks, chip: Tpu) -> Iterator[Kernel]:
 
 
 def _granule(blocks: Blocks, dim: LoopDim, chip: Tpu) -> int:
-    """What divides the size of a block along a dimension: whole vector registers."""
+    """What must divide a block's size along a dimension: whole vector registers."""
     granule = 1
     for number, d in dim.windows:
         ref = blocks.found.pipeline.arrays[number].ref
@@ -281,7 +282,7 @@ def _granule_at(ref: RefType, dim: int, chip: Tpu) -> int:
 
 
 def _larger(best: "_Estimate") -> Iterator[Kernel]:
-    """The kernel with blocks of twice the size, in one way each."""
+    """The kernel with blocks doubled, along one dimension each."""
     blocks, chip = best.source, best.chip
     for dim in blocks.free:
         if _may_grow(blocks, dim, 2, chip):
@@ -295,7 +296,7 @@ def _larger(best: "_Estimate") -> Iterator[Kernel]:
 
 
 def _may_grow(blocks: Blocks, dim: LoopDim, factor: int, chip: Tpu) -> bool:
-    """Whether there are enough programs along a dimension, for all cores too."""
+    """Whether there are enough programs along a dimension, also for all cores."""
     found = blocks.found
     axis = axis_of(found, dim)
     steps = None if axis is None else found.pipeline.grid[axis]
@@ -345,7 +346,7 @@ def code_size(block: Block, chip: Tpu) -> float:
 def _repeated_dots(
     block: Block, kernel: Kernel, times: int = 1
 ) -> Iterator[tuple[Dot, int]]:
-    """Products in a block and how often each is taken; unknown counts are one."""
+    """Matmuls in a block and how often each runs; unknown counts are one."""
     numbers = {
         op.result: op.attrs["value"]
         for op in walk(kernel.body)
@@ -364,14 +365,14 @@ def _repeated_dots(
 
 
 class _Estimate:
-    """What a kernel takes on a TPU.
+    """The estimated cost of a kernel on a TPU.
 
     Args:
         source: the blocks of the kernel before steps were gathered.
         blocks: those after that.
         gathered: how many steps are in one.
-        programs: how many run side by side.
-        most_code: what a body may have.
+        programs: how many are merged into one.
+        most_code: the largest size of a body.
     """
 
     def __init__(
@@ -389,7 +390,7 @@ class _Estimate:
         grid = blocks.found.pipeline.grid
         self.grid = [n for n in grid if n is not None]
         products, rest = self._computed()
-        # Vector code of one step is hidden behind the products of the next one.
+        # Vector code of one step is hidden behind the matmuls of the next one.
         serial = SERIAL * min(products, rest) / (gathered * self._together)
         share = self._share()
         starts = prod(self.grid) * (1 + self._rounds())
@@ -407,10 +408,10 @@ class _Estimate:
         programs: int = 1,
         settled: bool = False,
     ) -> "_Estimate | None":
-        """None where steps cannot be gathered so, or only the run knows how many.
+        """None if steps cannot be gathered this way, or the grid size is dynamic.
 
-        `settled`: what is known of grid indices decides branches, and programs that
-        run side by side take theirs one after another.
+        `settled`: branches are decided by known grid indices, and merged programs take
+        theirs one after another.
         """
         source = blocks = blocks_of(kernel)
         if source is None or None in source.found.pipeline.grid:
@@ -427,7 +428,7 @@ class _Estimate:
         return blocks and _Estimate(source, blocks, chip, gathered, programs, most)
 
     def _share(self) -> float:
-        """Of all steps, those that one core takes."""
+        """The number of steps that one core runs."""
         shares = [1.0]
         for axis in self.blocks.found.info.parallel:
             steps = self.grid[axis]
@@ -442,7 +443,7 @@ class _Estimate:
         return code_size(self.blocks.body, self.chip)
 
     def _copied(self) -> float:
-        """Seconds to move blocks, each whenever its window does."""
+        """Seconds to copy blocks, each whenever its window moves."""
         found, total = self.blocks.found, 0
         pairs = zip(found.pipeline.shown, found.info.windows, strict=True)
         for shown, moves in pairs:
@@ -477,23 +478,23 @@ class _Estimate:
         return steps * products, rest + total.transcendentals / SPECIAL_RATE
 
     def _integers(self) -> int:
-        """Elements of integers that a program computes: mostly positions."""
+        """Integer elements that a program computes: mostly positions."""
         made = (op for op in walk(self.blocks.body) if table()[op.name].elementwise)
         tiles = (op.result.tile for op in made)
         return sum(t.size for t in tiles if t.rank and not t.dtype.is_float)
 
     @cached_property
     def _dots(self) -> list[tuple[Dot, int]]:
-        """Products, and how often a program takes each."""
+        """Matmuls, and how often a program runs each."""
         return list(_repeated_dots(self.blocks.body, self.blocks.kernel))
 
     def _rounds(self) -> float:
-        """Of loops with products, how many a program does that nothing overlaps."""
+        """How many loops with matmuls a program runs that nothing overlaps."""
         return 0 if self._together == self._most else self._most / self._together
 
     @cached_property
     def _most(self) -> int:
-        """Of loops with products, how many rounds a program does."""
+        """How many iterations of loops with matmuls a program runs."""
         return max((times for _, times in self._dots), default=1)
 
     @cached_property
@@ -525,7 +526,7 @@ class _Estimate:
 
     @cached_property
     def vmem(self) -> int:
-        """Bytes of on-chip memory, tiles in between among them."""
+        """Bytes of on-chip memory, including intermediate tiles."""
         largest = max((self._bytes(v.tile) for v in self._computed_tiles()), default=0)
         loops = (op for op in walk(self.blocks.body) if op.name == "for")
         carried = (sum(self._bytes(v.tile) for v in op.results) for op in loops)

@@ -46,15 +46,15 @@ def widen_steps(kernel: Kernel, widest: int) -> Kernel:
     """
     found = loop_dims(map_ops(kernel, _with_own_tiles))
     if found is None:
-        raise CannotReblock("its body is not one grid")
+        raise CannotReblock("its body is not a single grid")
     if found.refused or kernel.aliases:
-        raise CannotReblock(found.refused or "operands share memory with results")
+        raise CannotReblock(found.refused or "operands alias results")
     dim = _walked(found)
     if dim is not None:
         return _WiderGrid(found, dim, widest).kernel()
     loops = [op for op in found.pipeline.body.ops if op.name == "for"]
     if len(loops) != 1:
-        raise CannotReblock("no axis or loop walks along a dimension of its blocks")
+        raise CannotReblock("no axis or loop iterates over a dimension of its blocks")
     return _WiderLoop(found, Loop.of(loops[0]), widest).kernel()
 
 
@@ -94,7 +94,7 @@ def _factor(count: int, size: int, widest: int) -> int:
     most = min(count, widest // size)
     factor = max((n for n in range(2, most + 1) if count % n == 0), default=1)
     if factor == 1:
-        raise CannotReblock(f"{count} steps of {size} are wide or few enough")
+        raise CannotReblock(f"{count} steps of {size} are already wide or few")
     return factor
 
 
@@ -153,7 +153,7 @@ class _Steps:
         self.powers.block(ops)
         self.sums = [self._sum(s) for s in self.states if s not in self.maxima]
         if not self.sums:
-            raise CannotReblock("steps add to no sum")
+            raise CannotReblock("steps accumulate into nothing")
 
     def _check_positions(self, op: Op) -> None:
         """Wider operands must make the result wider and change nothing else."""
@@ -167,7 +167,9 @@ class _Steps:
         if d is not None:
             access = Access.of(op)
             if access.index[d] != Span(0, self.dim.size) or access.mask is not None:
-                raise CannotReblock("a load picks a part of what steps walk along")
+                raise CannotReblock(
+                    "a load selects a part of the dimension that steps iterate over"
+                )
 
     def _sums_over(self, op: Op) -> bool:
         """Whether an op reduces or contracts the dimension."""
@@ -197,7 +199,9 @@ class _Steps:
                 terms = self._terms(state, kept, part)
                 if terms is not None:
                     return _Sum(terms)
-        raise CannotReblock("steps hand on what is neither a maximum nor such a sum")
+        raise CannotReblock(
+            "steps carry a value that is neither a maximum nor such a sum"
+        )
 
     def _terms(
         self, state: _State, kept: Value, part: Value
@@ -268,7 +272,7 @@ class _Steps:
         found: dict[Value, _Fill] = {}
         for x in self.maxima.values():
             if not x.tile.dtype.is_float:
-                raise CannotReblock("a maximum of integers skips steps")
+                raise CannotReblock("skipped steps compute a maximum of integers")
             found[x] = _Fill(-inf, skips)
         for each in self.sums:
             first, *others = sorted(each.terms, key=lambda t: self.powers.of(t) is None)
@@ -454,9 +458,11 @@ class _WiderGrid:
         assert steps is not None
         self.steps, self.step = steps, self.pipeline.ids[-1]
         if dim.is_twice:
-            raise CannotReblock("steps walk along two dimensions of one tile")
+            raise CannotReblock("steps iterate over two dimensions of one tile")
         if dim.spans:
-            raise CannotReblock("a load picks a part of what steps walk along")
+            raise CannotReblock(
+                "a load selects a part of the dimension that steps iterate over"
+            )
         self.factor = _factor(steps, dim.size, widest)
         for number, shown in enumerate(self.pipeline.shown):
             self._check_window(number, shown)
@@ -479,12 +485,12 @@ class _WiderGrid:
         if inside or places != wanted or (wanted and shown.window.fill is not None):
             raise CannotReblock(f"{name} does not follow the steps block by block")
         if any(d.kind == "bounded" for d in shown.window.dims):
-            raise CannotReblock(f"{name} shows blocks of several sizes")
+            raise CannotReblock(f"{name} has blocks of several sizes")
         for d in wanted:
             if shown.window.mode != "in":
                 raise CannotReblock(f"{name} is written at each step")
             if self.steps * self.dim.size > shown.array.ref.shape[d]:
-                raise CannotReblock(f"the last block of {name} is not all inside")
+                raise CannotReblock(f"the last block of {name} extends past the edge")
 
     # --- what the body does ---
 
@@ -494,7 +500,7 @@ class _WiderGrid:
             self.code.append(op)
             return
         if guard is None or op.results:
-            raise CannotReblock("steps branch in two ways")
+            raise CannotReblock("steps have two different branches")
         number = next((n for p in guard.parts if (n := self._end(p)) is not None), None)
         if number is None:
             if self.guard is not None:
@@ -503,7 +509,9 @@ class _WiderGrid:
             self.code += guard.taken.ops
             return
         if sum(self._depends(part, [self.step]) for part in guard.parts) > 1:
-            raise CannotReblock("a branch at the first or last step asks for more")
+            raise CannotReblock(
+                "a branch at the first or last step has a further condition"
+            )
         if (number == 0) == any(o.name == "store" for o in self.code):
             raise CannotReblock("a branch at the first or last step is out of order")
         inside = {v for o in walk(guard.taken) for v in o.operands}
@@ -546,10 +554,10 @@ class _WiderGrid:
         for op in self.code:
             row = table()[op.name]
             if op.regions or (row.effect is Effect.WRITE and op.name != "store"):
-                raise CannotReblock(f"steps do '{op.name}'")
+                raise CannotReblock(f"steps have a '{op.name}'")
             views = (v for v in op.results if v.is_ref)
             if any(views) and set(refs) & set(op.operands):
-                raise CannotReblock("steps look at their sums in another way")
+                raise CannotReblock("steps read their accumulators in another way")
         for store in stores:
             yield self._state(store)
 
@@ -613,12 +621,12 @@ class _WiderLoop:
         ops = loop.body.ops
         dims = [d for d in found.inner if any(op in d.spans for op in ops)]
         if len(dims) != 1 or dims[0].is_twice:
-            raise CannotReblock("rounds do not walk along one dimension")
+            raise CannotReblock("loop iterations do not run along one dimension")
         (self.dim,) = dims
         self._check_code(ops)
         bounds = [self._number(v) for v in loop.bounds]
         if bounds[0] != 0 or bounds[2] != 1 or not isinstance(bounds[1], int):
-            raise CannotReblock("only the run knows how many rounds there are")
+            raise CannotReblock("the trip count is known only at run time")
         self.rounds = bounds[1]
         for op in self.dim.spans:
             self._check_inside(op)
@@ -639,7 +647,7 @@ class _WiderLoop:
         """Everything that gets wider must be defined in the loop, or be constant."""
         for op in ops:
             if op.regions or table()[op.name].effect is Effect.WRITE:
-                raise CannotReblock(f"rounds do '{op.name}'")
+                raise CannotReblock(f"iterations have a '{op.name}'")
         inside = {v for op in ops for v in op.results}
         self.outside: list[Op] = []
         for value in self.dim.members:
@@ -647,7 +655,9 @@ class _WiderLoop:
                 continue
             op = self.made.get(value)
             if op is None or op.name not in ("constant", "iota"):
-                raise CannotReblock("what rounds walk along is used outside the loop")
+                raise CannotReblock(
+                    "the dimension that the loop iterates over is used outside the loop"
+                )
             self.outside.append(op)
 
     def _check_inside(self, op: Op) -> None:
@@ -658,7 +668,7 @@ class _WiderLoop:
         ):
             raise CannotReblock("a load does not follow the steps part by part")
         if self.rounds * self.dim.size > access.ref.ref.shape[spans[to]]:
-            raise CannotReblock("the last round reads past the end")
+            raise CannotReblock("the last iteration reads past the end")
 
     def kernel(self) -> Kernel:
         return map_ops(self.found.kernel, self._joined)

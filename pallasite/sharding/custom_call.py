@@ -457,11 +457,11 @@ def _why_gathered(
 ) -> str:
     axis = rule.arrays[number].axes[dim]
     left = f", {kept} kept" if kept > 1 else ""
-    text = f"dimension {dim} came in {came} parts{left}: "
+    text = f"dimension {dim} is split into {came} parts{left}: "
     if axis is None or rule.axes[axis].kind == WHOLE:
         named = "" if axis is None else f"grid axis {axis} stays whole, "
         return text + named + rule.why_whole(number, dim)
     parts = rule.axes[axis].parts
     if math.gcd(parts, came) < came:
-        return text + f"grid axis {axis} has {parts} blocks to share"
-    return text + f"the devices that share grid axis {axis} already share another"
+        return text + f"grid axis {axis} has {parts} blocks to split"
+    return text + f"the devices that split grid axis {axis} already split another"

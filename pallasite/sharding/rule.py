@@ -160,8 +160,8 @@ def check(
         raise SpecError(
             f"partition must be None, False or a pl.Partition, got {given!r}",
             at=at,
-            fix='pl.Partition("i j, j k -> i k"), False to call it whole, or '
-            "leave it out",
+            fix='pl.Partition("i j, j k -> i k"), False for no partitioning, or '
+            "remove it",
         )
     shapes = [p.ref.shape for p in kernel.params]
     mine = slice(before, before + operands)
@@ -238,7 +238,7 @@ def _restricted(given: Partition, rule: "PartitionRule", at: Any) -> "PartitionR
                         ("reason", rule.why_whole(number, dim)),
                     ],
                     at,
-                    "write * there, or give pl.Partition(..., local=function)",
+                    "write * there, or pass pl.Partition(..., local=function)",
                 )
             if axis_of.setdefault(name, axis) != axis:
                 raise SpecError(
@@ -284,10 +284,10 @@ def _stated(given: Partition, kernel: Kernel, at: Any) -> "PartitionRule":
     unknown = [n for n in given.sums if n not in names]
     if unknown:
         raise SpecError(
-            f"sums names {unknown[0]!r}, which the rule does not have",
+            f"sums= names {unknown[0]!r}, which is not in the rule",
             [("rule", repr(given.rule))],
             at,
-            fix="names of the rule",
+            fix="use names of the rule",
         )
     for name in names:
         if name not in given.sums and any(name not in r for r in given.results):
@@ -295,7 +295,7 @@ def _stated(given: Partition, kernel: Kernel, at: Any) -> "PartitionRule":
                 f"a result does not have {name!r}, along which the operands are split",
                 [("rule", repr(given.rule)), ("sums", given.sums)],
                 at,
-                f"sums=({name!r},) adds up what the devices give; * keeps it whole",
+                f"sums=({name!r},) adds up the devices' results; * keeps it whole",
             )
     shapes = [p.ref.shape for p in kernel.params]
 

@@ -28,7 +28,7 @@ def named(text: str) -> Named:
     """
     if not isinstance(text, str):
         raise SpecError(
-            f"a target is a name, not {text!r}", fix=f"one of {', '.join(known())}"
+            f"a target must be a name, not {text!r}", fix=f"one of {', '.join(known())}"
         )
     kind, _, chip = text.strip().partition(":")
     if kind == "cpu" and not chip:
@@ -42,7 +42,7 @@ def named(text: str) -> Named:
             return of_chip(found)
     if text in CHIPS:
         return of_chip(CHIPS[text])
-    raise SpecError(f"no target is called {text!r}", fix=f"one of {', '.join(known())}")
+    raise SpecError(f"unknown target {text!r}", fix=f"one of {', '.join(known())}")
 
 
 def of_chip(chip: Chip) -> Named:

@@ -114,7 +114,7 @@ def chip(name: str) -> Chip:
         SpecError: there is none.
     """
     if name not in CHIPS:
-        raise SpecError(f"no chip is called {name!r}", fix=f"one of {', '.join(CHIPS)}")
+        raise SpecError(f"unknown chip {name!r}", fix=f"one of {', '.join(CHIPS)}")
     return CHIPS[name]
 
 

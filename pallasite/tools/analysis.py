@@ -153,13 +153,13 @@ def _compile(
         texts = [str(w.message) for w in said if w.category is PerformanceWarning]
         return made, _reason(why, refusals), tuple(texts), ""
     error = "\n".join(str(error) for _, error in refusals)
-    return None, "no native backend takes it", (), error or "no backend for it"
+    return None, "no native backend supports it", (), error or "no backend for it"
 
 
 def _broken(name: str, call: Call, error: Exception) -> InternalError:
     text = f"{type(error).__name__}: {error}"
     return InternalError(
-        f"backend {name!r} failed on the kernel",
+        f"backend {name!r} crashed on the kernel",
         [("kernel", call.kernel.name), ("error", text)],
         call.kernel.loc,
         "this is a bug in Pallasite; please report the kernel",
@@ -189,7 +189,7 @@ def backends_for(call: Call, target: Named) -> tuple[Sequence[str], str]:
                 f"backend {call.backend!r} does not compile for {target.name}",
                 [("kernel", call.kernel.name)],
                 call.kernel.loc,
-                "leave out backend=, or name another target",
+                "remove backend=, or choose another target",
             )
         return [call.backend], "the call names it"
     if named and target.platform in base.get(named).platforms:

@@ -20,7 +20,7 @@ from pallasite.tools.report import Estimate, KernelReport
 from pallasite.tools.tpu_words import in_words
 
 TIMEOUT = 600.0  # seconds for libtpu, per kernel
-NO_LIBTPU = "libtpu is not installed: Mosaic was made, and not compiled"
+NO_LIBTPU = "libtpu is not installed: the Mosaic module was generated, but not compiled"
 # libtpu's names of units, and our names.
 UNITS = {
     "MATMUL": "matrix",
@@ -96,7 +96,7 @@ def estimated(
             progress(f"{target.name}: {done} of {len(jobs)}, {result.name} {state}")
 
     if progress is not None:
-        progress(f"{target.name}: libtpu starts")
+        progress(f"{target.name}: starting libtpu")
     assert isinstance(target.chip, Tpu)
     keep = None if folder is None else folder / "libtpu"
     results = libtpu.compile_all(
@@ -125,10 +125,11 @@ def _with_result(found: Analysis, chip: Tpu, result: libtpu.Compiled) -> Analysi
     resources = _with_vmem(found.report, estimate.vmem)
     note = ""
     if result.cycles is None and result.bundles is None:
-        note = "libtpu compiled it and has no estimate of its time"
+        note = "libtpu compiled it, but has no estimate of its time"
     elif result.cycles is None:
         note = (
-            "libtpu's estimator gives up on it; cycles are its code's, without copies"
+            "libtpu has no estimate for it; cycles are those of its instructions, "
+            "without copies"
         )
     found = found.with_report(estimate=estimate, resources=resources, note=note)
     return found.with_hints()

@@ -19,7 +19,7 @@ STATUS = """exit status:
   1  some kernel does not; its report says why, and at which line
   2  the command is wrong: no such file, function or target, no kernel in it, a
      file that raises an error, or one that cannot be written
-  3  the process that compiled was ended by a signal
+  3  the compiling process was killed by a signal
 """
 CHECK = f"""examples:
   pallasite check train.py --target tpu:v5e,tpu:v6e
@@ -46,21 +46,35 @@ PORT = 8765
 def add_parsers(commands: Any) -> None:
     """Add the commands to the subparsers of `pallasite`."""
     check = _parser(
-        commands, "check", CHECK, "compile kernels for chips that need not be here"
+        commands,
+        "check",
+        CHECK,
+        "compile kernels ahead of time, for chips that need not be present",
     )
     check.set_defaults(target="tpu:v5e,tpu:v6e")
-    check.add_argument("--dump", metavar="DIR", help="keep the text of every stage")
     check.add_argument(
-        "--timeout", type=float, default=600.0, help="seconds for one kernel on a TPU"
+        "--dump", metavar="DIR", help="write the text of every stage to this directory"
+    )
+    check.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        help="time limit in seconds per TPU kernel",
     )
     explain = _parser(
-        commands, "explain", EXPLAIN, "say what runs kernels, and what limits them"
+        commands,
+        "explain",
+        EXPLAIN,
+        "show which backend runs each kernel, its cost, and what limits it",
     )
     explore = _parser(
-        commands, "explore", EXPLORE, "write a page that shows kernels at every stage"
+        commands,
+        "explore",
+        EXPLORE,
+        "write an HTML page that shows kernels at every stage of compilation",
     )
     explore.add_argument(
-        "-o", "--output", metavar="PAGE", help="default: FILE with the ending .html"
+        "-o", "--output", metavar="PAGE", help="default: FILE with the suffix .html"
     )
     explore.add_argument(
         "--serve",
@@ -68,11 +82,13 @@ def add_parsers(commands: Any) -> None:
         const=PORT,
         type=int,
         metavar="PORT",
-        help=f"show the page at http://localhost:{PORT}, made anew when it is reloaded",
+        help=f"show the page at http://localhost:{PORT}, regenerated on reload",
     )
     for parser in (explain, explore):
         parser.add_argument(
-            "--no-measure", action="store_true", help="run nothing, ask no compiler"
+            "--no-measure",
+            action="store_true",
+            help="run nothing, and get no compiler estimates",
         )
 
 
@@ -85,9 +101,7 @@ def _parser(commands: Any, name: str, epilog: str, text: str) -> Any:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="FILE[::FUNCTION]")
-    parser.add_argument(
-        "--target", help="cpu, tpu:v6e, gpu:h200, ...; several with commas"
-    )
+    parser.add_argument("--target", help="cpu, tpu:v6e, gpu:h200, ...; comma-separated")
     parser.add_argument(
         "--args", default="", help="operands of FUNCTION: 'f32[8,128], i32[4]'"
     )
@@ -114,7 +128,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     if status >= 0:
         return status
     name = signal.Signals(-status).name
-    text = f"the process that compiled {options.source} was ended by {name}"
+    text = f"the process that compiled {options.source} was killed by {name}"
     if options.json:
         print(json.dumps({"ok": False, "error": text, "kernels": []}))
     print(f"pallasite {options.command}: {text}", file=sys.stderr)
@@ -169,8 +183,10 @@ def _explore(options: argparse.Namespace, line: "_Line") -> int:
     file = options.source.partition("::")[0]
     path = Path(options.output or Path(Path(file).name).with_suffix(".html"))
     if path.is_dir() or not path.absolute().parent.is_dir():
-        kind = "a folder" if path.is_dir() else "in a folder that does not exist"
-        raise SpecError(f"{path} is {kind}", fix="-o PAGE.html, a file in a folder")
+        kind = "a directory" if path.is_dir() else "in a directory that does not exist"
+        raise SpecError(
+            f"{path} is {kind}", fix="-o PAGE.html, a file in an existing directory"
+        )
     line.show(f"reading {options.source}")
     with jaxprs_kept() as jaxprs:
         sites = sites_of(options.source, options.args)

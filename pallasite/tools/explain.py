@@ -65,7 +65,7 @@ def kernels_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[
         raise SpecError(
             f"'{name}' calls no kernel",
             at=user_location() or _definition(function),
-            fix="give a function that calls pl.pallas_call(...)(...)",
+            fix="pass a function that calls pl.pallas_call(...)(...)",
         )
     return sites
 

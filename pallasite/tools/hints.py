@@ -73,18 +73,18 @@ def idle_cores(facts: Facts) -> Iterator[Hint]:
     if enough or facts.bound.seconds < LEAST_SECONDS:
         return
     unit = "threads" if facts.platform == "cpu" else "cores"
-    many = f"{programs} program{'s' * (programs != 1)} can run at once on"
+    many = f"{programs} program{'s' * (programs != 1)} can run concurrently on"
     gain = 1 - programs / cores
     for number, axis in enumerate(facts.axes):
         if not axis.parallel and axis.size != 1:
             yield (
                 gain,
                 f"{many} {cores} {unit}, because i{number} is sequential "
-                f"({axis.reason}): give steps along it blocks of the result of their "
-                "own, in parts that are added up after the call",
+                f"({axis.reason}): let each step write its own block of partial "
+                "results, and sum them after the call",
             )
             return
-    yield gain, f"{many} {cores} {unit}: divide the result into more blocks"
+    yield gain, f"{many} {cores} {unit}: split the result into more blocks"
 
 
 def copied_again(facts: Facts) -> Iterator[Hint]:
@@ -104,7 +104,7 @@ def copied_again(facts: Facts) -> Iterator[Hint]:
     times = worst.bytes / max(worst.distinct, 1)
     yield (
         1 - rest / copying,
-        f"{worst.array} is copied {times:.3g} times over ({short(worst.bytes)}B), and "
+        f"{worst.array} is copied {times:.3g} times ({short(worst.bytes)}B), and "
         f"copying takes {duration(copying)}: {change}, copies it less often",
     )
 
@@ -121,9 +121,13 @@ def small_steps(facts: Facts) -> Iterator[Hint]:
     each_does = f"work for {duration(work)}" if work >= 1e-10 else "hardly any work"
     yield (
         overhead / (overhead + facts.bound.seconds),
-        f"the grid has {steps:,} steps with {each_does} each, and to "
-        f"start one takes {duration(each)}: larger blocks make fewer steps"
-        + (f"; they stay as written: {facts.why_small}" if facts.why_small else ""),
+        f"the grid has {steps:,} steps with {each_does} each, and starting one takes "
+        f"{duration(each)}: larger blocks make fewer steps"
+        + (
+            f"; the backend cannot merge them: {facts.why_small}"
+            if facts.why_small
+            else ""
+        ),
     )
 
 
@@ -135,8 +139,9 @@ def wide_products(facts: Facts) -> Iterator[Hint]:
     if facts.work.products.get("f32") and narrow > wide:
         yield (
             1 - wide / narrow,
-            f"operands of products are f32: as bf16, with "
-            f"preferred_element_type=jnp.float32, they take 1/{narrow / wide:.3g}",
+            "matmul operands are f32: in bf16, with "
+            f"preferred_element_type=jnp.float32, they take 1/{narrow / wide:.3g} of "
+            "the time",
         )
 
 
@@ -152,12 +157,12 @@ def half_empty_units(facts: Facts) -> Iterator[Hint]:
         columns = prod(dot.rhs.sizes(dot.rhs.free))
         filled = min(columns, side) / side * min(dot.depth, side) / side
         if filled < 1 and facts.bound.limit == "matrix":
-            shape = f"{dot.depth} deep and {columns} wide"
+            shape = f"k={dot.depth}, n={columns}"
             yield (
                 1 - filled,
-                f"a product that is {shape} fills {percent(filled)} of a matrix unit "
-                f"of {side} x {side}: larger blocks along these dimensions, if the "
-                "arrays have them",
+                f"a matmul with {shape} fills {percent(filled)} of a matrix unit of "
+                f"{side} x {side}: use larger blocks along these dimensions, if the "
+                "arrays allow it",
             )
             return
 
@@ -169,9 +174,9 @@ def over_the_edge(facts: Facts) -> Iterator[Hint]:
         if row.mode == "out" and row.exact and row.inside < 1:
             yield (
                 1 - row.inside,
-                f"blocks of {row.array} {shape_text(row.block)} reach over the edge of "
-                f"the array: {percent(1 - row.inside)} of what is computed is dropped; "
-                "a block that divides the array better has less of it",
+                f"blocks of {row.array} {shape_text(row.block)} extend past the edge "
+                f"of the array: {percent(1 - row.inside)} of what is computed is "
+                "dropped; a block size closer to a divisor wastes less",
             )
 
 
@@ -179,8 +184,8 @@ def spilled(facts: Facts) -> Iterator[Hint]:
     if facts.spills is not None and facts.spills > MANY_SPILLS:
         yield (
             0.15,
-            f"{facts.spills} vector registers are spilled to memory: smaller tiles in "
-            "the body (a loop over parts of the block) need fewer",
+            f"{facts.spills} vector registers are spilled to memory: use smaller "
+            "tiles in the body (a loop over parts of the block)",
         )
 
 

@@ -102,7 +102,7 @@ def lower(function: Callable[..., Any]) -> Callable[..., Lowered]:
             raise SpecError(
                 f"pl.lower: '{name}' calls no kernel",
                 at=user_location(),
-                fix="give a function that calls pl.pallas_call(...)(...)",
+                fix="pass a function that calls pl.pallas_call(...)(...)",
             )
         return Lowered(calls)
 

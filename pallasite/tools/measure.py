@@ -21,7 +21,10 @@ def cannot_measure(call: Call) -> str:
     """Why a call cannot be measured; empty if it can."""
     found = {op.name for op in walk(call.kernel.body)} & _WAIT
     if found:
-        return f"not measured: {', '.join(sorted(found))} in it depends on operands"
+        return (
+            f"not measured: its {', '.join(sorted(found))} depends on the operands' "
+            "values"
+        )
     return ""
 
 

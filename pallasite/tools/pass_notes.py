@@ -12,39 +12,39 @@ from pallasite.passes.run import Step
 WHAT = {
     "choose_blocks": "blocks chosen for the chip",
     "merge_k_steps": "steps along k merged",
-    "merge_k_rounds": "rounds of a loop along k merged",
-    "guard_bounds": "guards are bounds of loops",
-    "unmasked_steps": "steps that no mask touches are apart",
-    "unmasked_loops": "rounds that no mask touches are apart",
-    "join_branches": "steps that branches kept apart are one piece of code",
-    "join_products": "products with the same right side are one",
-    "idle_windows": "windows stand still where a guard skips the step",
-    "order_dims": "dimensions seen one by one are in front",
-    "fit_windows": "blocks brought into the chip's tiles",
-    "replicate_columns": "numbers per row kept in all lanes",
+    "merge_k_rounds": "iterations of a loop along k merged",
+    "guard_bounds": "guards turned into loop bounds",
+    "unmasked_steps": "steps without a mask run in a loop of their own",
+    "unmasked_loops": "iterations without a mask run in a loop of their own",
+    "join_branches": "branches of the same form merged into one",
+    "join_products": "matmuls with the same right operand merged",
+    "idle_windows": "windows do not move in steps that a guard skips",
+    "order_dims": "dimensions of block size 1 moved to the front",
+    "fit_windows": "blocks reshaped to the chip's tiles",
+    "replicate_columns": "per-row values replicated in all lanes",
     "join_aliased": "an operand and a result share one window",
-    "keep_on_chip": "arrays that are accessed directly kept on chip",
-    "carry_types": "element types that the chip lacks carried in others",
-    "bitcasts": "bitcasts between widths composed of others",
-    "inner_pipelines": "inner pipelines are loops with copies in flight",
-    "gathers": "gathers are loops of slices",
-    "dots": "products brought into the chip's form",
-    "legalize": "operations that the backend lacks composed of others",
-    "scratch_values": "scratch that every step overwrites first became values",
+    "keep_on_chip": "directly accessed arrays kept on chip",
+    "carry_types": "unsupported element types carried in others",
+    "bitcasts": "bitcasts between widths decomposed",
+    "inner_pipelines": "inner pipelines turned into loops with async copies",
+    "gathers": "gathers turned into loops of slices",
+    "dots": "matmuls rewritten in the chip's form",
+    "legalize": "unsupported operations decomposed",
+    "scratch_values": "scratch that every step overwrites turned into values",
     "row_strips": "tiles computed in strips of rows",
-    "share_programs": "programs divided among threads",
-    "fuse_dot_sums": "sums fused into products",
-    "pack_once": "operands of products packed once for several programs",
-    "promote": "what is carried along sequential axes is in registers",
-    "hoist": "what does not change moved out of loops",
+    "share_programs": "programs split among threads",
+    "fuse_dot_sums": "additions fused into matmuls",
+    "pack_once": "matmul operands packed once for several programs",
+    "promote": "blocks and scratch carried along sequential axes promoted to registers",
+    "hoist": "loop-invariant code hoisted",
     "fold_exp2": "factors folded into exponentials of base two",
-    "repack": "arrays brought into another order before the call",
-    "overlap": "products overlap with the arithmetic between them",
-    "scale_after_max": "scores are scaled after their maximum is taken",
-    "scale_after_sum": "sums of products are scaled instead of their factors",
-    "specialize": "warps that copy and warps that multiply",
+    "repack": "arrays copied into another layout before the call",
+    "overlap": "matmuls overlapped with the arithmetic between them",
+    "scale_after_max": "scaling moved after the maximum",
+    "scale_after_sum": "scaling moved from matmul operands to the accumulator",
+    "specialize": "warp specialisation: some warps copy, others multiply",
     "one_role": "one role for all warps",
-    "turn_tiles": "tiles turned to the side they are used from",
+    "turn_tiles": "tiles transposed to the layout they are used in",
 }
 
 
@@ -82,10 +82,10 @@ def differences(before: Kernel, after: Kernel) -> list[str]:
             found.append(f"grid {sizes(old.grid)} is {sizes(new.grid)}")
         found += _blocks(old, new)
     elif old is not None:
-        found.append(f"the grid {sizes(old.grid)} is programs and loops")
+        found.append(f"the grid {sizes(old.grid)} split into programs and loops")
     products = [sum(op.name == "dot" for op in walk(k.body)) for k in (before, after)]
     if products[0] != products[1] and all(products):
-        found.append(f"products in the code: {products[0]}, now {products[1]}")
+        found.append(f"matmuls in the code: {products[0]}, now {products[1]}")
     return found
 
 
@@ -99,7 +99,9 @@ def _blocks(old: Pipeline, new: Pipeline) -> Iterable[str]:
     for shown in new.shown:
         name, shape = shown.array.name, shown.window.block_shape
         if name and shapes.get(name, shape) != shape:
-            yield f"block of {name} {shape_text(shapes[name])} is {shape_text(shape)}"
+            yield (
+                f"block of {name} {shape_text(shapes[name])} is now {shape_text(shape)}"
+            )
 
 
 def sizes(grid: Sequence[int | None]) -> str:

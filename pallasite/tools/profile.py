@@ -44,9 +44,9 @@ def profile(
     is_count = isinstance(runs, int) and not isinstance(runs, bool) and runs > 0
     if runs is not None and not is_count:
         raise SpecError(
-            f"pl.profile: runs={runs!r} is no number of runs",
+            f"pl.profile: runs={runs!r} is not a number of runs",
             at=user_location(),
-            fix="a whole number from 1, or leave it out",
+            fix="pass an integer of 1 or more, or remove it",
         )
 
     def profiled(*args: Any, **kwargs: Any) -> "Profile":

@@ -74,8 +74,9 @@ def _platform() -> str:
     platform = jax.default_backend()
     if platform not in ("cpu", "gpu"):
         raise UnsupportedError(
-            f"pl.profile does not record on {platform}",
-            fix="pl.explain has its compiler's estimate; jax.profiler.trace its trace",
+            f"pl.profile does not support {platform}",
+            fix="use pl.explain for its compiler's estimate, jax.profiler.trace for a "
+            "trace",
         )
     return platform
 
@@ -156,7 +157,7 @@ def _on_cpu(
         )
         (kernel.calls if whole else kernel.parts).append(span)
         spans.append(span)
-    lost = f"{found.lost} spans did not fit; fewer runs=" if found.lost else ""
+    lost = f"{found.lost} spans were dropped; use fewer runs=" if found.lost else ""
     return spans, [(a - start, b - start) for a, b in runs], lost
 
 

@@ -132,7 +132,7 @@ class KernelReport:
                 [", ".join(f"{k} {percent(v)}" for k, v in found.busy.items())],
             )
         if found is not None and found.spills is not None:
-            yield "spills", [f"{found.spills} of vector registers"]
+            yield "spills", [f"{found.spills} vector registers"]
 
     def _axis_lines(self) -> Iterator[str]:
         kinds = {True: "parallel", False: "sequential"}
@@ -144,7 +144,7 @@ class KernelReport:
         parts = [f"{short(work.flops)}flop"]
         if work.products:
             by = ", ".join(f"{short(n)}{d}" for d, n in work.products.items())
-            parts[0] += f" (products {by})"
+            parts[0] += f" (matmuls {by})"
         if work.transcendentals:
             parts.append(f"{short(work.transcendentals).strip()} transcendentals")
         moved = f"{short(work.bytes)}B moved"
@@ -154,7 +154,7 @@ class KernelReport:
         if self.intensity is not None:
             parts.append(f"{self.intensity:.3g} flop per byte")
         if not work.exact:
-            parts.append("data decide about some of it")
+            parts.append("some of it is data-dependent")
         return "; ".join(parts)
 
     def _bound_line(self, bound: Roofline) -> str:

@@ -106,7 +106,7 @@ def chart_of(reports: Iterable[KernelReport]) -> Chart:
     if not points:
         given = ", ".join(left_out) or "none"
         raise SpecError(
-            "no kernel to draw: they have no operations on floats, or no time",
+            "no kernel to plot: they have no floating-point operations, or no time",
             [("given", given)],
             fix="pass reports of pl.explain(f)(*args) or pl.profile(f)(*args)",
         )
@@ -153,7 +153,7 @@ def reports_in(given: Iterable[Any]) -> list[KernelReport]:
             found += reports_in(each.kernels)
         else:
             raise SpecError(
-                f"pl.roofline draws reports, not {type(each).__name__}",
+                f"pl.roofline needs reports, not {type(each).__name__}",
                 fix="pl.roofline(pl.explain(f)(x)), or of pl.profile(f)(x)",
             )
     return found

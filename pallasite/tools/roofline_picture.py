@@ -83,7 +83,7 @@ def _new_axes() -> Any:
         figure = import_module("matplotlib.figure")
     except ImportError:
         raise MissingPackageError(
-            "pl.roofline draws with matplotlib, which is not installed",
+            "pl.roofline needs matplotlib, which is not installed",
             fix="pip install 'pallasite[plot]', or pip install matplotlib",
         ) from None
     return figure.Figure(figsize=(8, 5), layout="constrained").subplots()

@@ -70,7 +70,7 @@ def _blamed(path: Path) -> Iterator[None]:
         raise SpecError(
             f"{path} raises {type(error).__name__}: {first}",
             at=at,
-            fix="make it run with these operands; what it raises is its own",
+            fix="the error is in this file: make it run with these operands",
         ) from error
 
 
@@ -103,7 +103,7 @@ def _function(
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        text = f"{name}{signature} does not take {len(arguments)} operands: {error}"
+        text = f"{name}{signature} does not accept {len(arguments)} operands: {error}"
         raise SpecError(
             text,
             [("given", operands or "none")],
@@ -124,7 +124,7 @@ def arrays(text: str) -> list[jax.ShapeDtypeStruct]:
         match = _ARRAY.match(text, position)
         if match is None or match[1] not in DTYPES:
             raise SpecError(
-                f"operands cannot be read from {text[position:].strip()!r}",
+                f"cannot parse operands from {text[position:].strip()!r}",
                 [("element types", ", ".join(DTYPES))],
                 fix="write 'f32[8,128], i32[4]'; a scalar is 'f32[]'",
             )

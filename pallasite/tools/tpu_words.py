@@ -18,32 +18,33 @@ class _Words(NamedTuple):
 WORDS = (
     _Words(
         r"ScopedVmemOom|Ran out of memory in memory space vmem|exceeded scoped vmem",
-        "the kernel needs more vector memory than it is given",
+        "the kernel needs more vector memory (VMEM) than its limit",
         "use smaller blocks, or raise vmem_limit_bytes in CompilerParams",
     ),
     _Words(
         r"memory space smem|Smem",
-        "the kernel needs more scalar memory than there is",
+        "the kernel needs more scalar memory (SMEM) than the chip has",
         "keep large tables in pl.ANY and copy the part in use",
     ),
     _Words(
         r"MisalignedBlockAndTiling|not divisible by tiling",
-        "a block does not consist of whole tiles",
-        "the last two dimensions of a block are multiples of (8, 128), or the array's",
+        "a block is not made of whole tiles",
+        "make the last two dimensions of a block multiples of (8, 128), or the array's",
     ),
     _Words(
         r"UnprovenMemoryAccessAlignment|cannot statically prove",
-        "a dynamic index is not known to begin at a tile",
-        "pl.multiple_of(index, 8) says so for rows, 128 for lanes",
+        "a dynamic index is not known to be aligned to a tile",
+        "use pl.multiple_of(index, 8) for rows, 128 for lanes",
     ),
     _Words(
         r"Offsets along tiled dimensions must be aligned",
-        "a copy begins inside a tile",
-        "begin slices of copies at multiples of the tile, or pl.multiple_of(index, 8)",
+        "a copy does not start at a tile boundary",
+        "start slices of copies at multiples of the tile, or use "
+        "pl.multiple_of(index, 8)",
     ),
     _Words(
         r"divisible by 512 bytes|Slice sizes along tiled dimensions",
-        "a copy takes parts of tiles",
+        "a copy is not made of whole tiles",
         "copy whole rows of 128 lanes",
     ),
     _Words(
@@ -53,34 +54,34 @@ WORDS = (
     ),
     _Words(
         r"Iteration bounds are too large",
-        "the grid has more steps than a TPU counts",
-        "larger blocks, or several calls",
+        "the grid has more steps than a TPU supports",
+        "use larger blocks, or several calls",
     ),
     _Words(
         r"did not end within",
         "libtpu takes too long to compile the kernel",
-        "smaller blocks make less code; --timeout gives it more time",
+        "use smaller blocks, which make less code, or raise --timeout",
     ),
     _Words(
         r"semaphore|sem_barrier|collective_id",
-        "libtpu refuses how the kernel uses semaphores",
+        "libtpu rejects how the kernel uses semaphores",
         "a barrier between devices needs collective_id in CompilerParams",
     ),
     _Words(
         r"bitwidth|Unsupported element|element type|Invalid vector type",
-        "an element type has no instruction for what is done with it",
-        "compute in float32 or int32, and cast what is loaded and stored",
+        "an operation does not support its element type",
+        "compute in float32 or int32, and cast after loads and before stores",
     ),
     _Words(
         r"libtpu aborted",
-        "libtpu ends its process on the code made of the kernel",
+        "libtpu crashes on the code generated for the kernel",
         "this is a bug in Pallasite or libtpu; please report the kernel",
     ),
 )
 _OTHERWISE = _Words(
     "",
-    "libtpu refuses the code made of the kernel",
-    "this is a bug in Pallasite; please report the kernel with --dump's folder",
+    "libtpu rejects the code generated for the kernel",
+    "this is a bug in Pallasite; please report the kernel with the --dump directory",
 )
 
 

@@ -48,7 +48,7 @@ def _program(name: str) -> Program:
     found = programs.get(name)
     if found is None:
         raise UnsupportedError(
-            "a graph of torch calls a program that this process has not",
+            "a torch graph calls a program of another process",
             [("program", name)],
             fix="call or compile the wrapped function in the process that runs it; to "
             "write it to a file, use jax.export",
@@ -94,9 +94,9 @@ class _Apply(torch.autograd.Function):
         backward = program.backward
         if backward is None:
             raise UnsupportedError(
-                "second derivatives of a wrapped function are JAX's to take",
+                "second derivatives of a wrapped function are not supported",
                 [("program", program.label)],
-                fix="wrap the first derivative: pallasite.torch.wrap(jax.grad(f))",
+                fix="wrap JAX's first derivative: pallasite.torch.wrap(jax.grad(f))",
             )
         residuals = ctx.saved_tensors
         given = [_or_zeros(cotangents[n], program, n) for n in backward.differentiable]

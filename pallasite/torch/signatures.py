@@ -119,7 +119,8 @@ class _Signatures:
         """The device that all tensors are on."""
         if not operands:
             raise KernelTypeError(
-                f"{self.label}: a wrapped function needs a tensor, for its device",
+                f"{self.label}: a wrapped function needs at least one tensor, for its "
+                "device",
                 fix="pass a tensor, or call the JAX function itself",
             )
         first = operands[0].device

@@ -72,7 +72,7 @@ def aval_of(tensor: torch.Tensor, name: str) -> jax.ShapeDtypeStruct:
     facts = [("operand", f"{name}: {tensor.dtype}{list(tensor.shape)}")]
     if dtype is None:
         raise KernelTypeError(
-            f"JAX has no dtype for {tensor.dtype}",
+            f"JAX does not support dtype {tensor.dtype}",
             facts,
             fix="convert the tensor: x.to(torch.float32)",
         )
@@ -85,7 +85,7 @@ def aval_of(tensor: torch.Tensor, name: str) -> jax.ShapeDtypeStruct:
         )
     if tensor.layout != torch.strided:
         raise KernelTypeError(
-            "a wrapped function takes dense tensors",
+            "a wrapped function supports only dense tensors",
             [*facts, ("layout", tensor.layout)],
             fix="convert the tensor: x.to_dense()",
         )
@@ -96,7 +96,7 @@ def dtype_of(aval: Any, name: str) -> torch.dtype:
     """The torch dtype of a result that `name` describes."""
     if aval.dtype not in TORCH_DTYPES:
         raise UnsupportedError(
-            f"torch has no dtype for {aval.dtype}",
+            f"torch does not support dtype {aval.dtype}",
             [("result", f"{name}: {aval.dtype}{list(aval.shape)}")],
             fix="convert it in the wrapped function: y.astype(jnp.float32)",
         )
@@ -108,14 +108,14 @@ def jax_device(device: torch.device) -> Any:
     """The JAX device in whose memory tensors of `device` are."""
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
-            f"JAX shares no memory with torch's device {str(device)!r}",
+            f"JAX cannot share memory with torch's device {str(device)!r}",
             fix="move the tensors to a CPU or an NVIDIA GPU: x.to('cpu')",
         )
     try:
         found = jax.local_devices(backend=device.type)
     except RuntimeError as error:
         raise UnsupportedError(
-            f"tensors are on {str(device)!r}, and this JAX has no such device",
+            f"tensors are on {str(device)!r}, but this JAX has no such device",
             [("JAX has", ", ".join(map(str, jax.devices())))],
             fix="install jax[cuda13] and leave 'cuda' and 'cpu' in JAX_PLATFORMS, or "
             "move the tensors: x.to('cpu')",
@@ -181,7 +181,7 @@ def _current_stream(device: torch.device) -> Any:
     """
     if torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "a CUDA graph cannot capture what JAX runs",
+            "CUDA graphs cannot capture a JAX program",
             fix="call the wrapped function outside of torch.cuda.graph, and compile "
             "with a mode other than 'reduce-overhead' and 'max-autotune'",
         )

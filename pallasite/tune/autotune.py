@@ -66,7 +66,7 @@ def autotune(
     _check("tolerance", tolerance, (tolerance or 0) >= 0, "0 or more, or None")
     if not callable(function):
         raise KernelTypeError(
-            "pl.autotune: there is no function to tune",
+            "pl.autotune needs a function",
             [("is of type", type(function).__name__)],
             user_location(),
             fix="pl.autotune(f)(*args), not pl.autotune(f(*args))",

@@ -29,20 +29,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "function",
         nargs="?",
-        help="an operation of pallasite.kernels, or FILE.py:NAME, or MODULE:NAME",
+        help="an operation of pallasite.kernels, FILE.py:NAME or MODULE:NAME",
     )
     parser.add_argument(
         "operands", nargs="*", help="dtype and shape of each argument: 'bf16[8,128]'"
     )
     parser.add_argument("--target", help="the chip; default: the one JAX uses")
     parser.add_argument(
-        "--limit", type=float, default=60.0, help="seconds per kernel (default: 60)"
+        "--limit",
+        type=float,
+        default=60.0,
+        help="time limit in seconds per kernel (default: 60)",
     )
-    parser.add_argument("--workers", type=int, help="processes that compile")
+    parser.add_argument("--workers", type=int, help="number of compiling processes")
     parser.add_argument(
-        "--again", action="store_true", help="search even if the answer is known"
+        "--again", action="store_true", help="search again even if a result is stored"
     )
-    parser.add_argument("--output", help="also write what is found to this file")
+    parser.add_argument("--output", help="also write the results to this file")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -65,10 +68,10 @@ def _tune(options: argparse.Namespace) -> int:
         inspect.signature(function).bind(*operands)
     except TypeError as error:
         raise SpecError(
-            f"'{options.function}' does not take these operands",
+            f"'{options.function}' does not accept these operands",
             [("operands", len(operands)), ("error", error)],
-            fix="one for each argument; for other arguments tune a function of yours "
-            "that gives them: FILE.py:NAME",
+            fix="pass one per argument; to fix other arguments, tune a function of "
+            "your own: FILE.py:NAME",
         ) from None
     found = autotune(
         function,
@@ -81,7 +84,7 @@ def _tune(options: argparse.Namespace) -> int:
     if options.output:
         found.save(options.output)
     if found.interrupted:
-        print("interrupted: what was found by then is kept", file=sys.stderr)
+        print("interrupted: the results so far are kept", file=sys.stderr)
         return 130
     return 0
 
@@ -89,7 +92,7 @@ def _tune(options: argparse.Namespace) -> int:
 def _list() -> int:
     path = tables.user_path()
     entries = tables.user_table().entries
-    print(f"{path or 'nothing is kept on disk'}: {len(entries)} configurations")
+    print(f"{path or 'nothing is stored on disk'}: {len(entries)} configurations")
     for entry in entries:
         values = ", ".join(f"{name}={value}" for name, value in entry.config.items())
         print(f"{entry.chip}  {entry.site}\n    {values}")

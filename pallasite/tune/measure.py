@@ -111,7 +111,7 @@ def difference(found: Any, expected: Any, tolerance: float) -> str:
         a, b = a.astype(wide), b.astype(wide)
         finite = np.isfinite(b)
         if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
-            return f"result {number} has other infinities or NaNs"
+            return f"result {number} has different infinities or NaNs"
         a, b = a[finite], b[finite]
         if not a.size:
             continue
@@ -120,7 +120,8 @@ def difference(found: Any, expected: Any, tolerance: float) -> str:
         scale = np.sqrt(np.mean(np.abs(b) ** 2))
         if not mean <= tolerance * scale:
             return (
-                f"result {number} is off by {mean:.2g}, where numbers are {scale:.2g}"
+                f"result {number} has a root-mean-square error of {mean:.2g}, where "
+                f"values are {scale:.2g}"
             )
         if not largest <= 16 * tolerance * np.abs(b).max():
             return f"an element of result {number} is off by {largest:.2g}"

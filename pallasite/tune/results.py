@@ -80,5 +80,5 @@ class Tuned:
             work = f"{found.compiled} of {found.considered} compiled"
             lines.append(f"{entry.site}\n  {values}: {new}, default {old} ({work})")
             for config, reason in found.refused:
-                lines.append(f"  refused {config}: {reason.splitlines()[0]}")
+                lines.append(f"  rejected {config}: {reason.splitlines()[0]}")
         return "\n".join(lines)

@@ -31,13 +31,13 @@ class Space:
             if isinstance(each, str) or not isinstance(each, Iterable):
                 raise SpecError(
                     f"the values of the parameter {name!r} are {each!r}",
-                    fix=f"give a sequence of them: {name}=({each!r}, ...)",
+                    fix=f"pass a sequence of them: {name}=({each!r}, ...)",
                 )
             self.values[name] = tuple(each)
             if not self.values[name]:
                 raise SpecError(
                     f"the parameter {name!r} has no values",
-                    fix="give at least one, such as its default",
+                    fix="pass at least one, such as its default",
                 )
 
     @cached_property

@@ -145,9 +145,9 @@ def load(path: str | os.PathLike[str]) -> Table:
         state = target.stat()
     except OSError as error:
         raise SpecError(
-            "there is no file of configurations",
+            "configuration file not found",
             [("file", target), ("error", error)],
-            fix="write one: pallasite tune --output FILE, or Tuned.save(FILE)",
+            fix="create one: pallasite tune --output FILE, or Tuned.save(FILE)",
         ) from None
     return _load(target.resolve(), state.st_mtime_ns, state.st_size)
 
@@ -162,9 +162,9 @@ def _load(path: Path, modified: int, size: int) -> Table:
         return Table(map(Entry.from_json, found["configs"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SpecError(
-            "a file of configurations cannot be read",
+            "cannot read configuration file",
             [("file", path), ("error", error)],
-            fix="remove it, or write it again with pallasite tune",
+            fix="delete it, or write it again with pallasite tune",
         ) from None
 
 
@@ -201,8 +201,8 @@ def keep(entry: Entry) -> None:
             user_table().with_entry(entry).save(path)
     except OSError as error:
         warnings.warn(
-            f"what was tuned is not kept: {path} cannot be written ({error}). "
-            "Set PALLASITE_CACHE_DIR to another folder, or save() it yourself.",
+            f"tuning results are not stored: {path} cannot be written ({error}). Set "
+            "PALLASITE_CACHE_DIR to another directory, or save() them yourself.",
             PallasWarning,
             stacklevel=2,
         )

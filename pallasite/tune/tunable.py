@@ -76,7 +76,7 @@ def _defaults(function: Callable[..., Any], values: Mapping[str, Any]):
         raise SpecError(
             f"pl.tunable: no argument of '{function.__name__}' has values",
             at=user_location(),
-            fix="name one with its values: block=(64, 128, 256)",
+            fix="pass one with its values: block=(64, 128, 256)",
         )
     parameters = inspect.signature(function).parameters
     for name in values:

@@ -73,9 +73,10 @@ class Tuner:
         self.unit = "s" if self.is_here else "cycles"
         if not self.is_here and not isinstance(self.chip, Tpu):
             raise SpecError(
-                f"pl.autotune: there is no {self.chip_name} here to measure on",
+                f"pl.autotune: there is no {self.chip_name} to measure on",
                 at=self.at,
-                fix="run it on that chip; only TPUs have estimates without one",
+                fix="run it on that chip; only TPUs have compiler estimates without "
+                "one",
             )
         self.shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.given.arrays
@@ -322,7 +323,7 @@ class _Meter:
         rounds = min(LAST_ROUNDS, int(LAST_SECONDS / at_once))
         if rounds < 2:
             return
-        self.progress.update(self.outcome, "measuring the best again")
+        self.progress.update(self.outcome, "measuring the best ones again")
         with measure.alone():
             runs = [c.run for c in last if c.run is not None]
             times = measure.interleaved(runs, rounds=rounds)

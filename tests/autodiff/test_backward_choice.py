@@ -427,11 +427,11 @@ def test_explain_grad_says_what_each_way_takes(monkeypatch):
     report = pl.explain_grad(run)(*heads(16, 1024, 64, jnp.bfloat16))
     chosen, again, other = report.ways
     assert chosen.startswith("kernel on h200: ")
-    assert "0 + 3 + 4 products, 256 + 256 + 256 programs" in chosen
+    assert "0 + 3 + 4 matmuls, 256 + 256 + 256 programs" in chosen
     # Two columns of 16 x 1024 rows.
     assert chosen.endswith("; the forward kernel keeps 131,072 bytes for them")
-    assert "2 + 3 + 4 products, 256 + 256 + 256 programs" in again
-    assert other.startswith("instead of kernel_d_q_d_k_d_v: 7 products, 16 programs")
+    assert "2 + 3 + 4 matmuls, 256 + 256 + 256 programs" in again
+    assert other.startswith("instead of kernel_d_q_d_k_d_v: 7 matmuls, 16 programs")
     assert str(report).endswith(other)
 
 

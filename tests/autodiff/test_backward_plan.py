@@ -17,14 +17,14 @@ from tests.zoo import all_cases
 
 BY_NAME = {case.name: case for case in all_cases()}
 # The kernels of the zoo whose cotangents go through the functional form, and why.
-_OVERWRITTEN = "the reverse needs what a result held before it was overwritten"
+_OVERWRITTEN = "the backward pass needs the value of a result before it was overwritten"
 FUNCTIONAL = {
     "normalise_columns": _OVERWRITTEN,
     "forward_substitution": _OVERWRITTEN,
     "dma_double_buffer": "a loop or branch reads scratch that the program writes",
-    "masked_offsets": "a store to gathered places may write one of them twice",
-    "newton_sqrt": "a while loop has no reverse",
-    "power_by_squaring": "a while loop has no reverse",
+    "masked_offsets": "a store with index arrays may write an element twice",
+    "newton_sqrt": "a while loop has no reverse-mode rule",
+    "power_by_squaring": "a while loop has no reverse-mode rule",
     "empty_grid": "the grid is empty",
 }
 
@@ -145,7 +145,7 @@ def test_explain_grad_says_why_not():
     call = pl.pallas_call(root, out_shape=jax.ShapeDtypeStruct((8,), jnp.float32))
     (row,) = pl.explain_grad(call)(jnp.ones(8)).operands
     assert row.tier == "functional"
-    assert "a while loop has no reverse" in row.why
+    assert "a while loop has no reverse-mode rule" in row.why
     assert "test_backward_plan.py:" in row.why
 
 

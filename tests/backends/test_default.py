@@ -136,7 +136,7 @@ def test_code_that_its_compiler_refuses_goes_to_the_next_backend(monkeypatch):
     from pallasite.backends import cuda
 
     def refuse(self, compiled):
-        raise CompileError("NVRTC refused the code of a kernel", [("nvrtc", "line 1")])
+        raise CompileError("NVRTC rejected the code of a kernel", [("nvrtc", "line 1")])
 
     monkeypatch.setattr(cuda.CudaBackend, "launch", refuse)
     monkeypatch.setattr(cuda.CudaBackend, "exports", True)  # as if a GPU were here
@@ -145,8 +145,8 @@ def test_code_that_its_compiler_refuses_goes_to_the_next_backend(monkeypatch):
         assert TRITON in lowered(lambda x: product(x, x.T), square)
     (warning,) = caught
     said = str(warning.message)
-    assert "kernel 'kernel' runs through 'triton'" in said
-    assert "NVRTC refused the code of a kernel" in said and "report" in said
+    assert "kernel 'kernel' runs on backend 'triton'" in said
+    assert "NVRTC rejected the code of a kernel" in said and "report" in said
 
 
 @pytest.mark.gpu
@@ -196,7 +196,7 @@ def test_what_triton_cannot_run_is_emulated_and_says_why_once():
         lowered(lambda x: huge(x) + 1, HUGE)
     assert "custom_call" not in text
     (said,) = [str(w.message) for w in caught if w.category is FallbackWarning]
-    assert "kernel 'huge_kernel' runs through the emulation" in said
+    assert "kernel 'huge_kernel' falls back to the emulation" in said
     assert "backend 'triton' cannot run load on" in said
     assert "Triton's limit is 1048576" in said and "use smaller blocks" in said
 

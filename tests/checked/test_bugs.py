@@ -201,7 +201,7 @@ def scratch_is_zeroed_in_the_wrong_program(fixed):
     )(X)
 
 
-@bug("uninitialised", "x_ref (input), f32[8]: outside the edge", "i = 3")
+@bug("uninitialised", "x_ref (input), f32[8]: past the edge", "i = 3")
 def sum_takes_in_the_overhang(fixed):
     def kernel(x_ref, o_ref):
         x = x_ref[...]
@@ -215,7 +215,7 @@ def sum_takes_in_the_overhang(fixed):
     )
 
 
-@bug("uninitialised", "y_ref (input), f32[4,4]: outside the edge", "i = 1")
+@bug("uninitialised", "y_ref (input), f32[4,4]: past the edge", "i = 1")
 def product_masks_only_one_side(fixed):
     def kernel(x_ref, y_ref, o_ref):
         @pl.when(pl.program_id(0) == 0)

@@ -215,23 +215,23 @@ WRONG = {
     # name: (text, what is replaced, by what, what the report says, lines it names)
     "slot refilled unwaited": (
         RING, 'barrier_wait %es, %q loc("ring.py":1)', "",
-        r"operand of a wgmma is written|which may run at the same time|destination of",
+        r"operand of a wgmma is written|data race|destination of",
         ("ring.py:3",),
     ),
     "slot read before it is full": (
         RING, 'barrier_wait %fu, %w loc("ring.py":5)', "",
-        r"destination of a copy is read|at the same time|is not defined|more arrivals",
+        r"destination of a copy is read|data race|undefined value|more arrivals",
         ("ring.py:",),
     ),
     "full: wrong parity": (
         RING, "barrier_wait %fu, %w", "barrier_wait %fu, %z",
-        r"destination of a copy is read|at the same time|is not defined|more arrivals"
-        r"|a phase of a barrier ends before a wait",
+        r"destination of a copy is read|data race|undefined value|more arrivals"
+        r"|a barrier phase completes before a wait",
         ("ring.py:",),
     ),
     "empty: wrong parity": (
         RING, "barrier_wait %es, %q", "barrier_wait %es, %p",
-        "a deadlock: everything that runs waits", ("ring.py:1", "ring.py:5"),
+        "deadlock: everything that runs", ("ring.py:1", "ring.py:5"),
     ),
     "too few bytes expected": (
         RING, "bytes=256", "bytes=128", "expects fewer bytes than its copies bring",
@@ -250,45 +250,45 @@ WRONG = {
     ),
     "fewer arrivals counted than come": (
         RING, "@arrivals(8)", "@arrivals(4)",
-        "more arrivals at a barrier than complete its phase", ("ring.py:8",),
+        "more arrivals at a barrier than its phase expects", ("ring.py:8",),
     ),
     "slot freed before its product was waited for": (
         RING, "wgmma_wait {pending=0}", "wgmma_wait {pending=1}",
-        r"left operand of a wgmma is written|at the same time", ("ring.py:3", "ring.py:6"),
+        r"left operand of a wgmma is written|data race", ("ring.py:3", "ring.py:6"),
     ),
     "a copy counted by the other slot's barrier": (
         RING, "copy_start %yk, %bs, %fs", "copy_start %yk, %bs, %ft",
-        r"128 bytes missing|fewer bytes|destination of a copy|at the same time",
+        r"128 bytes missing|fewer bytes|destination of a copy|data race",
         ("ring.py:",),
     ),
     "the sums are used before their wait": (
         RING, '%done: f32[8,8] = wgmma_wait %sums {pending=0} loc("ring.py":9)\n'
         "      store %out[:, :] = %done", "store %out[:, :] = %sums",
-        "store uses a product in flight", ("ring.py:10",),
+        "store uses a matmul in flight", ("ring.py:10",),
     ),
     "the last wait leaves a product in flight": (
         RING.replace('wgmma_wait {pending=0} loc("ring.py":7)', "")
         .replace('barrier_arrive %eu loc("ring.py":8)', "")
         .replace("%n: i32 = constant {value=5}", "%n: i32 = constant {value=2}"),
         "wgmma_wait %sums {pending=0}", "wgmma_wait %sums {pending=1}",
-        "a tile whose product is still in flight", ("ring.py:9", "ring.py:6"),
+        "an accumulator whose matmul is still in flight", ("ring.py:9", "ring.py:6"),
     ),
     "no fence before the store by the copy engine": (
         RING, 'fence_async loc("ring.py":11)', "",
-        "the copy engine reads what a store wrote, with no fence",
+        "the copy engine reads what a store wrote, without a fence",
         ("ring.py:12", "ring.py:10"),
     ),
     "no wait for the store by the copy engine": (
         RING, 'bulk_wait {pending=0, read=True} loc("ring.py":14)', "",
-        "is still in flight when its memory is gone|never waited for", ("ring.py:12",),
+        "is still in flight at the end of its memory's lifetime|never waited for", ("ring.py:12",),
     ),
     "a store in no group": (
         RING, 'bulk_commit loc("ring.py":13)', "",
-        "is still in flight when its memory is gone|never waited for", ("ring.py:12",),
+        "is still in flight at the end of its memory's lifetime|never waited for", ("ring.py:12",),
     ),
     "a wait that leaves a group": (
         RING, "bulk_wait {pending=0,", "bulk_wait {pending=1,",
-        "is still in flight when its memory is gone|never waited for", ("ring.py:12",),
+        "is still in flight at the end of its memory's lifetime|never waited for", ("ring.py:12",),
     ),
     "shared memory reused before the copy engine has read it": (
         RING, 'bulk_commit loc("ring.py":13)',
@@ -305,8 +305,8 @@ WRONG = {
         RING, "%n: i32 = constant {value=5}\n  roles",
         "%n: i32 = constant {value=5}\n  %f0: ref<i32 mbarrier @arrivals(1)> = "
         "subview %full[0]\n  barrier_expect %f0 {bytes=0}\n  roles",
-        r"destination of a copy is read|at the same time|is not defined|more arrivals"
-        r"|a phase of a barrier ends before a wait|fewer bytes",
+        r"destination of a copy is read|data race|undefined value|more arrivals"
+        r"|a barrier phase completes before a wait|fewer bytes",
         ("ring.py:",),
     ),
     "keys freed before the scores are there": (
@@ -314,30 +314,30 @@ WRONG = {
         '          barrier_arrive %ke_0 loc("chain.py":12)',
         'barrier_arrive %ke_0 loc("chain.py":12)\n'
         '%scores_0: f32[8,8] = wgmma_wait %flying_0 {pending=0} loc("chain.py":11)',
-        "right operand of a wgmma is written|at the same time",
+        "right operand of a wgmma is written|data race",
         ("chain.py:4", "chain.py:10"),
     ),
     "values multiplied before they are there": (
         CHAIN, 'barrier_wait %vf_8, %u_8 loc("chain.py":16)', "",
-        "at the same time|destination of a copy is read|is not defined", ("chain.py:7",),
+        "data race|destination of a copy is read|undefined value", ("chain.py:7",),
     ),
     "the query is not waited for": (
         CHAIN, 'barrier_wait %q0, %0 loc("chain.py":8)', "",
-        "at the same time|destination of a copy is read", ("chain.py:1",),
+        "data race|destination of a copy is read", ("chain.py:1",),
     ),
     "one of two roles frees a slot": (
         CHAIN.replace("mbarrier @arrivals(8)", "mbarrier @arrivals(4)"),
         'barrier_arrive %ke_8 loc("chain.py":12)', "",
-        "right operand of a wgmma is written|at the same time", ("chain.py:4", "chain.py:10"),
+        "right operand of a wgmma is written|data race", ("chain.py:4", "chain.py:10"),
     ),
     "no fence before a product reads what was stored": (
         CHAIN, 'fence_async loc("chain.py":15)', "",
-        "a wgmma reads what a store wrote, with no fence", ("chain.py:17", "chain.py:14"),
+        "a wgmma reads what a store wrote, without a fence", ("chain.py:17", "chain.py:14"),
     ),
     "a role stores into what the other multiplies": (
         CHAIN, "%pa_8: ref<f32[8,8] smem @swizzle(128)> = subview %ps[8:+8, :]",
         "%pa_8: ref<f32[8,8] smem @swizzle(128)> = subview %ps[4:+8, :]",
-        "left operand of a wgmma is written|at the same time|no fence", ("chain.py:14",),
+        "left operand of a wgmma is written|data race|without a fence", ("chain.py:14",),
     ),
     "a named barrier counts threads that never come": (
         CHAIN, "threads=128", "threads=256",
@@ -345,7 +345,7 @@ WRONG = {
     ),
     "a role that ends a step early": (
         CHAIN, "%sums_8: f32[8,4] = for %0, %n,", "%sums_8: f32[8,4] = for %1, %n,",
-        "waits for phase|at the same time", ("chain.py:",),
+        "waits for phase|data race", ("chain.py:",),
     ),
 }  # fmt: skip
 
@@ -425,9 +425,9 @@ PRODUCT = """
 @pytest.mark.parametrize(
     "code, message",
     [
-        (PRODUCT + "%q: f32[8,8] = add %p, %p", "add uses a product in flight"),
+        (PRODUCT + "%q: f32[8,8] = add %p, %p", "add uses a matmul in flight"),
         (PRODUCT + "%q: f32[8,8] = wgmma %z, %p, %a {contract=((1,), (0,))}",
-         "wgmma uses a product in flight"),
+         "wgmma uses a matmul in flight"),
         ("%b: ref<i32[2] mbarrier> = alloc", "needs @arrivals"),
         ("%b: ref<i32 sem> = alloc\nbarrier_arrive %b", "is not an mbarrier"),
         ("%b: ref<i32[2] mbarrier @arrivals(1)> = alloc\nbarrier_arrive %b",

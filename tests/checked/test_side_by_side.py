@@ -307,7 +307,7 @@ def reads_without_waiting(x_ref, o_ref, semaphore):
 @each_order
 def test_what_no_signal_orders_is_a_race(order):
     options = dataclasses.replace(checked(order), uninitialised=False)
-    with reports("races", "which may run at the same time") as raised:
+    with reports("races", "data race") as raised:
         on_two_cores(reads_without_waiting, [REGULAR], options)
     places = (str(raised.value.at), str(facts_of(raised.value)["other access at"]))
     read, write = (line_of(reads_without_waiting, m) for m in ("read", "write"))
@@ -323,7 +323,7 @@ def waits_for_the_other(x_ref, o_ref, semaphore):
 
 @each_order
 def test_two_cores_that_wait_for_each_other(order):
-    with reports("copies", "a deadlock") as raised:
+    with reports("copies", "deadlock") as raised:
         on_two_cores(waits_for_the_other, [REGULAR], checked(order))
     text = str(raised.value)
     assert text.count("waits for 1 of semaphore (scratch), i32, which is 0") == 2
@@ -366,7 +366,7 @@ def leaves_a_signal(x_ref, o_ref, semaphore):
 
 @each_order
 def test_a_core_that_leaves_a_semaphore_signalled(order):
-    with reports("copies", "a semaphore is not back at zero") as raised:
+    with reports("copies", "a semaphore is not zero") as raised:
         on_two_cores(leaves_a_signal, [REGULAR], checked(order))
     assert line_of(leaves_a_signal, "signal") in str(raised.value.at)
 
@@ -378,7 +378,7 @@ def signals_core_two(x_ref, o_ref, semaphore):
 
 
 def test_a_signal_to_a_core_that_is_not_there():
-    with reports("copies", "not there on that core") as raised:
+    with reports("copies", "does not exist on that core") as raised:
         on_two_cores(signals_core_two, [REGULAR], pl.Checked())
     assert facts_of(raised.value)["core"] == "2, of 2"
 
@@ -502,7 +502,7 @@ def test_a_producer_and_a_consumer(order):
 @each_order
 def test_a_producer_that_does_not_wait_races(order):
     code = PRODUCER_AND_CONSUMER.replace("WAIT_EMPTY", "")
-    with reports("races", "which may run at the same time") as raised:
+    with reports("races", "data race") as raised:
         run_text(code, order)
     text = str(raised.value)
     assert "roles.py:1" in text and "roles.py:2" in text
@@ -533,9 +533,9 @@ def test_roles_meet_at_a_barrier(order):
 
 @each_order
 def test_a_barrier_that_a_role_does_not_reach(order):
-    with reports("copies", "a barrier that not every role reaches") as raised:
+    with reports("copies", "not every role reaches a barrier") as raised:
         run_text(BARRIER.replace("FIRST", ""), order)
-    assert facts_of(raised.value)["never there"] == "role 0"
+    assert facts_of(raised.value)["never arrived"] == "role 0"
     assert str(raised.value.at) == "roles.py:3"
 
 
@@ -558,7 +558,7 @@ MIXED = """
 
 @each_order
 def test_roles_that_wait_for_each_other(order):
-    with reports("copies", "a deadlock") as raised:
+    with reports("copies", "deadlock") as raised:
         run_text(MIXED, order)
     text = str(raised.value)
     assert "waits for 1 of s (scratch), i32, which is 0" in text

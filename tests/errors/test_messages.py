@@ -656,10 +656,10 @@ FROM_JAX = {
     "python if in when": "pl.when, jax.lax.cond",
     "python if in pipeline": "pl.when, jax.lax.cond",
     "python if in map": "pl.when, jax.lax.cond",
-    "value of another kernel": "store it into an output",
-    "traced shape": "take the largest size",
-    "traced arange": "take the largest size",
-    "traced count": "take the largest size",
+    "value of another kernel": "store it to an output",
+    "traced shape": "use the largest size",
+    "traced arange": "use the largest size",
+    "traced count": "use the largest size",
     "formatted": "pl.debug_print",
 }
 

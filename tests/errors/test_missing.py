@@ -48,7 +48,7 @@ def test_every_use_says_what_is_missing(use):
     with pytest.raises(UnsupportedError) as raised:
         USES[use](absent)
     assert str(raised.value) == (
-        "pallasite.tpu.Absent is not available in Pallasite\n  fix  do without"
+        "pallasite.tpu.Absent is not supported by Pallasite\n  fix  do without"
     )
 
 
@@ -68,10 +68,10 @@ def test_a_decorator_fails_when_the_function_is_used():
     with pytest.raises(UnsupportedError) as raised:
         barrier(1)
     text = str(raised.value)
-    assert "pallasite.mosaic_gpu.inline_mgpu is not available" in text
+    assert "pallasite.mosaic_gpu.inline_mgpu is not supported" in text
     assert "  function  barrier\n" in text and "test_missing.py" in text
 
 
 def test_a_decorator_decorates_functions_only():
-    with pytest.raises(UnsupportedError, match="inline_mgpu is not available"):
+    with pytest.raises(UnsupportedError, match="inline_mgpu is not supported"):
         plgpu.inline_mgpu()(3)

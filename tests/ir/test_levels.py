@@ -67,7 +67,7 @@ def test_the_text_says_the_level_where_it_is_not_tile():
 
 
 def test_a_barrier_is_inside_roles():
-    refused(kernel_of("barrier", "explicit"), "a barrier is for roles to meet at")
+    refused(kernel_of("barrier", "explicit"), "a barrier needs roles")
     verify(kernel_of("roles body () { barrier } body () { barrier }", "explicit"))
     refused(kernel_of("roles", "explicit"), "needs at least one role")
 

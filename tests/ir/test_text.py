@@ -259,7 +259,7 @@ BROKEN = {
     HEAD + "  %0: f32[8] = load %x[:]": ("an operation", "the end of the text", 2),
     HEAD + "  %0: f32[8] load %x[:]\n}": ("'='", "load", 2),
     HEAD + "  %0 = load %x[:]\n}": ("':'", "=", 2),
-    HEAD + "  %0: f32[8] = load %x[:, :]\n}": ("no more entries", ":", 2),
+    HEAD + "  %0: f32[8] = load %x[:, :]\n}": ("at most one entry", ":", 2),
     HEAD + "  %0: f32[4] = load %x[0:4]\n}": ("'+'", "4", 2),
     HEAD + "  %0: f32 = constant {value=}\n}": ("an attribute value", "}", 2),
     HEAD + "  %0: f32 = constant {value 1}\n}": ("'='", "1", 2),

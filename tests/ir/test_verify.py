@@ -115,11 +115,11 @@ BROKEN_CODE = {
     "index rank": ("%1: f32 = load %x[0]", "load: index has 1 entries for ref<f32"),
     "index range": (
         "%1: f32[16] = load %x[8, :]",
-        "load: index 8 is outside 8 elements",
+        "load: index 8 is out of bounds for 8 elements",
     ),
     "span range": (
         "%1: f32[8,16] = load %x[1:+8, :]",
-        "reaches outside 8 elements",
+        "is out of bounds for 8 elements",
     ),
     "index operand": (
         "%1: f32[16] = load %x[%f, :]",
@@ -127,7 +127,7 @@ BROKEN_CODE = {
     ),
     "stored value": (
         "store %x[:, :] = %f",
-        "store: value is f32, the index picks f32[8,16]",
+        "store: value is f32, the index selects f32[8,16]",
     ),
     "mask shape": (
         "%1: bool = eq %c, %c\nstore %x[:, :] = %t mask %1",

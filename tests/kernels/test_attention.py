@@ -321,8 +321,8 @@ def test_a_mask_is_an_argument_of_a_jitted_function():
         ({"query": normal(4, 2, 8)}, "query has 3 dimensions"),
         ({"key": normal(1, 4, 2, 9)}, "needs shape  (1, 4, 2, 8)"),
         ({"query": normal(1, 4, 3, 8)}, "does not divide"),
-        ({"bias": normal(1, 2, 4, 5)}, "bias does not fit"),
-        ({"sinks": normal(3)}, "sinks does not fit"),
+        ({"bias": normal(1, 2, 4, 5)}, "bias does not match"),
+        ({"sinks": normal(3)}, "sinks does not match"),
         ({"mask": masks.Blocks(np.ones((2, 2), bool), 2, 1)}, "with shape (2, 4)"),
         ({"dropout_rate": 0.5}, "dropout_key=jax.random.key(seed)"),
         ({"dropout_rate": 1.5}, "a Python number from 0 to 1"),
@@ -343,7 +343,7 @@ def test_refusals(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"query": [1.0]}, "query is no array"),
+        ({"query": [1.0]}, "query is not an array"),
         ({"mask": np.ones((4, 4), bool)}, "masks.Blocks(mask)"),
         ({"mask": masks.Causal}, "masks.Causal(...)"),
         ({"config": kernels.MatmulConfig()}, "kernels.AttentionConfig(...)"),
@@ -359,7 +359,7 @@ def test_refused_types(change, message):
 @pytest.mark.parametrize("other", [np.ones((4, 4), bool), None])
 def test_masks_compose_with_masks_only(other):
     for compose in (operator.and_, operator.or_):
-        with pytest.raises(TypeError, match=r"no object of kernels\.masks"):
+        with pytest.raises(TypeError, match=r"not an object of kernels\.masks"):
             compose(masks.Causal(), other)
         with pytest.raises(TypeError):
             compose(other, masks.Causal())
@@ -376,6 +376,6 @@ def test_refused_tables(allowed, message):
     with pytest.raises(ValueError) as error:
         masks.Blocks(allowed)
     assert message in str(error.value)
-    traced = "made outside of jit"
+    traced = "created outside jit"
     with pytest.raises(TypeError, match=traced):
         jax.jit(masks.Blocks)(np.ones((2, 2), bool))

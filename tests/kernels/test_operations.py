@@ -521,15 +521,15 @@ REFUSALS = [
         "per head, (2,), or per token, (10, 8, 2)",
     ),
     (kernels.quantize_weights, [normal(100, 4)], "group_size that divides 100"),
-    (kernels.quantize_weights, [None], "weights is no array"),
+    (kernels.quantize_weights, [None], "weights is not an array"),
     (kernels.weight_only_matmul, [normal(3, 4), normal(4, 5)], "pass quantize_weights"),
     (
         kernels.grouped_matmul,
         [normal(3, 4), normal(2, 4, 5), [1, 2]],
-        "group_sizes is no array",
+        "group_sizes is not an array",
     ),
     (kernels.quantize_weights, [normal(4)], "pass weights with 2 dimensions: (k, n)"),
-    (kernels.softmax, [[1.0, 2.0]], "x is no array"),
+    (kernels.softmax, [[1.0, 2.0]], "x is not an array"),
     (
         functools.partial(
             kernels.quantize_weights, bits=4, group_size=16, dtype="float8_e4m3fn"
@@ -548,7 +548,7 @@ REFUSALS = [
         "quantise both",
     ),
     (kernels.top_k, [normal(3, 4), 5], "a k from 1 to 4"),
-    (kernels.top_k, [normal(3, 4), 2.0], "k is no integer"),
+    (kernels.top_k, [normal(3, 4), 2.0], "k is not an integer"),
     (
         functools.partial(kernels.matmul, prologue=lambda x: x.sum(0)),
         [normal(3, 4), normal(4, 5)],

@@ -90,11 +90,11 @@ def test_statistics_are_wide():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: kernels.rms_norm(jnp.ones((3, 4), int)), "takes floating-point"),
+        (lambda: kernels.rms_norm(jnp.ones((3, 4), int)), "needs floating-point"),
         (lambda: kernels.rms_norm(jnp.ones((3, 4)), jnp.ones(3)), "needs shape  (4,)"),
         (
             lambda: kernels.layer_norm(jnp.ones((3, 4)), residual=jnp.ones((4, 3))),
-            "residual does not fit",
+            "residual does not match",
         ),
         (
             lambda: kernels.gated_linear_unit(

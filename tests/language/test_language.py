@@ -336,7 +336,7 @@ def test_a_loop_cannot_rotate_refs():
 
         lax.fori_loop(0, 4, body, (x_ref, o_ref))
 
-    with pytest.raises(KernelTypeError, match="hand on the refs"):
+    with pytest.raises(KernelTypeError, match="pass on the refs"):
         pl.pallas_call(kernel, out_shape=OUT, interpret=True)(X)
 
 

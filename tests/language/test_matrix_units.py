@@ -173,24 +173,24 @@ TRACED = {
         push(a), add(a, load=1), pop()),
     "nothing is pushed to staging register 0 of matrix unit 1": lambda a: (
         push(a), add(a, unit=1), pop()),
-    "matrix unit 0 has no right side": lambda a: (push(a), add(a, load=None), pop()),
-    "pushed to staging register 1 of matrix unit 0 is not used": lambda a: (
+    "matrix unit 0 has no right operand": lambda a: (push(a), add(a, load=None), pop()),
+    "pushed to staging register 1 of matrix unit 0 is never used": lambda a: (
         push(a), push(a, 1), add(a), pop()),
-    "address 8 of matrix unit 0 are popped, and nothing is added": lambda a: (
+    "address 8 of matrix unit 0 is popped, but nothing is added": lambda a: (
         push(a), add(a), pop(), pop(8)),
-    "sums at address 0 of matrix unit 0 are not popped": lambda a: (push(a), add(a)),
-    "sums of a matrix unit overlap": lambda a: (
+    "address 0 of matrix unit 0 is never popped": lambda a: (push(a), add(a)),
+    "accumulators of a matrix unit overlap": lambda a: (
         push(a), pltpu.matmul_acc_lhs(0, a, 0, 0), add(a, 1)),
-    "sums of a matrix unit are of another type": lambda a: (
+    "accumulator of a matrix unit has another type": lambda a: (
         push(a), add(a), pop(shape=(16, 8))),
-    "does not fit the right side": lambda a: (
+    "does not match the right operand": lambda a: (
         push(a), pltpu.matmul_acc_lhs(0, a.astype(jnp.bfloat16), 0, 0)),
-    "holds matrices of two types": lambda a: (
+    "holds matrices of two dtypes": lambda a: (
         push(a), push(a.astype(jnp.bfloat16))),
-    "takes load_staged_rhs as an int from 0": lambda a: (push(a), add(a, load=True)),
-    "takes mxu_index as an int from 0": lambda a: (push(a, unit=-1),),
+    "load_staged_rhs as an int, 0 or more": lambda a: (push(a), add(a, load=True)),
+    "takes mxu_index as an int, 0 or more": lambda a: (push(a, unit=-1),),
     "takes a matrix as rhs": lambda a: (pltpu.matmul_push_rhs(a[0], 0, 0),),
-    "gives matrices of float32 or int32": lambda a: (pop(dtype=jnp.bfloat16),),
+    "returns a matrix of float32 or int32": lambda a: (pop(dtype=jnp.bfloat16),),
 }  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def test_a_mistake_is_found_when_the_kernel_is_traced(message):
 
 
 def test_sums_are_not_read_as_memory():
-    with pytest.raises(KernelTypeError, match="no memory to read and write"):
+    with pytest.raises(KernelTypeError, match="cannot be read or written like memory"):
         run(
             lambda a, acc: (
                 push(a),
@@ -213,12 +213,12 @@ def test_sums_are_not_read_as_memory():
             ),
             scratch_shapes=[pltpu.ACC(0)((8, 8), jnp.float32)],
         )
-    with pytest.raises(KernelTypeError, match="takes all of a ref in"):
+    with pytest.raises(KernelTypeError, match="needs a whole ref in"):
         run(
             lambda a, acc: pltpu.matmul_acc_lhs(acc, a),
             scratch_shapes=[pltpu.VMEM((16, 8), jnp.float32)],
         )
-    with pytest.raises(SpecError, match="matrices of float32 or int32"):
+    with pytest.raises(SpecError, match="a matrix of float32 or int32"):
         pltpu.ACC(0)((8, 8), jnp.bfloat16)
 
 
@@ -230,11 +230,11 @@ def sometimes(code):
 RUN = {
     "staging register 0 of matrix unit 0 is pushed to again": lambda a: (
         push(a), sometimes(push)(a), add(a), pop()),
-    "staging register 0 of matrix unit 0 is loaded, and nothing was pushed": lambda a: (
+    "staging register 0 of matrix unit 0 is loaded, but nothing was pushed": lambda a: (
         push(a), add(a), sometimes(add)(a), pop()),
-    "are popped, and nothing was added": lambda a: (
+    "is popped, but nothing was added": lambda a: (
         push(a), add(a), pop(), sometimes(lambda a: (pop(), 1))(a)),
-    "sums at address 0 of matrix unit 0 are still there when the kernel ends":
+    "accumulator at address 0 of matrix unit 0 is still there when the kernel ends":
         lambda a: (push(a), add(a), pop(), push(a), sometimes(add)(a)),
 }  # fmt: skip
 
@@ -291,14 +291,14 @@ def test_a_tpu_gets_its_own_instructions_or_dots(chip):
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        (wide(jnp.bfloat16, 128), "a right side is 256 x 256"),
-        (wide(jnp.float16), "it multiplies bf16, f32"),
-        (wide(jnp.bfloat16, unit=2), "there are 2 units"),
+        (wide(jnp.bfloat16, 128), "a right operand must be 256 x 256"),
+        (wide(jnp.float16), "it supports bf16, f32"),
+        (wide(jnp.bfloat16, unit=2), "the chip has 2 matrix units"),
     ],
 )
 def test_what_no_unit_of_a_tpu_takes_is_refused(made, why):
     call, arrays = made
-    with pytest.raises(UnsupportedError, match="matrix unit of 7x cannot") as raised:
+    with pytest.raises(UnsupportedError, match="matrix unit of 7x does not") as raised:
         mosaic("7x", call, arrays)
     assert why in str(raised.value)
 

@@ -69,7 +69,7 @@ def test_cores_need_a_parallel_axis_to_share():
         )(x_ref, o_ref)
 
     np.testing.assert_array_equal(over_rows(kernel, X, grid=(1,)), X)
-    with pytest.raises(SpecError, match="only share a pipeline along a parallel axis"):
+    with pytest.raises(SpecError, match="split a pipeline only along a parallel axis"):
         over_rows(kernel, X, grid=(2,))
 
 

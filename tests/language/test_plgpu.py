@@ -121,13 +121,13 @@ def test_a_ring_is_right():
 @pytest.mark.parametrize(
     "wrong, message, mark",
     [
-        ("refill", "of a wgmma is written|at the same time", "load"),
+        ("refill", "of a wgmma is written|data race", "load"),
         ("bytes", "phase", "full"),
-        ("full", "destination of a copy is read|at the same time|phase", "wgmma"),
-        ("wait", "of a wgmma is written|at the same time", "load"),
+        ("full", "destination of a copy is read|data race|phase", "wgmma"),
+        ("wait", "of a wgmma is written|data race", "load"),
         ("arrive", "a barrier that nothing in it arrives at", "empty"),
-        ("once", "a deadlock", "full"),
-        ("fence", "with no fence between", "store"),
+        ("once", "deadlock", "full"),
+        ("fence", "without a fence in between", "store"),
         ("store", "still in flight|never waited for", "store"),
     ],
 )
@@ -299,8 +299,8 @@ def call(body, *args, **options):
 @pytest.mark.parametrize(
     "body, error, message",
     [
-        (lambda o: plgpu.barrier_wait(o), KernelTypeError, "one barrier is needed"),
-        (lambda o: plgpu.wgmma(o, o, o), KernelTypeError, "adds to an accumulator"),
+        (lambda o: plgpu.barrier_wait(o), KernelTypeError, "expected a single barrier"),
+        (lambda o: plgpu.wgmma(o, o, o), KernelTypeError, "needs an accumulator"),
         (lambda o: plgpu.wgmma(o, o, o[...]), KernelTypeError, "in shared memory"),
         (lambda o: plgpu.inline_mgpu()(print)(), NotImplementedError, "inline_mgpu"),
         (lambda o: plgpu.remote_ref(o, 1), NotImplementedError, "remote_ref"),
@@ -318,7 +318,7 @@ def test_refusals_say_what_is_wrong(body, error, message):
     "options, message",
     [
         (dict(grid=(2,)), "same length"),
-        (dict(num_threads=2), "go together"),
+        (dict(num_threads=2), "must be given together"),
         (dict(kernel_name="x"), "kernel_name"),
     ],
 )
@@ -346,7 +346,7 @@ def test_one_warpgroup_runs_in_the_emulation():
         kernel, x, y, out_shape=out(32, 32), scratch_shapes=memory, interpret=True
     )
     np.testing.assert_allclose(got, x @ y, rtol=1e-4, atol=1e-4)
-    with pytest.raises(UnsupportedError, match="no 'roles'"):
+    with pytest.raises(UnsupportedError, match="does not support 'roles'"):
         run_ring(interpret=True)
 
 

@@ -102,7 +102,9 @@ def test_blocks_that_share_a_copy_copy_the_same():
 
     memory = [plgpu.SMEM((8, 8), F32), plgpu.Barrier()]
     x = jnp.ones((2, 8, 8), F32)
-    with pytest.raises(CheckError, match="share a copy start different ones"):
+    with pytest.raises(
+        CheckError, match="start different copies as one collective copy"
+    ):
         plgpu.kernel(kernel, x, scratch_shapes=memory, **PAIR)(x)
 
 
@@ -210,7 +212,7 @@ def test_refusals_say_what_is_wrong():
     call = lambda **more: plgpu.kernel(
         kernel, out_shape=out(3, 33), scratch_shapes=memory, **more
     )(operand(3, 33))
-    with pytest.raises(KernelTypeError, match="is no axis of the cluster"):
+    with pytest.raises(KernelTypeError, match="is not an axis of the cluster"):
         call(grid=(2,), grid_names=("row",))
     with pytest.raises(KernelTypeError, match="2 blocks cannot share a copy of"):
         call(cluster=(2,), cluster_names=("row",))

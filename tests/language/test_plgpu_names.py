@@ -37,7 +37,7 @@ def test_every_name_of_upstream_is_here_or_refused():
     assert not absent, absent
     refused = [n for n in names if isinstance(getattr(plgpu, n), Missing)]
     for name in refused:
-        with pytest.raises(UnsupportedError, match=f"{name} is not available"):
+        with pytest.raises(UnsupportedError, match=f"{name} is not supported"):
             getattr(plgpu, name)(1)(lambda: None)()  # one of them decorates
     text = DOCS.read_text()
     unlisted = [name for name in refused if f"`{name}`" not in text]

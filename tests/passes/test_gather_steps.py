@@ -140,8 +140,8 @@ def test_blocks_farther_and_farther_from_the_step_are_not(name: str):
 @pytest.mark.parametrize(
     "made, factor, reason",
     [
-        (kernel(RUNNING), 3, "8 steps are not 3 times as many"),
-        (kernel(RUNNING, n=30), 2, "the last block of x is not all inside"),
+        (kernel(RUNNING), 3, "8 steps are not a multiple of 3"),
+        (kernel(RUNNING, n=30), 2, "the last block of x extends past the edge"),
         (
             kernel(RUNNING, "%j: i32 = sub %z, %i yield %z, %j"),
             2,

@@ -71,8 +71,8 @@ def test_accumulation_axis_is_sequential():
     assert str(info) == "\n".join(
         [
             "grid 2 x 3 x 4",
-            "  axis 0  parallel    each step writes blocks of its own",
-            "  axis 1  parallel    each step writes blocks of its own",
+            "  axis 0  parallel    each step writes its own blocks",
+            "  axis 1  parallel    each step writes its own blocks",
             "  axis 2  sequential  several steps may write a block of o",
             "  in  x  (i0, i2)  moves along i0 i2",
             "  out o  (i0, i1)  moves along i0 i1; own along i0 i1",
@@ -143,7 +143,7 @@ def test_scalars_that_steps_write_are_shared_whatever_semantics_say():
     body = "%n0: i32 = load %t[0]\nstore %t[1] = %n0\nstore %ob[:, :] = %z"
     info = analyze(kernel("yield %i, %j", body, semantics=said))
     assert info.parallel == ()
-    assert "steps hand values on in the operand t" in str(info)
+    assert "values are carried between steps in the operand t" in str(info)
 
 
 def test_blocks_that_rest_and_are_read_back_are_shared_whatever_semantics_say():
@@ -151,7 +151,7 @@ def test_blocks_that_rest_and_are_read_back_are_shared_whatever_semantics_say():
     body = "%a: f32[8,8] = load %ob[:, :]\nstore %ob[:, :] = %a"
     info = analyze(kernel("yield %i, %j", body, semantics=said))
     assert info.parallel == (0, 1)
-    assert info.axes[2].reason == "steps hand values on in the block of o"
+    assert info.axes[2].reason == "values are carried between steps in the block of o"
     part = analyze(kernel("yield %i, %j", FIRST_ROW, semantics=said))
     assert part.parallel == (0, 1, 2)
 
@@ -161,7 +161,7 @@ def test_blocks_that_rest_and_are_read_back_are_shared_whatever_semantics_say():
 )
 def test_blocks_that_all_steps_write_whole_are_shared_whatever_semantics_say(out_map):
     info = analyze(kernel(out_map, semantics='("parallel", "arbitrary", "parallel")'))
-    assert info.axes[2].reason == "steps hand values on in the block of o"
+    assert info.axes[2].reason == "values are carried between steps in the block of o"
 
 
 def test_scratch_that_only_the_first_step_fills_is_shared_whatever_semantics_say():
@@ -169,7 +169,7 @@ def test_scratch_that_only_the_first_step_fills_is_shared_whatever_semantics_say
     body = RESET.format(id="%pk") + FIRST_ROW
     info = analyze(kernel("yield %i, %j", body, before=ACC, semantics=said))
     assert info.parallel == (0, 1)
-    assert info.axes[2].reason == "steps hand values on in the scratch acc"
+    assert info.axes[2].reason == "values are carried between steps in the scratch acc"
 
 
 def of_unknown_size(out_map: str):
@@ -289,7 +289,9 @@ def test_operand_sharing_memory_must_move_with_the_output():
     assert same.parallel == (0, 1, 2)
     moved = analyze(kernel("yield %j, %i", read, in_map="yield %i, %j", **args))
     assert moved.sequential == (0, 1)
-    assert moved.axes[0].reason == "x and o share memory and do not move together"
+    assert (
+        moved.axes[0].reason == "x and o alias, but their blocks do not move together"
+    )
 
 
 def test_no_grid():

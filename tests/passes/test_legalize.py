@@ -179,31 +179,27 @@ def test_error_names_op_line_attempts_and_other_backends():
     other = {"cpu": frozenset({"sqrt"}), "triton": frozenset({"sqrt"})}
     other["cuda"] = frozenset()
     assert message(kernel, SIMPLE, elsewhere=other) == (
-        "backend 'tpu' cannot run sqrt on f32[8,128]\n"
-        "  op     %1: f32[8,128] = sqrt %0\n"
-        "  tried  native (not listed for tpu)\n"
-        "  at     model/routing.py:88 in route\n"
-        "  fix    write it with other ops, or run the kernel with interpret=True, or "
-        "use a backend that has it: cpu, triton"
+        "backend 'tpu' cannot run sqrt on f32[8,128]\n  op     %1: f32[8,128] = sqrt "
+        "%0\n  tried  native (not listed for tpu)\n  at     model/routing.py:88 in "
+        "route\n  fix    use other operations, or run the kernel with interpret=True, "
+        "or use a backend that has it: cpu, triton"
     )
 
 
 def test_error_says_what_a_decomposition_lacks():
     kernel = kernel_of(lambda b, x: b.rsqrt(x), F32)
     assert message(kernel, SIMPLE) == (
-        "backend 'tpu' cannot run rsqrt on f32[8]\n"
-        "  op     %1: f32[8] = rsqrt %0\n"
-        "  tried  native (not listed for tpu)\n"
-        "         decomposition rsqrt (backend 'tpu' cannot run sqrt on f32[8])\n"
-        "  at     model/routing.py:88 in route\n"
-        "  fix    write it with other ops, or run the kernel with interpret=True"
+        "backend 'tpu' cannot run rsqrt on f32[8]\n  op     %1: f32[8] = rsqrt %0\n  "
+        "tried  native (not listed for tpu)\n         decomposition rsqrt (backend "
+        "'tpu' cannot run sqrt on f32[8])\n  at     model/routing.py:88 in route\n  "
+        "fix    use other operations, or run the kernel with interpret=True"
     )
 
 
 def test_error_says_why_a_decomposition_does_not_apply():
     kernel = kernel_of(lambda b, x: b.clz(x), DTYPES["i4"])
     text = message(kernel, SIMPLE)
-    assert "decomposition clz (integers of 8 bits and more, not i4)" in text
+    assert "decomposition clz (supports integers of 8 bits and more, not i4)" in text
 
 
 def test_error_for_a_tile_op_without_its_parts():

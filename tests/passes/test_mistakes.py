@@ -38,9 +38,9 @@ def found(body: str, grid: int = 4, out: str = "f32[8]") -> list[str]:
 
 
 NEVER_STORED = "the kernel never stores to an output"
-ADDS_TO_OUTPUT = "the kernel adds to an output that nothing sets before"
+ADDS_TO_OUTPUT = "the kernel accumulates into an output that is never initialised"
 NEVER_WAITED = "the kernel starts a copy and never waits for it"
-ADDS_TO_SCRATCH = "the kernel adds to scratch that nothing sets before"
+ADDS_TO_SCRATCH = "the kernel accumulates into scratch that is never initialised"
 
 OLD = "%a: f32[8] = load %ob[:] "
 ADD = OLD + "%b: f32[8] = add %a, %v store %ob[:] = %b "
@@ -75,7 +75,7 @@ WRONG = {
         STORE
         + "%r: ref<i32 sem> = alloc copy_start %xb, %s, %r {priority=0} "
         + "copy_wait %xb, %s, %r",
-        "a copy signals a semaphore that is not of the kind for copies",
+        "a copy signals a semaphore that is not a DMA semaphore",
     ),
     "no wait": (STORE + "copy_start %xb, %s, %sem {priority=0}", NEVER_WAITED),
     "atomically": (
@@ -175,20 +175,20 @@ TOLD = {
     "sum": (
         lambda: call(sums),
         sums,
-        "the kernel adds to an output that nothing sets before: what it holds is not "
-        "defined\n  kernel  sums\n  output  o_ref, f32[8,128]",
+        "the kernel accumulates into an output that is never initialised: its "
+        "contents are undefined\n  kernel  sums\n  output  o_ref, f32[8,128]",
     ),
     "scratch": (
         lambda: call(keeps, scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32)]),
         keeps,
-        "the kernel adds to scratch that nothing sets before: what it holds is not "
-        "defined\n  kernel   keeps\n  scratch  sum_ref, f32[8,128]",
+        "the kernel accumulates into scratch that is never initialised: its contents "
+        "are undefined\n  kernel   keeps\n  scratch  sum_ref, f32[8,128]",
     ),
     "nothing stored": (
         lambda: call(idle),
         call,
-        "the kernel never stores to an output: what it holds is not defined\n"
-        "  kernel  idle\n  output  o_ref, f32[8,128]",
+        "the kernel never stores to an output: its contents are undefined\n  kernel  "
+        "idle\n  output  o_ref, f32[8,128]",
     ),
     "no programs": (
         lambda: call(copy, grid=0),

@@ -243,19 +243,19 @@ def feeds_itself(x_ref, o_ref, acc_ref):
 
 
 NO_SUMS = {
-    largest: "o_ref carries values along it that are no plain sum",
-    never_zero: "o_ref is never set to zero at the first step",
+    largest: "o_ref carries values along it that are not a plain sum",
+    never_zero: "o_ref is not set to zero at the first step",
     zero_each_time: "o_ref is set to zero elsewhere than at the first step",
-    zero_after: "o_ref is added to before it is set to zero",
+    zero_after: "o_ref is accumulated into before it is set to zero",
     zero_in_part: "o_ref is set to zero elsewhere than at the first step",
     decaying: "several steps write o_ref, not only by adding to it",
-    last_only: "o_ref is added to at its first or last step only",
+    last_only: "o_ref is accumulated into only at its first or last step",
     starts_from_data: "several steps write o_ref, not only by adding to it",
-    data_dependent: "o_ref carries values along it that are no plain sum",
+    data_dependent: "o_ref carries values along it that are not a plain sum",
     with_bias: "several steps write o_ref, not only by adding to it",
-    scaled_by_moving_block: "acc_ref carries values along it that are no plain sum",
+    scaled_by_moving_block: "acc_ref carries values along it that are not a plain sum",
     copied_too_early: "o_ref is not copied from a finished sum",
-    squared: "acc_ref carries values along it that are no plain sum",
+    squared: "acc_ref carries values along it that are not a plain sum",
     feeds_itself: "o_ref is overwritten along it",
 }
 

@@ -74,7 +74,7 @@ def test_the_dimensions_of_a_product():
     assert m.windows == ((X, 0), (O, 0)) and found.why_not_free(m) is None
     assert n.windows == ((Y, 1), (O, 1)) and found.why_not_free(n) is None
     assert k.windows == ((X, 1), (Y, 0))
-    assert found.why_not_free(k) == "a product sums over it"
+    assert found.why_not_free(k) == "a matmul contracts it"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_the_dimensions_of_a_product():
         (
             '%a: f32[8,4] = load %xb[:, :] %b: f32[8,4] = scan %a {kind="sum", axis=0,'
             " reverse=False} store %ob[:, :] = %b",
-            "'scan' goes along it",
+            "'scan' runs along it",
         ),
         (
             "%a: f32[8,4] = load %xb[:, :] %b: f32[4,8] = reshape %a {shape=(4, 8)}"
@@ -92,12 +92,12 @@ def test_the_dimensions_of_a_product():
         ),
         (
             "%a: f32[4,4] = load %xb[0:+4, :] store %ob[4:+4, :] = %a",
-            "a load picks a part of it",
+            "a load selects a part of it",
         ),
         (
             "%a: f32[8,4] = load %xb[:, :] %b: f32 = load %xb[0, 0]"
             " store %ob[:, :] = %a",
-            "one element of it is picked",
+            "a single element of it is selected",
         ),
         ("%a: f32[8,4] = constant {value=1.0} store %ob[:, :] = %a", None),
     ],
@@ -122,7 +122,7 @@ def test_a_tile_that_is_added_to_its_transpose_is_whole():
           store %ob[:, :] = %c
         }
     }""")
-    assert loop_dims(square).dims[0].whole == "it is two dimensions of one tile"
+    assert loop_dims(square).dims[0].whole == "two dimensions of one tile depend on it"
 
 
 # --- cut ---
@@ -196,7 +196,7 @@ def test_parts_outside_the_array_are_left_out():
 
 def test_a_part_outside_has_no_block_of_its_own():
     kernel = rows(COPY, n=30, o_map=BACKWARDS)
-    with pytest.raises(CannotReblock, match="would be outside o"):
+    with pytest.raises(CannotReblock, match="would be past the end of o"):
         cut(kernel, (1, 0), 8)
     new = cut(kernel, (1, 0), 2)  # of the last block, each half has something inside
     assert "grid=(2, 4), windows=(in[4, 4], out[4, 4])" in head(new)
@@ -240,7 +240,9 @@ def test_parts_do_not_share_what_scratch_carries_along_another_axis():
 
 
 def test_uneven_parts_are_refused():
-    with pytest.raises(CannotReblock, match="8 elements are not 3 equal parts"):
+    with pytest.raises(
+        CannotReblock, match="8 elements cannot be divided into 3 equal parts"
+    ):
         cut(rows(COPY), (0, 0), 3)
 
 
@@ -286,7 +288,7 @@ def test_a_position_in_the_array_stays_one():
         (rows(COPY, n=40), "o has elements that no program writes"),
         (
             rows("cond %s branch () {} branch () { " + COPY + " }"),
-            "what the programs do depends on their number",
+            "what a program computes depends on its program id",
         ),
     ],
 )
@@ -323,11 +325,11 @@ def test_a_deep_product_becomes_a_loop():
 @pytest.mark.parametrize(
     "old, new, reason",
     [
-        ("dtype=f32", "dtype=bf16", "its sums are rounded"),
+        ("dtype=f32", "dtype=bf16", "its accumulator has less precision"),
         (
             "%s: f32",
             '%r: f32[32] = reduce %u {kind="max", axes=(1,)} %s: f32',
-            "'reduce' goes along it",
+            "'reduce' runs along it",
         ),
     ],
 )
@@ -356,7 +358,7 @@ def test_branches_that_some_programs_take_select_what_they_store(factor, blocks)
         flash_scratch_call, is_causal=True, block_q=block_q, block_kv=block_kv
     )
     (kernel,) = map(run, kernels_in(call, shape, shape, shape))
-    with pytest.raises(CannotReblock, match="depends on their number"):
+    with pytest.raises(CannotReblock, match="depends on its program id"):
         grow(kernel, (0, 1), factor)
     new = grow(kernel, (0, 1), factor, selects=True)
     verify(new)

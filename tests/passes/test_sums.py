@@ -65,8 +65,8 @@ def test_a_sum_and_its_gate():
 
 
 REFUSED = {
-    "no reset": (ADD, "ob is never set to zero at the first step"),
-    "reset after": (ADD + RESET, "ob is added to before it is set to zero"),
+    "no reset": (ADD, "ob is not set to zero at the first step"),
+    "reset after": (ADD + RESET, "ob is accumulated into before it is set to zero"),
     "reset only": (RESET, "ob is not written as a sum"),
     "reset at every step": (
         "store %ob[:] = %z" + ADD,
@@ -76,7 +76,10 @@ REFUSED = {
         RESET + ADD + "store %ob[:] = %v",
         "several steps write ob, not only by adding to it",
     ),
-    "not linear": (RESET + ADD + SCALE, "ob carries values along it that are no plain"),
+    "not linear": (
+        RESET + ADD + SCALE,
+        "ob carries values along it that are not a plain",
+    ),
 }
 
 

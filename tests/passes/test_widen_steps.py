@@ -224,8 +224,8 @@ def test_steps_that_stay(name: str):
 @pytest.mark.parametrize(
     "x_map, n, reason",
     [
-        ("yield %z, %i", 30, "the last block of x is not all inside"),
-        ("%j: i32 = sub %z, %i yield %z, %j", 32, "no axis or loop walks along"),
+        ("yield %z, %i", 30, "the last block of x extends past the edge"),
+        ("%j: i32 = sub %z, %i yield %z, %j", 32, "no axis or loop iterates over"),
     ],
 )
 def test_windows_that_stay(x_map: str, n: int, reason: str):
@@ -345,7 +345,7 @@ def test_rows_that_skip_different_steps_can_still_be_joined():
 
 
 def test_rounds_that_only_the_run_counts_stay():
-    with pytest.raises(CannotReblock, match="only the run knows how many rounds"):
+    with pytest.raises(CannotReblock, match="the trip count is known only at run time"):
         widen_steps(in_a_loop(4, 16, 8), 8)
 
 

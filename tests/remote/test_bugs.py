@@ -234,7 +234,7 @@ def everyone_waits_first(fixed):
     return kernel
 
 
-@bug("copies", "a copy that was not started is waited for", DMA, DMA)
+@bug("copies", "a wait for a copy that was never started", DMA, DMA)
 def waits_for_what_nobody_sends(fixed):
     def kernel(me_ref, x_ref, o_ref, sent, received):
         me = me_ref[0]
@@ -253,7 +253,7 @@ def waits_for_what_nobody_sends(fixed):
     return kernel
 
 
-@bug("copies", "a deadlock: everything that runs waits for something else", DMA, DMA)
+@bug("copies", "deadlock: everything that runs is waiting", DMA, DMA)
 def waits_twice_for_one_arrival(fixed):
     def kernel(me_ref, x_ref, o_ref, sent, received):
         copy = send(x_ref, o_ref, sent, received, after(me_ref[0]))
@@ -308,7 +308,7 @@ def signals_itself_instead_of_the_other(fixed):
 # --- semaphores left over, devices that are not there ---
 
 
-@bug("copies", "a semaphore is not back at zero when it is gone", REGULAR)
+@bug("copies", "a semaphore is not zero at the end of its lifetime", REGULAR)
 def signal_that_nobody_waits_for(fixed):
     def kernel(me_ref, x_ref, o_ref, semaphore):
         me = me_ref[0]
@@ -319,7 +319,7 @@ def signal_that_nobody_waits_for(fixed):
     return kernel
 
 
-@bug("copies", "a semaphore is not back at zero when it is gone", DMA, DMA)
+@bug("copies", "a semaphore is not zero at the end of its lifetime", DMA, DMA)
 def barrier_signalled_twice(fixed):
     def kernel(me_ref, x_ref, o_ref, sent, received):
         me, barrier = me_ref[0], pltpu.get_barrier_semaphore()
@@ -330,7 +330,7 @@ def barrier_signalled_twice(fixed):
     return kernel
 
 
-@bug("copies", "a copy or a signal to a device that has ended the kernel", REGULAR)
+@bug("copies", "a copy or a signal to a device that has finished the kernel", REGULAR)
 def signal_after_the_other_has_ended(fixed):
     def kernel(me_ref, x_ref, o_ref, semaphore):
         me = me_ref[0]
@@ -349,7 +349,7 @@ def signal_after_the_other_has_ended(fixed):
     return kernel
 
 
-@bug("copies", "a copy or a signal to a device that is not there", DMA, DMA)
+@bug("copies", "a copy or a signal to a device that does not exist", DMA, DMA)
 def device_number_past_the_end(fixed):
     def kernel(me_ref, x_ref, o_ref, sent, received):
         right = after(me_ref[0]) if fixed else me_ref[0] + 1
@@ -361,7 +361,10 @@ def device_number_past_the_end(fixed):
 
 
 @bug(
-    "copies", "a copy or a signal to a device that may not run the kernel yet", DMA, DMA
+    "copies",
+    "a copy or a signal to a device that may not have started the kernel",
+    DMA,
+    DMA,
 )
 def barrier_with_the_wrong_neighbour(fixed):
     def kernel(me_ref, x_ref, o_ref, sent, received):
@@ -376,7 +379,10 @@ def barrier_with_the_wrong_neighbour(fixed):
 
 
 @bug(
-    "copies", "a copy or a signal to a device that may not run the kernel yet", DMA, DMA
+    "copies",
+    "a copy or a signal to a device that may not have started the kernel",
+    DMA,
+    DMA,
 )
 def barrier_after_the_first_copy(fixed):
     def kernel(me_ref, x_ref, o_ref, sent, received):
@@ -417,7 +423,7 @@ def memory_of_one_device_only(fixed):
 # --- races ---
 
 
-@bug("races", "which may run at the same time", SLOTS, DMA, DMA, REGULAR)
+@bug("races", "data race", SLOTS, DMA, DMA, REGULAR)
 def slot_refilled_before_it_is_free(fixed):
     """Three steps around the ring in two slots: the third copy goes where the first
     one went."""
@@ -439,7 +445,7 @@ def slot_refilled_before_it_is_free(fixed):
     return kernel
 
 
-@bug("races", "which may run at the same time", VMEM, DMA, DMA, REGULAR)
+@bug("races", "data race", VMEM, DMA, DMA, REGULAR)
 def cleared_after_the_others_may_have_sent(fixed):
     def kernel(me_ref, x_ref, o_ref, buffer, sent, received, ready):
         me = me_ref[0]
@@ -453,7 +459,7 @@ def cleared_after_the_others_may_have_sent(fixed):
     return kernel
 
 
-@bug("races", "which may run at the same time", VMEM, DMA, DMA, REGULAR)
+@bug("races", "data race", VMEM, DMA, DMA, REGULAR)
 def read_while_the_next_one_comes(fixed):
     """Twice the same destination: the second copy may come while the first is read."""
 
@@ -474,7 +480,7 @@ def read_while_the_next_one_comes(fixed):
     return kernel
 
 
-@bug("races", "which may run at the same time", DMA, DMA)
+@bug("races", "data race", DMA, DMA)
 def two_devices_send_to_one_place(fixed):
     def kernel(me_ref, x_ref, o_ref, sent, received):
         me = me_ref[0]
@@ -498,7 +504,7 @@ def two_devices_send_to_one_place(fixed):
     return kernel
 
 
-@bug("races", "which may run at the same time", DMA, DMA, REGULAR)
+@bug("races", "data race", DMA, DMA, REGULAR)
 def signalled_before_the_memory_was_read(fixed):
     def kernel(me_ref, x_ref, o_ref, sent, received, ready):
         me = me_ref[0]
@@ -523,7 +529,7 @@ def signalled_before_the_memory_was_read(fixed):
 
 @bug(
     "uninitialised",
-    "a value that is not defined is stored in an output",
+    "an undefined value is stored in an output",
     VMEM,
     DMA,
     DMA,
@@ -623,7 +629,7 @@ def test_a_deadlock_on_a_mesh_is_reported_in_seconds(mode):
     call = over_mesh(wait_for_the_left, DEVICES, interpret=mode)
     with pytest.raises(jax.errors.JaxRuntimeError) as raised:
         jax.block_until_ready(call(np.zeros((DEVICES, 8), np.float32)))
-    assert "a deadlock: everything that runs waits" in str(raised.value)
+    assert "deadlock: everything that runs" in str(raised.value)
     waits = r"x = 3 +waits for a copy to o_ref \(output\), f32\[8\], which was not"
     assert re.search(waits, str(raised.value))
     assert time.perf_counter() - started < 60

@@ -115,7 +115,7 @@ def test_a_device_is_named_by_coordinates_axes_or_number(device_id):
         (lambda: dict(device_id={"z": 0}), "there is no mesh axis 'z'"),
         (
             lambda: dict(device_id=(0, 1), device_id_type=LOGICAL),
-            "a LOGICAL device_id is one number",
+            "a LOGICAL device_id must be one number",
         ),
     ],
 )

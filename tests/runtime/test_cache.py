@@ -175,7 +175,7 @@ def test_the_command_shows_and_clears(place, capsys):
     assert cache.entries() == []
     with config.override(cache_dir="off"):
         main(["cache"])
-    assert "switched off" in capsys.readouterr().out
+    assert "disabled" in capsys.readouterr().out
 
 
 PROGRAM = """

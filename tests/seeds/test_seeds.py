@@ -345,7 +345,7 @@ def test_tiled_matmul_sample_runs_inside_the_sharded_model():
     M, N, K = 128, 128, 32
     matmul = run_sample(TILED_MATMUL_SAMPLE, jax=jax, jnp=jnp, M=M, N=N, K=K)["matmul"]
     W, x = normal(0, (K, N), jnp.bfloat16), normal(1, (M, K), jnp.bfloat16)
-    with pytest.warns(PartitionWarning, match="every program sees all of it"):
+    with pytest.warns(PartitionWarning, match="every program gets all of it"):
         names = run_sample(
             pod_on_these_devices(), jax=jax, W=W, x=x, model=lambda W, x: matmul(x, W)
         )

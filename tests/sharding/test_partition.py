@@ -279,7 +279,10 @@ def test_gathered_operands_are_named_once():
         jax.jit(lambda x, s: rms_norm(x, s))(placed, scale)
     (message,) = (str(w.message) for w in caught)
     assert "kernel 'rms_norm': sharded operands are gathered" in message
-    assert "x_ref  dimension 1 came in 8 parts: every program sees all of it" in message
+    assert (
+        "x_ref  dimension 1 is split into 8 parts: every program gets all of it"
+        in message
+    )
     assert "partitioning.py" in message
 
 
@@ -417,7 +420,7 @@ def test_partition_rules_of_derivatives(rule, kinds):
         ("m k, k n -> m", "a name or \\* per dimension of each result"),
         ("m k, n n -> m n", "'n' stands for grid axes 2 and 1"),
         (3, "must be None, False or a pl.Partition"),
-        (pl.Partition("m k, k n -> m n", matmul, ("q",)), "sums names 'q'"),
+        (pl.Partition("m k, k n -> m n", matmul, ("q",)), "sums= names 'q'"),
         (pl.Partition("m k, k n -> m n", matmul), "a result does not have 'k'"),
     ],
 )
@@ -429,14 +432,14 @@ def test_wrong_partition_rules_are_refused(rule, message):
 def test_a_rule_the_kernel_cannot_follow_is_refused_with_the_reason():
     with pytest.raises(SpecError, match="cannot be partitioned along 'j'") as caught:
         rows_call(count_up, normal(18, 32, 16), partition="i j -> i j")
-    assert "every program sees all of it" in str(caught.value)
+    assert "every program gets all of it" in str(caught.value)
 
 
 def test_the_rule_is_printed():
     (kernel,) = kernels_in(matmul, X, Y)
     assert str(derive(kernel)).splitlines() == [
         "x_ref[i0, i2], y_ref[i2, i1] -> o_ref[i0, i1]",
-        "  axis 0  own    each step writes blocks of its own",
-        "  axis 1  own    each step writes blocks of its own",
+        "  axis 0  own    each step writes its own blocks",
+        "  axis 1  own    each step writes its own blocks",
         "  axis 2  sum    o_ref is a sum over it",
     ]

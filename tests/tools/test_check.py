@@ -69,17 +69,17 @@ def test_an_estimate_is_not_below_the_bound(tmp_path):
     [
         (
             "E1001: CompileTimeScopedVmemOom: size 32.00M and limit 16.00M",
-            "more vector memory than it is given",
+            "more vector memory (VMEM) than its limit",
             "use smaller blocks",
         ),
         (
             "E2002: CompileTimeMosaicMisalignedBlockAndTiling: Operand of shape",
-            "a block does not consist of whole tiles",
+            "a block is not made of whole tiles",
             "multiples of (8, 128)",
         ),
         (
             "E2003: cannot statically prove that index in dimension 0 is a multiple",
-            "a dynamic index is not known to begin at a tile",
+            "a dynamic index is not known to be aligned to a tile",
             "pl.multiple_of(index, 8)",
         ),
         (
@@ -87,7 +87,7 @@ def test_an_estimate_is_not_below_the_bound(tmp_path):
             "a reshape mixes rows and lanes",
             "reshape before the call",
         ),
-        ("INTERNAL: something new", "refuses the code made of", "please report"),
+        ("INTERNAL: something new", "rejects the code generated for", "please report"),
     ],
 )
 def test_an_error_of_libtpu_in_our_words(said, what, fix, tmp_path):
@@ -169,7 +169,7 @@ def test_operands_as_text():
         S((4,), jnp.int32),
     ]
     assert arrays("") == []
-    with pytest.raises(SpecError, match="cannot be read from 'q7"):
+    with pytest.raises(SpecError, match="cannot parse operands from 'q7"):
         arrays("f32[8], q7[2]")
 
 
@@ -199,8 +199,8 @@ def test_kernels_of_a_file(script, capfd):
     [
         ("no.py", "", "no such file: no.py"),
         ("{}::nothing", "", "has no function 'nothing'"),
-        ("{}::double", "", "does not take 0 operands: missing a required argument"),
-        ("{}::double", "f32[8], f32[8]", "does not take 2 operands: too many"),
+        ("{}::double", "", "does not accept 0 operands: missing a required argument"),
+        ("{}::double", "f32[8], f32[8]", "does not accept 2 operands: too many"),
     ],
 )
 def test_wrong_sources(source, operands, message, script):
@@ -253,7 +253,7 @@ def test_check_as_a_command(script, capsys, monkeypatch):
     status, out, _ = run(capsys, "check", f"{script}::huge", "--json")
     assert status == command.REFUSED and not json.loads(out)["ok"]
     status, out, err = run(capsys, *given, "--target", "tpu:v99", "--json")
-    assert status == command.USAGE and "no target is called 'tpu:v99'" in err
+    assert status == command.USAGE and "unknown target 'tpu:v99'" in err
     assert json.loads(out)["kernels"] == []
 
 
@@ -282,7 +282,7 @@ def test_a_process_that_is_ended_is_reported(script, capsys, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(python))
     status = command_line.main(["check", str(script), "--json"])
     output = capsys.readouterr()
-    assert status == command.ENDED and "ended by SIGABRT" in output.err
+    assert status == command.ENDED and "killed by SIGABRT" in output.err
     assert not json.loads(output.out)["ok"]
 
 

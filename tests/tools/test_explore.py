@@ -113,7 +113,7 @@ def test_the_code_that_libtpu_makes_is_the_last_stage():
         assert [stage["name"] for stage in view["stages"]][-2:] == ["mosaic", "llo"]
         code = view["stages"][-1]
         assert "vmatmul" in code["text"]
-        assert "does not say which source lines" in code["note"]
+        assert "has no source locations" in code["note"]
         assert {"estimate", "busy"} <= {heading for heading, _ in view["report"]}
 
 
@@ -172,7 +172,7 @@ def test_costs_of_lines_are_those_of_the_kernel():
 def test_a_grid_has_the_blocks_of_each_step(data):
     tpu = next(v for v in data["views"] if v["target"] == "tpu:v5e")
     written = tpu["grids"][1]
-    assert written["name"] == "as it is written" and written["sizes"] == [4, 4, 4]
+    assert written["name"] == "as written" and written["sizes"] == [4, 4, 4]
     assert written["parallel"] == [True, True, False] and len(written["steps"]) == 64
     assert written["steps"][5] == [0, 1, 1]
     x, y, o = written["operands"]
@@ -261,8 +261,8 @@ def test_the_command_writes_a_page(tmp_path, capfd, monkeypatch):
     assert "o_ref[...] = 2 * x_ref[...]" in out.read_text()
     # Before anything is compiled: a page of a large model takes minutes.
     for place, text in (
-        (tmp_path, "is a folder"),
-        (tmp_path / "none" / "page.html", "is in a folder that does not exist"),
+        (tmp_path, "is a directory"),
+        (tmp_path / "none" / "page.html", "is in a directory that does not exist"),
     ):
         arguments[5] = str(place)
         assert command_line.main(arguments) == 2
@@ -332,7 +332,7 @@ def test_a_click_lights_up_origin_and_results(visit):
     assert any(" = dot " in text for text in visit["a"]) and len(visit["a"]) >= 6
     assert re.match(rf"{HERE}:{DOT_LINE} became \d+ lines of import", visit["said"])
     assert visit["llvm"] > 10
-    assert visit["unlinked"] == [0, "This line does not say where it comes from."]
+    assert visit["unlinked"] == [0, "This line has no source location."]
 
 
 def test_steps_are_taken_by_keys_buttons_and_time(visit):

@@ -166,7 +166,7 @@ def test_what_cannot_be_profiled_is_refused():
     with pytest.raises(SpecError, match="calls no kernel"):
         pl.profile(jnp.sin)(1.0)
     for runs in (0, 2.5, "3", True):
-        text = re.escape(f"pl.profile: runs={runs!r} is no number of runs")
+        text = re.escape(f"pl.profile: runs={runs!r} is not a number of runs")
         with pytest.raises(SpecError, match=text):
             pl.profile(weights, runs=runs)
 
@@ -282,5 +282,5 @@ def test_a_roofline_without_matplotlib_says_what_to_install(found, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingPackageError, match=r"pip install 'pallasite\[plot\]'"):
         pl.roofline(found)
-    with pytest.raises(SpecError, match="draws reports, not int"):
+    with pytest.raises(SpecError, match="needs reports, not int"):
         pl.roofline(3)

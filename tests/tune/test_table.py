@@ -156,7 +156,7 @@ def test_files_round_trip_and_say_what_is_wrong_with_them(tmp_path):
     Table([made]).save(path)
     assert table.load(path).entries == (made,)
     assert table.load(path) is table.load(path)
-    with pytest.raises(SpecError, match="no file of configurations"):
+    with pytest.raises(SpecError, match="configuration file not found"):
         table.load(tmp_path / "none.json")
     path.write_text(json.dumps({"format": 99, "configs": []}))
     with pytest.raises(SpecError, match="format 99"):
@@ -190,7 +190,7 @@ def test_a_file_that_cannot_be_read_is_put_aside_not_lost():
 def test_what_cannot_be_kept_is_a_warning(tmp_path):
     (tmp_path / "file").write_text("")
     with config.override(cache_dir=str(tmp_path / "file" / "cache")):
-        with pytest.warns(PallasWarning, match="what was tuned is not kept"):
+        with pytest.warns(PallasWarning, match="tuning results are not stored"):
             table.keep(entry(64, 16))
 
 
@@ -287,7 +287,7 @@ def test_tunable_needs_arguments_with_defaults():
         pl.tunable(block=())(plainly_doubled)
     with pytest.raises(SpecError, match="no argument of 'plainly_doubled' has values"):
         pl.tunable()(plainly_doubled)
-    with pytest.raises(SpecError, match=r"give a sequence of them: block=\(8, ...\)"):
+    with pytest.raises(SpecError, match=r"pass a sequence of them: block=\(8, ...\)"):
         pl.tunable(block=8)(plainly_doubled)  # pyright: ignore[reportArgumentType]
 
 

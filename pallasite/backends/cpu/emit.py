@@ -114,19 +114,21 @@ def _check_size(kernel: Kernel, arena_bytes: int) -> None:
     """Reject sizes that no machine has: numbers in the code would wrap around."""
     if arena_bytes > MOST_BYTES:
         raise ResourceError(
-            f"kernel '{kernel.name}' needs more memory for temporaries than can exist",
+            f"kernel '{kernel.name}' needs more memory for temporaries than the "
+            "address space has",
             [("bytes", arena_bytes)],
             kernel.loc,
-            "smaller scratch and blocks",
+            "use smaller scratch and blocks",
         )
     for op in walk(kernel.body):
         grid = Pipeline.of(op).grid if op.name == "pipeline" else ()
         if prod(n for n in grid if n) > MOST_PROGRAMS:
             raise ResourceError(
-                f"kernel '{kernel.name}' has more programs than could ever run",
+                f"kernel '{kernel.name}' has more programs than the CPU backend "
+                "supports",
                 [("grid", grid)],
                 kernel.loc,
-                "larger blocks",
+                "use larger blocks",
             )
 
 

@@ -109,7 +109,9 @@ class Emitter:
     def _emit(self, op: Op) -> None:
         rule = self.rules.get(op.name)
         if rule is None:
-            raise UnsupportedError(f"backend 'cpu' has no op '{op.name}'", *_facts(op))
+            raise UnsupportedError(
+                f"backend 'cpu' does not support '{op.name}'", *_facts(op)
+            )
         if op.regions and has_writes(op):
             self.before_write(None, self.scope.position)
         module = self.f.module
@@ -347,5 +349,5 @@ class Emitter:
 
 def _facts(op: Op) -> tuple[list[tuple[str, object]], object, str]:
     types = ", ".join(str(v.type) for v in op.operands)
-    fix = "use interpret=True for this call, or write it with other operations"
+    fix = "use interpret=True for this call, or other operations"
     return [("op", f"{op.name}({types})")], op.loc, fix

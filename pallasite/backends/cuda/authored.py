@@ -51,10 +51,11 @@ def one_role(kernel: Kernel, chip: Gpu) -> Kernel:
     if explicit and chip.arch != needed:
         op = next((names[n] for n in ONLY_ON if n in names), explicit[0])
         raise UnsupportedError(
-            f"backend 'cuda' has {op.name} on {needed}, the chip is {chip.arch}",
+            f"backend 'cuda' supports {op.name} only on {needed}, the chip is "
+            f"{chip.arch}",
             [("kernel", kernel.name)],
             op.loc or kernel.loc,
-            f"run it on a GPU of {needed}, or with interpret=pl.Checked()",
+            f"run it on an {needed} GPU, or with interpret=pl.Checked()",
         )
     if "roles" in names or not explicit:
         return kernel

@@ -48,7 +48,7 @@ class Clusters(RoleCode):
             step *= size
         if step > MOST_BLOCKS:
             self.refuse(
-                pipeline.op, f"a cluster of {step} blocks; chips have {MOST_BLOCKS}"
+                pipeline.op, f"a cluster of {step} blocks; the limit is {MOST_BLOCKS}"
             )
 
     def first_peer(self, axes: Sequence[int]) -> str:
@@ -90,7 +90,7 @@ class Clusters(RoleCode):
     def emit_cluster_copy(self, op: Op) -> None:
         source, target, barrier = op.operands
         if op.attrs["to"] == "first":
-            self.refuse(op, "a copy that another block's barrier counts")
+            self.refuse(op, "a copy that arrives at another block's barrier")
         self.meet_before(op)
         axes = op.attrs["axes"]
         pattern = sum(1 << n for n in self.peers(axes))

@@ -73,7 +73,8 @@ class Tile:
 
 ELSEWHERE = "use backend='triton', or interpret=True for this kernel"
 ONLY_HERE = (  # no other backend accepts what `plgpu.kernel` makes
-    "write it otherwise; interpret=pl.Checked() runs plgpu kernels on any machine"
+    "rewrite it without this op; interpret=pl.Checked() runs plgpu kernels on any "
+    "machine"
 )
 
 
@@ -101,7 +102,7 @@ class Core:
         values = op.operands or op.results
         shapes = ", ".join(str(v.type) for v in values)
         raise UnsupportedError(
-            f"backend 'cuda' does not have {op.name} on {shapes}",
+            f"backend 'cuda' cannot run {op.name} on {shapes}",
             [("op", print_op(op, regions=False)), ("why", why or None)],
             op.loc,
             fix or (ONLY_HERE if self.is_authored else ELSEWHERE),
@@ -121,7 +122,7 @@ class Core:
         if found is not None and found.registers > MAX_REGISTERS:
             self.refuse(
                 op,
-                f"{value.type} takes {found.registers} registers of each of "
+                f"{value.type} takes {found.registers} registers in each of "
                 f"{self.threads} threads",
                 "use smaller blocks",
             )
@@ -178,7 +179,7 @@ class Core:
         if tile.spread is None or tile.spread == spread:
             return tile
         if spread is None:
-            self.refuse(op, f"{value.type} is used as one number")
+            self.refuse(op, f"{value.type} is used as a scalar")
         return self.moved(tile, spread, op)
 
     def whole(self, value: Value, op: Op) -> Tile:

@@ -162,8 +162,8 @@ class Emitter(TensorMemory):
                         if rows % (64 * self.warpgroups) or columns % 8:
                             self.refuse(
                                 op,
-                                f"a product of {rows} x {columns} elements; rows come "
-                                f"by {64 * self.warpgroups}, columns by 8",
+                                f"an accumulator of {rows} x {columns}; rows must be "
+                                f"a multiple of {64 * self.warpgroups}, columns of 8",
                             )
                         found[value] = self.sums_spread(rows, columns)
         return found
@@ -179,8 +179,8 @@ class Emitter(TensorMemory):
         self.block(kernel.body)
         if self.shared_bytes > self.most_shared:
             raise UnsupportedError(
-                f"backend 'cuda' needs {self.shared_bytes} bytes of shared memory for "
-                f"a program, of {self.most_shared}",
+                f"backend 'cuda' needs {self.shared_bytes} bytes of shared memory per "
+                f"program, the limit is {self.most_shared}",
                 [("kernel", kernel.name)],
                 kernel.loc,
                 "use smaller blocks" + ", or backend='triton'" * (not self.is_authored),
@@ -219,7 +219,7 @@ class Emitter(TensorMemory):
         kind = c_type(param.ref.dtype)
         if kind is None or param.ref.is_semaphore:
             raise UnsupportedError(
-                f"backend 'cuda' has no memory of {param.type}",
+                f"backend 'cuda' does not support operands of type {param.type}",
                 [("kernel", self.kernel.name), ("ref", param.name)],
                 self.kernel.loc,
                 "use another dtype, or interpret=True",
@@ -243,7 +243,7 @@ class Emitter(TensorMemory):
             self.refuse(op)
         values = (*op.operands, *op.results)
         if any(not v.is_ref and not v.tile.size for v in values):
-            self.refuse(op, "a tile of no elements has no registers")
+            self.refuse(op, "empty tiles are not supported")
         outer = self.out.origin
         if self.with_lines:
             self.out.origin = op.loc.comment if op.loc else ""
@@ -312,7 +312,7 @@ class Emitter(TensorMemory):
     def variable(self, value: Value, op: Op) -> Tile:
         """A variable that code assigns to."""
         if not isinstance(value.type, TileType):
-            self.refuse(op, "a loop or branch hands on a ref")
+            self.refuse(op, "a loop or branch carries a ref")
         spread = self.spread(value, op)
         if value.type.shape and spread is None:
             self.refuse(op, f"{value.type} has no layout")
@@ -342,7 +342,7 @@ class Emitter(TensorMemory):
         if self.facts.of(loop.step).low < 1:
             self.refuse(op, "the step of a loop must be known to be positive")
         if self.facts.may_overshoot(loop):
-            self.refuse(op, "the last step of a loop may pass the end of its type")
+            self.refuse(op, "the loop counter may overflow its type in the last step")
         if loop.index.tile.dtype.is_signed_int:
             self.facts.note_counter(loop)
         carried = [self.variable(v, op) for v in loop.carried]

@@ -198,7 +198,7 @@ class Explicit(Shared):
                 call = f"copy_out_{len(places)}({where}, {', '.join(places)});"
                 self.out.line(self.once + call)
         else:
-            self.refuse(op, "copies are between main and shared memory")
+            self.refuse(op, "copies must be between main and shared memory")
 
     @property
     def once(self) -> str:
@@ -225,17 +225,23 @@ class Explicit(Shared):
                 not self.is_authored or sizes[-1] % ring.panel_columns == 0
             )
             if len(sizes) != 2 or not aligned or not whole:
-                self.refuse(op, f"a copy is of {ROWS} whole rows or more, swizzled")
+                self.refuse(
+                    op,
+                    "a copy of swizzled memory must cover whole panels of at least "
+                    f"{ROWS} whole rows",
+                )
             box = [min(sizes[0], MAX_BOX), ring.panel_columns]
             base, swizzle = ring.address, ring.swizzle
             sizes[1] = ring.held_columns
         else:
             box = [min(n, MAX_BOX) for n in sizes]
             if box[1:] != sizes[1:]:
-                self.refuse(op, f"rows of more than {MAX_BOX} elements, not swizzled")
+                self.refuse(
+                    op, f"rows of more than {MAX_BOX} elements need swizzled memory"
+                )
             base, swizzle = self.plain_address(op, shared), 0
         if any(n % size for n, size in zip(sizes, box, strict=True)):
-            self.refuse(op, f"more than {MAX_BOX} rows, and not a multiple of them")
+            self.refuse(op, f"more than {MAX_BOX} rows must be a multiple of {MAX_BOX}")
         number = self.map_of(view, box, swizzle, bool(op.attrs.get(ROUNDED)))
         axes = [range(0, n, size) for n, size in zip(sizes, box, strict=True)]
         for firsts in each_of(*reversed(axes)):  # panels one after another
@@ -262,17 +268,17 @@ class Explicit(Shared):
             view.dtype.name not in hopper.ELEMENT_CODES
             or not 1 <= len(shape) <= MAX_RANK
         ):
-            self.refuse(op, f"the copy engine has no arrays of {root.type}")
+            self.refuse(op, f"TMA does not support arrays of {root.type}")
         if axes != sorted(axes) or any(dim.step != 1 for dim in view.dims):
-            self.refuse(
-                op, "the copy engine neither transposes nor leaves elements out"
-            )
+            self.refuse(op, "TMA does not support transposed or strided copies")
         if axes[-1:] != [len(shape) - 1]:
-            self.refuse(op, "the copy engine copies along the last dimension")
+            self.refuse(op, "TMA copies must include the last dimension")
         if len(shape) > 1 and shape[-1] * width % 16:
-            self.refuse(op, f"rows of {shape[-1] * width} bytes, not a multiple of 16")
+            self.refuse(
+                op, f"TMA needs rows of a multiple of 16 bytes, got {shape[-1] * width}"
+            )
         if view.dims[-1].size * width % 16:
-            self.refuse(op, "the copy engine copies multiples of 16 bytes")
+            self.refuse(op, "TMA copies must be multiples of 16 bytes")
 
     def plain_address(self, op: Op, shared: Value, alignment: int = ROW_BYTES) -> str:
         """The start address of memory that is not swizzled."""
@@ -282,7 +288,7 @@ class Explicit(Shared):
                 self.refuse(op, f"{shared.type} is not contiguous")
             step *= dim.size
         if multiple_of(view.offset) * view.dtype.bytes % alignment:
-            self.refuse(op, f"shared memory not at a multiple of {alignment} bytes")
+            self.refuse(op, f"shared memory is not aligned to {alignment} bytes")
         offset = "" if view.offset == 0 else f" + ({text_of(view.offset)})"
         return f"shared_address({view.pointer}{offset})"
 
@@ -548,7 +554,7 @@ class Explicit(Shared):
         if parts.lhs.type.dtype != dtype or not hopper.has_product(
             dtype.name, op.result.tile.dtype.name
         ):
-            self.refuse(op, "the matrix instruction has no such types")
+            self.refuse(op, "the matrix instruction does not support these dtypes")
         if columns % 8 or columns > 256:
             self.refuse(op, f"{columns} columns, not a multiple of 8 up to 256")
         for side, contract, along_k in ((parts.lhs, left, 1), (parts.rhs, right, 1)):
@@ -556,13 +562,18 @@ class Explicit(Shared):
                 continue
             ring = self.rings.get(side)
             if ring is None or not (ring.has_whole_rows and ring.has_whole_panels):
-                self.refuse(op, f"{side.type} is not swizzled, or a part of its panels")
+                self.refuse(
+                    op, f"{side.type} is not swizzled, or not made of whole panels"
+                )
             if contract != along_k and dtype.bytes != 2:
-                self.refuse(op, f"{dtype} operands are stored along k")
+                self.refuse(op, f"{dtype} operands must be contiguous along k")
             if ring.shape[contract] * dtype.bytes % 32:
-                self.refuse(op, f"a sum over {ring.shape[contract]} elements")
+                self.refuse(
+                    op,
+                    f"k={ring.shape[contract]} elements are not a multiple of 32 bytes",
+                )
         if not parts.lhs.is_ref and dtype.bytes != 2:
-            self.refuse(op, f"a left side of {dtype} in registers")
+            self.refuse(op, f"a left operand of {dtype} in registers")
 
     def descriptor(self, ring: Ring, offset: str, contract: int) -> str:
         """A variable with the descriptor of an operand in shared memory."""

@@ -183,7 +183,7 @@ class Memory(Tiles, StridedViews[View, Term]):
             if isinstance(entry, Gather):
                 assert operand is not None
                 if not operand.tile.dtype.is_signed_int or operand.tile.dtype.bits > 32:
-                    self.refuse(op, f"an index of type {operand.tile.dtype}")
+                    self.refuse(op, f"an index of dtype {operand.tile.dtype}")
                 wanted = self.index_spread(spread, operand)
                 index = self.get(operand, wanted, op)
                 spots.append(Spot(dim, index, nearest=reads))

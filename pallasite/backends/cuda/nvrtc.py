@@ -57,7 +57,7 @@ def compile_ptx(text: str, arch: str, lines: bool = False) -> str:
             )
             named = re.search(r"^pl_(\w+)\(", text, re.MULTILINE)
             raise CompileError(
-                "NVRTC refused the code of a kernel",
+                "NVRTC rejected the code of a kernel",
                 [
                     ("kernel", named[1] if named else None),
                     ("nvrtc", log.strip()[:4000]),
@@ -112,7 +112,10 @@ def report(ptx: str, arch: str) -> str:
     """What ptxas reports on registers, memory and spills, or that it is missing."""
     path = _find(_ASSEMBLERS)
     if path is None:
-        return "ptxas is not installed (nvidia-cuda-nvcc): registers are not known\n"
+        return (
+            "ptxas is not installed (nvidia-cuda-nvcc): register counts are not "
+            "available\n"
+        )
     with tempfile.TemporaryDirectory(prefix="pallasite-ptxas-") as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
@@ -156,7 +159,7 @@ def _found() -> Any:
 def _library() -> Any:
     library = _found()
     if library is None:
-        fix = "pip install 'pallasite[cuda]', or jax[cuda13], which brings it"
+        fix = "pip install 'pallasite[cuda]', or jax[cuda13], which includes it"
         raise UnsupportedError(MISSING, fix=fix)
     return library
 

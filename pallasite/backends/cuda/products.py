@@ -146,7 +146,7 @@ class Plan:
         self.constant = constant_inputs(kernel)
         dots = [op for op in walk(program) if op.name == "dot"]
         if chip.arch != "sm_90":
-            self.refuse(dots[0], f"its products are of sm_90, the chip is {chip.arch}")
+            self.refuse(dots[0], f"matmuls need sm_90, the chip is {chip.arch}")
         self.products = [self.product(op) for op in dots]
         self.by_op: dict[int, Product] = {}  # keyed by the op it replaces
         for each in self.products:
@@ -176,7 +176,9 @@ class Plan:
         found = {p.result.tile.shape[0] for p in self.products}
         if len(found) > 1:
             self.refuse(
-                self.products[0].dot, f"products of {sorted(found)} rows in one kernel"
+                self.products[0].dot,
+                f"matmuls with different numbers of rows, {sorted(found)}, in one "
+                "kernel",
             )
         return found.pop()
 
@@ -185,14 +187,14 @@ class Plan:
         """How many warpgroups multiply, each with its share of the rows."""
         rows, dot = self.rows, self.products[0].dot
         if rows % 64:
-            self.refuse(dot, f"{rows} rows; a warpgroup multiplies 64 at a time")
+            self.refuse(dot, f"{rows} rows, not a multiple of 64 (wgmma)")
         groups = 2 if rows % 128 == 0 else 3 if rows % 192 == 0 else 1
         for each in self.products:
             columns = each.result.tile.shape[1]
             if rows // groups // 64 * (columns // 2) > MOST_SUMS:
                 self.refuse(
                     each.dot,
-                    f"{rows} x {columns} sums do not fit the registers of "
+                    f"{rows} x {columns} accumulators do not fit in the registers of "
                     f"{groups} warpgroups",
                     "use smaller blocks",
                 )
@@ -260,7 +262,7 @@ class Plan:
     def refuse(self, op: Op, why: str, fix: str = "") -> NoReturn:
         shapes = ", ".join(str(v.type) for v in op.operands)
         raise UnsupportedError(
-            f"backend 'cuda' does not have {op.name} on {shapes}",
+            f"backend 'cuda' cannot run {op.name} on {shapes}",
             [("op", print_op(op, regions=False)), ("why", why)],
             op.loc,
             fix or "use backend='triton', or interpret=True for this kernel",
@@ -272,7 +274,7 @@ class Plan:
         dot = Dot.of(op)
         for side in dot.sides:
             if side.batch or len(side.contract) != 1 or len(side.free) != 1:
-                self.refuse(op, "only matrices are multiplied")
+                self.refuse(op, "only matmuls of two matrices are supported")
         lhs, rhs = (self.side(s.value, s.contract[0]) for s in dot.sides)
         self.check_types(op, lhs, rhs)
         add, addend = self.addition(op)
@@ -292,34 +294,42 @@ class Plan:
     def check_types(self, op: Op, lhs: Side, rhs: Side) -> None:
         types = {s.value.tile.dtype.name for s in (lhs, rhs)}
         if len(types) > 1 or not types <= set(MULTIPLIED):
-            self.refuse(op, f"a product of {' and '.join(sorted(types))}")
+            self.refuse(op, f"a matmul of {' and '.join(sorted(types))}")
         (name,) = types
         precision = (op.attrs["precision"] or "").lower()
         if name == "f32" and precision not in TF32:
-            self.refuse(op, "f32 is multiplied in 19 bits (tf32) only if asked to")
+            self.refuse(op, "f32 matmuls need precision='tf32' (19 bits)")
         # Matmuls of 8-bit floats accumulate in fewer bits than f32 has.
         if name.startswith("f8") and precision == "highest":
-            self.refuse(op, f"sums of {name} are not as exact as asked for")
+            self.refuse(
+                op,
+                f"matmuls of {name} accumulate in fewer bits than precision='highest' "
+                "asks for",
+            )
         if rhs.load is None:
             why = self.not_streamed(self.made.get(rhs.value))
-            self.refuse(op, f"the copy engine does not load the right side: {why}")
+            self.refuse(op, f"TMA cannot load the right operand: {why}")
         if lhs.load is None and lhs.contract != 1:
-            self.refuse(op, "a computed left side is transposed")
+            self.refuse(op, "a computed left operand is transposed")
         if name not in TRANSPOSABLE:
             for side, word in ((lhs, "left"), (rhs, "right")):
                 if side.load is not None and side.contract != 1:
-                    self.refuse(op, f"the {word} side of {name} is not stored along k")
+                    self.refuse(
+                        op, f"the {word} operand, {name}, is not contiguous along k"
+                    )
         if lhs.load is None and name not in TRANSPOSABLE:
-            self.refuse(op, f"a computed left side of {name}")
+            self.refuse(op, f"a computed left operand of {name}")
 
     def check_shape(self, product: Product) -> None:
         op, columns = product.dot, product.result.tile.shape[1]
         depth = product.rhs.value.tile.shape[product.rhs.contract]
         step = K_BYTES // product.rhs.value.tile.dtype.bytes
         if columns > MOST_COLUMNS or columns % 8 or (columns > 32 and columns % 16):
-            self.refuse(op, f"{columns} columns; at most {MOST_COLUMNS}, by 16")
+            self.refuse(
+                op, f"{columns} columns, not a multiple of 16 up to {MOST_COLUMNS}"
+            )
         if depth % step:
-            self.refuse(op, f"a depth of {depth}, not a multiple of {step}")
+            self.refuse(op, f"k={depth}, not a multiple of {step}")
         for side in product.sides:
             if side.load is not None:
                 self.check_copy(op, side)
@@ -328,9 +338,13 @@ class Plan:
         rows, columns = side.value.tile.shape
         width = side.value.tile.dtype.bytes
         if columns * width % K_BYTES:
-            self.refuse(op, f"rows of {columns * width} bytes, not of {K_BYTES}")
+            self.refuse(
+                op, f"rows of {columns * width} bytes, not a multiple of {K_BYTES}"
+            )
         if rows > BOX or rows % 8:
-            self.refuse(op, f"{rows} rows of an operand; at most {BOX}, by 8")
+            self.refuse(
+                op, f"{rows} rows of an operand, not a multiple of 8 up to {BOX}"
+            )
 
     def addition(self, op: Op) -> tuple[Op | None, Value | None]:
         """The addition that a matmul can accumulate into, if that is its only use."""
@@ -379,19 +393,21 @@ class Plan:
             ref, index = below.ref, below.index
             source = self.made.get(ref)
         if not _is_box(index):
-            return "it is not a box of an array"
+            return "it is not a rectangular slice of an array"
         if source is not None and source.name == "block_view":
             dims, fill = source.attrs["window"].dims, source.attrs["window"].fill
             if any(d.kind == "bounded" for d in dims) or dims[-1].kind == "squeezed":
-                return "its window is not a box of an array"
+                return "its window is not a rectangular slice of an array"
             if fill:  # the copy engine fills with zeros
-                return f"it is filled with {fill} outside the array"
+                return f"its fill value is {fill}, but TMA fills with zeros"
             ref = source.operands[0]
         if ref not in self.constant:
-            return "it is not of an operand that is only read"
+            return "its array is not a read-only operand"
         row = ref.ref.shape[-1] * ref.ref.dtype.bytes
         if row % ROW_MULTIPLE:
-            return f"the array has rows of {row} bytes, not of {ROW_MULTIPLE}"
+            return (
+                f"the array has rows of {row} bytes, not a multiple of {ROW_MULTIPLE}"
+            )
         return "" if 2 <= ref.ref.rank <= 5 else f"the array has rank {ref.ref.rank}"
 
     def together(self) -> list[tuple[list[Op], Block]]:
@@ -535,7 +551,8 @@ class Plan:
             needed = sum(r.bytes * self.at_once(r) for r in self.rings)
             self.refuse(
                 self.products[0].dot,
-                f"its operands take {needed} bytes of shared memory, of {whole}",
+                f"its operands need {needed} bytes of shared memory, the limit is "
+                f"{whole}",
                 "use smaller blocks",
             )
 

@@ -89,9 +89,9 @@ class Shared(Memory):
         if ref.rank < 2 or ref.shape[-2] % ROWS or is_part:
             self.refuse(
                 op,
-                f"memory swizzled by {swizzle} bytes has rows of multiples of that "
-                f"size, and a multiple of {ROWS} of them",
-                "give the SMEM another shape or swizzle",
+                f"shared memory with a swizzle of {swizzle} bytes needs rows of a "
+                f"multiple of that size, and a multiple of {ROWS} rows",
+                "use another shape or swizzle",
             )
         ring = Ring(
             self.out.fresh("ring"), ref.shape, ref.dtype, ref.shape[-2], swizzle

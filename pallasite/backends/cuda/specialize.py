@@ -107,7 +107,7 @@ def _check_scalar(plan: Plan, body: Block) -> None:
             if isinstance(value.type, TileType) and value.type.shape:
                 plan.refuse(
                     plan.products[0].dot,
-                    f"where its operands are depends on a computed {value.type}",
+                    f"the addresses of its operands depend on a computed {value.type}",
                 )
 
 

@@ -49,7 +49,9 @@ class TensorMemory(Clusters):
         pairs = {bool(o.attrs["axes"]) for o in walk(op.regions[-1])
                  if o.name in ("tensor_mma", "tensor_commit")}  # fmt: skip
         if len(pairs) > 1:
-            self.refuse(op, "products of one block and of two in one kernel")
+            self.refuse(
+                op, "matmuls of one block and of two (collective) in one kernel"
+            )
         self.group = PAIR if True in pairs else 1
 
     # --- memory ---
@@ -58,13 +60,18 @@ class TensorMemory(Clusters):
         ref = op.result.ref
         if ref.rank != 2 or ref.shape[0] != blackwell.LANES or ref.dtype.bytes != 4:
             lanes = blackwell.LANES
-            self.refuse(op, f"tensor memory is {lanes} rows of 32-bit elements here")
+            self.refuse(
+                op,
+                f"tensor memory must be allocated as {lanes} rows of 32-bit elements",
+            )
         first = f"(tensors + {self.columns})"
         self.views[op.result] = self.array(ref, first, op.result)
         self.columns += ref.shape[1]
         if self.columns > blackwell.COLUMNS:
             most = blackwell.COLUMNS
-            self.refuse(op, f"{self.columns} columns of tensor memory, of {most}")
+            self.refuse(
+                op, f"{self.columns} columns of tensor memory, the limit is {most}"
+            )
 
     @property
     def held_columns(self) -> int:
@@ -102,7 +109,7 @@ class TensorMemory(Clusters):
         """The address of a part of tensor memory."""
         row, column = view.starts
         if row != 0 or any(dim.step != 1 for dim in view.dims):
-            self.refuse(op, "a part of tensor memory that has not all of its rows")
+            self.refuse(op, "a slice of tensor memory must have all of its rows")
         return f"{view.pointer} + {text_of(column)}"
 
     def emit_load(self, op: Op) -> None:
@@ -129,11 +136,15 @@ class TensorMemory(Clusters):
         access = Access.of(op)
         view = self.picked(access)
         if access.mask is not None or len(view.dims) != 2:
-            self.refuse(op, "tensor memory is loaded and stored as whole rows")
+            self.refuse(
+                op,
+                "tensor memory must be loaded and stored as a whole matrix, without a "
+                "mask",
+            )
         rows, columns = (dim.size for dim in view.dims)
         by_thread = rows_by_thread(rows, columns)
         if self.threads != blackwell.LANES or rows != blackwell.LANES:
-            self.refuse(op, f"one warpgroup accesses {blackwell.LANES} rows")
+            self.refuse(op, f"one warpgroup must access all {blackwell.LANES} rows")
         if loaded is not None:
             tile = self.declare(op.result.tile.dtype, by_thread, op, "x")
             self.env[op.result] = tile
@@ -210,23 +221,27 @@ class TensorMemory(Clusters):
         dtype, columns = rhs.ref.dtype.name, sums.ref.shape[1]
         known = dtype in blackwell.KINDS and lhs.ref.dtype == rhs.ref.dtype
         if not known or sums.ref.dtype.name != blackwell.SUMS.get(dtype, "f32"):
-            self.refuse(op, "the matrix instruction has no such types")
+            self.refuse(op, "the matrix instruction does not support these dtypes")
         if sums.ref.shape[0] != blackwell.LANES:
             self.refuse(op, f"{sums.ref.shape[0]} rows, not {blackwell.LANES}")
         if columns % (16 * self.group) or columns > 256:
             self.refuse(op, f"{columns} columns, not a multiple of 16 up to 256")
         if lhs.ref.space == "tmem" and lhs.ref.dtype.bytes != 4:
-            self.refuse(op, f"a left side of {lhs.ref.dtype} in tensor memory")
+            self.refuse(op, f"a left operand of {lhs.ref.dtype} in tensor memory")
         for side, along in zip((lhs, rhs), mma.contract, strict=True):
             if side.ref.space == "tmem":
                 continue
             ring = self.rings.get(side)
             if ring is None or not (ring.has_whole_rows and ring.has_whole_panels):
-                self.refuse(op, f"{side.type} is not swizzled, or a part of its panels")
+                self.refuse(
+                    op, f"{side.type} is not swizzled, or not made of whole panels"
+                )
             if along == 0 and side.ref.dtype.bytes != 2:
-                self.refuse(op, f"{side.ref.dtype} operands are stored along k")
+                self.refuse(op, f"{side.ref.dtype} operands must be contiguous along k")
             if ring.shape[along] * ring.dtype.bytes % 32:
-                self.refuse(op, f"a sum over {ring.shape[along]} elements")
+                self.refuse(
+                    op, f"k={ring.shape[along]} elements are not a multiple of 32 bytes"
+                )
 
     def emit_tensor_commit(self, op: Op) -> None:
         at, axes = self.barriers[op.operands[0]], op.attrs["axes"]

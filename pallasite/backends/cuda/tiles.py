@@ -41,9 +41,9 @@ class Tiles(Core):
         for value in (*op.operands, op.result):
             self.type(value.tile.dtype, op)
         if op.name == "bitcast" and op.operands[0].tile.dtype.bits != tile.dtype.bits:
-            self.refuse(op, "the two types differ in width")
+            self.refuse(op, "the two dtypes differ in width")
         if tile.dtype.name.startswith("f8") and op.name not in OF_BITS:
-            self.refuse(op, "8-bit floats are loaded and multiplied only")
+            self.refuse(op, "8-bit floats support only loads, bitcasts and matmuls")
         spread = self.spread(op.result, op)
         lanes = self.assignment.partial.get(op.result, ())
         operands = [self.operand_of(op, v, spread, lanes) for v in op.operands]
@@ -226,7 +226,7 @@ class Tiles(Core):
             return
         part, lanes = reshaped(spread, value.tile.shape), self.assignment.partial
         if part is None:
-            self.refuse(op, "only dimensions of size one are added or dropped")
+            self.refuse(op, "reshapes may only add or drop dimensions of size 1")
         if op.result in lanes:
             source = self.part(value, lanes[op.result], part, op)
         else:
@@ -243,7 +243,9 @@ class Tiles(Core):
         whole = source.spread
         found = part_of(op, whole)
         if found is None or source.is_computed:
-            self.refuse(op, f"the slice is not of whole registers of {whole}")
+            self.refuse(
+                op, f"the slice does not select whole registers of the layout {whole}"
+            )
         spread, first = found
         result = self.declare(source.dtype, spread, op)
         at = lambda i: (
@@ -326,7 +328,7 @@ class Tiles(Core):
         kind, dtype = op.attrs["kind"], source.dtype
         count = op.operands[0].tile.size // op.result.tile.size
         if count > 1 and kind in ("prod", "xor"):
-            self.refuse(op, "every element is the same number")
+            self.refuse(op, f"a {kind} reduction of a uniform tile")
         if count == 1 or kind != "sum":
             self.env[op.result] = source
             return
@@ -349,7 +351,10 @@ class Tiles(Core):
             step = lane.unit
             while step < min(lane.unit * lane.count, WARP):
                 if lane.count & (lane.count - 1):
-                    self.refuse(op, f"{lane.count} threads share a sum")
+                    self.refuse(
+                        op,
+                        f"{lane.count} threads, not a power of two, share a reduction",
+                    )
                 other = f"__shfl_xor_sync(~0u, {sums.held()}, {step})"
                 if sums.dtype.bytes < 4:  # shuffled as an int
                     other = f"({self.type(sums.dtype, op)}){other}"

@@ -132,7 +132,7 @@ class _Pair:
         if None in (seen.fill, written.fill) or seen.fill == written.fill:
             return written.fill if seen.fill is None else seen.fill
         raise self.refused(
-            "are the same memory, but have different fill values",
+            "alias, but have different fill values",
             [("fill", f"{seen.fill} and {written.fill}")],
             "give both BlockSpecs the same fill",
         )
@@ -183,10 +183,10 @@ class _Pair:
         reads_new = bool(stored) and uses[-1] >= stored[0]
         if None in self.grid and stored:
             raise self.refused(
-                "are the same memory, seen through different blocks",
+                "alias, but have different blocks",
                 [
-                    ("rule", "what is stored into the result is seen in the operand"),
-                    ("but", f"only the run knows the grid, {self.grid}"),
+                    ("rule", "a store to the result must be visible in the operand"),
+                    ("but", f"the grid {self.grid} is known only at run time"),
                 ],
                 "give both the same BlockSpec",
             )
@@ -205,9 +205,9 @@ class _Pair:
         if meet.any():
             writes, reads = (tuple(map(int, steps[:, n])) for n in np.argwhere(meet)[0])
             raise self.refused(
-                "are the same memory, seen through different blocks",
+                "alias, but have different blocks",
                 [
-                    ("rule", "what is stored into the result is seen in the operand"),
+                    ("rule", "a store to the result must be visible in the operand"),
                     ("but", f"program {reads} reads what program {writes} stores"),
                 ],
                 "give both the same BlockSpec, or read the operand in"

@@ -170,7 +170,7 @@ def _check_view(op: Op) -> None:
     for dtype in (op.operands[0].ref.dtype, op.attrs["dtype"]):
         if dtype in (F16, BOOL):
             raise UnsupportedError(
-                f"backend 'tpu' has no views of memory as {dtype}",
+                f"backend 'tpu' does not support views of memory as {dtype}",
                 [("ref", op.operands[0].ref), ("view", op.result.ref)],
                 at=op.loc,
                 fix="load the values and use jax.lax.bitcast_convert_type",

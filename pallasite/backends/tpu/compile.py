@@ -82,7 +82,8 @@ def _parsed(text: str) -> Any:
             module.operation.verify()
     except mlir.MLIRError as error:
         raise CompileError(
-            "the Mosaic module does not verify: a bug in Pallasite, please report it",
+            "the Mosaic module fails verification: a bug in Pallasite, please report "
+            "it",
             [("mlir", str(error)), ("module", text)],
         ) from error
     return module

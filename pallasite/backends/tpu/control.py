@@ -55,7 +55,7 @@ class Control(Remote):
             map(_is_empty, (*op.operands, *op.results))
         ):
             self.refuse(
-                "Mosaic has no vectors of no elements",
+                "Mosaic does not support empty vectors",
                 fix="use another backend, or interpret=True",
             )
         return rule(self, op)

@@ -36,7 +36,7 @@ class Core:
         tile = value.tile
         if tile.dtype.name not in ELEMENTS:
             self.refuse(
-                f"the TPU has no {tile.dtype} values",
+                f"TPUs do not support {tile.dtype}",
                 fix="use float32, bfloat16, int32 or another type the chip has",
             )
         return tile

@@ -287,7 +287,9 @@ class Elementwise(Conversions):
     def emit_population_count(self, op: Op) -> str:
         x, tile = self._as_word(op.operands[0], signed=False)
         if not tile.shape:
-            self.refuse("the scalar unit does not count bits", fix="use a vector")
+            self.refuse(
+                "the scalar unit does not support population_count", fix="use a vector"
+            )
         name = self.arith("math.ctpop", x, tile=tile)
         return self.convert(name, tile, op.result.tile.dtype)
 
@@ -329,7 +331,7 @@ class Elementwise(Conversions):
             self.refuse(f"Mosaic has no pow of {base}", fix="cast to float32 first")
         tile = op.result.tile.with_dtype(F32)
         if not tile.shape:
-            self.refuse("the scalar unit has no pow", fix="use a vector of one")
+            self.refuse("the scalar unit has no pow", fix="use a vector of one element")
         pairs = zip(op.operands, (base, exponent), strict=True)
         names = [self.convert(self.name(v), tile.with_dtype(d), F32) for v, d in pairs]
         name = self.arith("math.powf", *names, tile=tile)
@@ -339,7 +341,10 @@ class Elementwise(Conversions):
         (x,), tile = self._computing(op)
         times, power = self.spelled("mul", tile.dtype), abs(op.attrs["y"])
         if op.attrs["y"] < 0 and not tile.dtype.is_float:
-            self.refuse("no integer is the inverse of one", fix="cast to float32 first")
+            self.refuse(
+                "negative powers of integers are not supported",
+                fix="cast to float32 first",
+            )
         name: str | None = None
         while power:
             if power & 1:
@@ -408,8 +413,8 @@ class Elementwise(Conversions):
             return name
         if source.dtype.bits != target.dtype.bits or source.dtype.is_bool:
             self.refuse(
-                "Mosaic reinterprets elements of one width only",
-                fix="use a type of the same width",
+                "Mosaic bitcasts only between dtypes of the same width",
+                fix="use a dtype of the same width",
             )
         if source.dtype.is_integer and target.dtype.is_integer:
             return self.convert(name, source, target.dtype)
@@ -429,7 +434,9 @@ class Elementwise(Conversions):
             shift = "arith.shrsi" if target.is_signed_int else "arith.shrui"
             return self.out.value(f"{shift} {name}, {half} : i32")
         if target != BF16:
-            self.refuse(f"no scalar of {source} as {target}", fix="use a vector")
+            self.refuse(
+                f"a scalar {source} cannot be bitcast to {target}", fix="use a vector"
+            )
         name = self.out.value(f"arith.shli {name}, {half} : i32")
         return self.out.value(f"arith.bitcast {name} : i32 to f32")
 

@@ -163,10 +163,12 @@ class _Module:
             not p.ref.shape for p in scalars
         ):
             raise UnsupportedError(
-                "backend 'tpu' takes grid sizes and scalars before all other operands",
+                "backend 'tpu' needs dynamic grid sizes and scalars before all other "
+                "operands",
                 [("kernel", kernel.name), ("order", _listed(kernel.params))],
                 at=kernel.loc,
-                fix="pass them first (PrefetchScalarGridSpec), or as arrays of one",
+                fix="pass them first (PrefetchScalarGridSpec), or as arrays of one "
+                "element",
             )
         for param in kernel.params:
             self._check_param(param)
@@ -175,13 +177,13 @@ class _Module:
         for ref, (_, window) in plan.windows.items():
             if 0 in memref_shape(window):
                 raise UnsupportedError(
-                    "backend 'tpu' takes no blocks without elements",
+                    "backend 'tpu' does not support empty blocks",
                     [
                         ("operand", f"{operand_name(kernel, ref)}, {ref.ref.tile}"),
                         ("block", window.block_shape),
                     ],
                     at=loc or kernel.loc,
-                    fix="leave the operand out of the call, or use interpret=True",
+                    fix="remove the operand from the call, or use interpret=True",
                 )
             if not plan.is_called_once:
                 check_window(kernel, ref, window, loc or kernel.loc)
@@ -198,7 +200,7 @@ class _Module:
                 "backend 'tpu' needs one window per operand",
                 [("kernel", self.kernel.name)],
                 at=self.kernel.loc,
-                fix="pass an array that is seen in two ways as two operands",
+                fix="pass an array with two windows as two operands",
             )
 
     def _check_param(self, param: Value) -> None:
@@ -207,7 +209,7 @@ class _Module:
             return
         as_ints = "pass it as int32 and compare with 0 in the kernel"
         raise UnsupportedError(
-            f"backend 'tpu' takes no {dtype} arrays",
+            f"backend 'tpu' does not support {dtype} arrays",
             [("operand", f"{operand_name(self.kernel, param)}, {param.ref.tile}")],
             at=self.kernel.loc,
             fix=as_ints if dtype.is_bool else "cast it to a type the chip has",
@@ -262,7 +264,7 @@ class _Module:
         name = "arbitrary" if name == "sequential" else name  # no other order here
         if name not in SEMANTICS:
             raise UnsupportedError(
-                f"backend 'tpu' has no dimension semantics {name!r}",
+                f"backend 'tpu' does not support dimension semantics {name!r}",
                 [("kernel", self.kernel.name), ("known", ", ".join(SEMANTICS))],
                 at=self.kernel.loc,
                 fix="use 'arbitrary' or 'parallel'",
@@ -340,8 +342,8 @@ class _Function(Control):
             self.emit(self._outer[ref])
         if ref not in self.views:
             self.refuse(
-                f"an index map reads {ref.name or 'a ref'} ({ref.ref}), which is no"
-                " scalar-prefetch operand",
+                f"an index map reads {ref.name or 'a ref'} ({ref.ref}), which is not "
+                "a scalar-prefetch operand",
                 fix="pass it as one (PrefetchScalarGridSpec)",
             )
         return self.views[ref]
@@ -452,7 +454,8 @@ class _Function(Control):
         self._bind_ids(index_map.params)
         if any(d.kind == "bounded" for d in window.dims):
             raise UnsupportedError(
-                "backend 'tpu' has no blocks of varying length (BoundedSlice)",
+                "backend 'tpu' does not support blocks of varying length "
+                "(BoundedSlice)",
                 [("operand", operand_name(self.plan.kernel, ref))],
                 at=self.plan.kernel.loc,
                 fix="use pl.Element or a fixed block and mask",
@@ -485,7 +488,7 @@ class _Function(Control):
         """
         if window.mode == "out":
             raise UnsupportedError(
-                "backend 'tpu': an output block may be wholly in the padding",
+                "backend 'tpu': an output block may lie entirely in the padding",
                 [
                     ("operand", operand_name(self.plan.kernel, ref)),
                     ("block", f"{dim.size} of {size}, padding {dim.padding}"),

@@ -135,12 +135,12 @@ def warn_of_forms(kernel: Kernel, arrays: CallArrays) -> None:
             shape = tuple(param.ref.shape[d] for d in form.order)
             fix += f", or pass an array of shape {shape}"
         text = compose(
-            "an array is copied into another order for each call on a TPU",
+            "each call copies an array into another layout on a TPU",
             [
                 ("kernel", kernel.name),
                 ("operand", f"{operand_name(kernel, param)}, {param.ref.tile}"),
                 ("block", shown_block(windows[param])),
-                ("why", f"a TPU copies blocks in tiles of {tiling(param.ref)}"),
+                ("why", f"a TPU copies blocks made of tiles of {tiling(param.ref)}"),
             ],
             at,
             fix,
@@ -413,8 +413,8 @@ class _Fitting:
         if all(shown.block not in op.operands or op.name == "store" for op in ops):
             return
         raise UnsupportedError(
-            "backend 'tpu': an output block with fill= is read past the array end, and"
-            " misses the tiles",
+            "backend 'tpu': an output block with fill= is read past the array's end, "
+            "and is not made of whole tiles",
             [
                 ("operand", operand_name(self.kernel, shown.array)),
                 ("block", shown_block(shown.window)),
@@ -472,8 +472,8 @@ class _Fitting:
             operand_name(self.kernel, self.kernel.outputs[result.source]),
         )
         raise UnsupportedError(
-            f"backend 'tpu': {names[0]} and {names[1]} are the same memory; one is used"
-            " in main memory, and blocks of the other miss the tiles",
+            f"backend 'tpu': {names[0]} and {names[1]} alias; one is used in main "
+            "memory, and blocks of the other are not made of whole tiles",
             [("kernel", self.kernel.name), ("tiles", tiling(array.ref))],
             at=self.pipeline.op.loc or self.kernel.loc,
             fix="give both the same BlockSpec, or use blocks of whole tiles",

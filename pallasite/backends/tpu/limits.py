@@ -51,10 +51,10 @@ def _check_scratch(kernel: Kernel) -> None:
         if ref is None or ref.is_semaphore or ref.dtype.bits <= WIDEST:
             continue
         raise UnsupportedError(
-            f"backend 'tpu' has no memory for {ref.dtype}",
+            f"backend 'tpu' does not support scratch of {ref.dtype}",
             [("kernel", kernel.name), ("scratch", ref)],
             op.loc or kernel.loc,
-            f"scratch of a type of at most {WIDEST} bits",
+            f"use a dtype of at most {WIDEST} bits",
         )
 
 
@@ -65,7 +65,7 @@ def _check_scalar_memory(kernel: Kernel, chip: Tpu) -> None:
         return
     largest = sorted(parts, key=lambda part: -part[1])[:6]
     raise ChipMemoryError(
-        f"scalars do not fit the scalar memory of a core of {chip.name}",
+        f"scalars do not fit in the scalar memory (SMEM) of a core of {chip.name}",
         [
             ("kernel", kernel.name),
             ("needed", f"{needed} bytes"),
@@ -73,7 +73,7 @@ def _check_scalar_memory(kernel: Kernel, chip: Tpu) -> None:
             *((name, f"{size} bytes") for name, size in largest),
         ],
         kernel.loc,
-        "leave the table in pl.ANY, and copy to SMEM the part that a step reads",
+        "keep the table in pl.ANY, and copy the part that a step reads to SMEM",
     )
 
 
@@ -97,14 +97,14 @@ def _check_limit(kernel: Kernel, chip: Tpu, limit: int) -> None:
     if 0 < limit <= available:
         return
     raise SpecError(
-        "vmem_limit_bytes is not a part of the vector memory of a core",
+        "vmem_limit_bytes is out of range for the vector memory (VMEM) of a core",
         [
             ("kernel", kernel.name),
             ("vmem_limit_bytes", limit),
             ("available", f"{available} bytes on {chip.name}"),
         ],
         kernel.loc,
-        "leave it out: a kernel is given what its blocks need",
+        "remove it: a kernel gets what its blocks need",
     )
 
 
@@ -118,16 +118,15 @@ def _check_cores(kernel: Kernel, chip: Tpu) -> None:
     ):
         if kind == "core_parallel" and size is not None and size > chip.cores:
             raise UnsupportedError(
-                "a grid axis that is 'core_parallel' has more steps than there are "
-                "cores",
+                "a 'core_parallel' grid axis has more steps than the chip has cores",
                 [
                     ("kernel", kernel.name),
                     ("axis", f"{axis}, of {size} steps"),
                     ("cores", f"{chip.cores} on {chip.name}"),
                 ],
                 op.loc or kernel.loc,
-                "call the axis 'parallel': then cores share its steps; of a mesh, "
-                "ask for num_cores=pltpu.get_tpu_info().num_cores",
+                "make the axis 'parallel': cores then share its steps; for a mesh, "
+                "use num_cores=pltpu.get_tpu_info().num_cores",
             )
 
 
@@ -137,12 +136,12 @@ def _check_steps(kernel: Kernel) -> None:
     steps = prod(n for n in grid if n is not None)
     if steps >= MOST_STEPS and op is not None:
         raise UnsupportedError(
-            "the grid has more steps than a TPU counts",
+            "the grid has more steps than a TPU supports",
             [
                 ("kernel", kernel.name),
                 ("grid", grid),
                 ("steps", f"{steps}, at most {MOST_STEPS}"),
             ],
             op.loc or kernel.loc,
-            "larger blocks, or several calls",
+            "use larger blocks, or several calls",
         )

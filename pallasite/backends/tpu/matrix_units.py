@@ -1,7 +1,7 @@
 """Matrix units that the author schedules.
 
-From generation 7 on, a unit accumulates in memory of its own, and its instructions are
-emitted as they are. Earlier ones return products at once: there the instructions are
+From generation 7 on, a unit accumulates in its own memory, and its instructions are
+emitted unchanged. Earlier units return results at once: for them the instructions are
 expanded to scratch and dots.
 """
 
@@ -37,15 +37,15 @@ def _check(kernel: Kernel, op: Op, chip: Tpu) -> None:
     size, instruction = chip.mxu_size, op.attrs["instruction"]
     why = None
     if op.attrs["unit"] >= chip.mxus:
-        why = f"there are {chip.mxus} units, numbered from 0"
+        why = f"the chip has {chip.mxus} matrix units, numbered from 0"
     elif instruction in ("push", "multiply"):
         why = _unfit(op.operands[0].tile, instruction == "push", chip)
     elif instruction == "pop" and op.attrs["type"].shape[1] != size:
-        why = f"sums have {size} columns"
+        why = f"accumulators have {size} columns"
     if why is None:
         return
     raise UnsupportedError(
-        f"a matrix unit of {chip.name} cannot {instruction} this",
+        f"a matrix unit of {chip.name} does not support this {instruction}",
         [
             ("kernel", kernel.name),
             ("why", why),
@@ -53,21 +53,21 @@ def _check(kernel: Kernel, op: Op, chip: Tpu) -> None:
             ("operand", op.operands[0].tile if op.operands else op.attrs["type"]),
         ],
         op.loc or kernel.loc,
-        f"right sides of {size} x {size}, left sides of {size} columns, of "
-        f"{', '.join(FACTORS)}; or write jnp.dot, which has no such limits",
+        f"use a right operand of {size} x {size} and a left operand of {size} "
+        f"columns, of {', '.join(FACTORS)}; or jnp.dot, which has no such limits",
     )
 
 
 def _unfit(tile: TileType, is_right: bool, chip: Tpu) -> str | None:
-    """Why a unit does not accept a factor."""
+    """Why a unit does not support an operand."""
     size, dtype = chip.mxu_size, tile.dtype
     if dtype.name not in FACTORS:
-        return f"it multiplies {', '.join(FACTORS)}, not {dtype}"
+        return f"it supports {', '.join(FACTORS)}, not {dtype}"
     rows = chip.sublanes_of(dtype.bits)
     if is_right and tile.shape != (size, size):
-        return f"a right side is {size} x {size}"
+        return f"a right operand must be {size} x {size}"
     if tile.shape[1] != size or tile.shape[0] % rows or not prod(tile.shape):
-        return f"a left side has {size} columns and a multiple of {rows} rows"
+        return f"a left operand must have {size} columns and a multiple of {rows} rows"
     return None
 
 

@@ -59,8 +59,8 @@ class Memory(Shifting):
         for dim, (entry, operand) in enumerate(access.split_index()):
             if isinstance(entry, Gather):
                 self.refuse(
-                    "Mosaic has no gather or scatter on refs",
-                    fix="loop over the indices and move one row at a time",
+                    "Mosaic does not support gather or scatter on refs",
+                    fix="loop over the indices and copy one row at a time",
                 )
             span = Span(entry.start, 1) if isinstance(entry, At) else entry
             start = None
@@ -81,9 +81,9 @@ class Memory(Shifting):
             return None
         if span.stride != 1:
             self.refuse(
-                f"a masked access along dimension {dim} may start outside the ref, and"
-                " has a stride",
-                fix="keep the start inside (jnp.minimum) and shift the mask instead",
+                f"a masked access along dimension {dim} may start outside the ref, "
+                "and is strided",
+                fix="clamp the start (jnp.minimum) and shift the mask instead",
             )
         wanted = self.convert(self.name(operand), self.tile_type(operand), I32)
         inside = self._clamped(operand, limit)
@@ -183,8 +183,8 @@ class Memory(Shifting):
         """Each number of a view of scalar memory, in the memref's order."""
         if prod(view.sizes) > MOST_SCALARS:
             self.refuse(
-                f"scalar memory is read and written one number at a time, here"
-                f" {prod(view.sizes)} of them",
+                "scalar memory (SMEM) is accessed one element at a time, here "
+                f"{prod(view.sizes)} of them",
                 fix="index it with integers, or place it in VMEM",
             )
         for offsets in product(*map(range, view.sizes)):
@@ -278,7 +278,9 @@ class Memory(Shifting):
         if view.space != "vmem":
             self.refuse(f"{view.ref} is in main memory", fix=COPY_FIX)
         if not view.shape:
-            self.refuse("vector memory holds no rank-0 arrays", fix="place it in SMEM")
+            self.refuse(
+                "vector memory does not support rank-0 arrays", fix="place it in SMEM"
+            )
 
     def _filled(self, name: str, tile: TileType, view: View) -> str:
         """What was read inside the array, and the fill value past its edge."""
@@ -451,7 +453,7 @@ class Memory(Shifting):
             return
         if min(source.ref.rank, op.result.ref.rank) < 2:
             self.refuse(
-                "memory with less than two dimensions is not reshaped in place",
+                "memory with fewer than two dimensions cannot be reshaped in place",
                 fix="reshape the loaded value",
             )
         self._recast(op, "tpu.memref_reshape")
@@ -475,7 +477,7 @@ class Memory(Shifting):
             )
         if view.has_strides or list(view.dims) != sorted(view.dims):
             self.refuse(
-                "a strided or transposed view is no memory of its own",
+                "a strided or transposed view is not a plain memref",
                 fix="load through it instead",
             )
         name, type_text = view.memref, view.type
@@ -506,10 +508,10 @@ class Memory(Shifting):
         if start.dynamic is not None and not start.is_multiple_of(alignment):
             what = "lanes" if dim == rank - 1 else "rows"
             self.refuse(
-                f"a copy along dimension {dim} ({what}) starts at a number not known"
-                f" to be a multiple of {alignment}",
-                fix=f"if it always is one, say pl.multiple_of(i, {alignment}); if not,"
-                f" copy {alignment} at a time, or index a dimension that counts pieces",
+                f"a copy along dimension {dim} ({what}) starts at an index not known "
+                f"to be a multiple of {alignment}",
+                fix=f"if it always is, use pl.multiple_of(i, {alignment}); if not, "
+                f"copy {alignment} at a time, or index a leading dimension",
                 ref=f"{view.element}{list(view.shape)} in {view.space}",
                 known=f"a multiple of {start.divisor}",
             )
@@ -527,8 +529,8 @@ class Memory(Shifting):
         self._check_copied_lanes(target)
         if op.operands[2].ref.space != "dma_sem":
             self.refuse(
-                "a copy signals a semaphore that is not of the kind for copies",
-                fix="pltpu.SemaphoreType.DMA, among scratch_shapes or in pl.run_scoped",
+                "a copy signals a semaphore that is not a DMA semaphore",
+                fix="use pltpu.SemaphoreType.DMA in scratch_shapes or pl.run_scoped",
                 semaphore=str(op.operands[2].type),
             )
         views = (source, replace(target, fill=None), semaphore)
@@ -541,8 +543,8 @@ class Memory(Shifting):
         lanes, size = view.shape[-1], view.sizes[-1]
         if size != lanes and size % LANES:
             self.refuse(
-                f"a copy takes {size} of {lanes} lanes, which are no whole tiles",
-                fix=f"copy a multiple of {LANES} lanes, and slice what is loaded",
+                f"a copy of {size} of {lanes} lanes is not made of whole tiles",
+                fix=f"copy a multiple of {LANES} lanes, and slice the loaded value",
                 ref=f"{view.element}{list(view.shape)} in {view.space}",
             )
 

@@ -188,7 +188,9 @@ def print_log(sites: Sequence[Site], log: np.ndarray) -> None:
     for _, text in sorted(records, key=lambda record: record[0]):
         print(text, flush=True)
     if rows[0, 1]:
-        print(f"pl.debug_print: {rows[0, 1]} prints are lost; print less", flush=True)
+        print(
+            f"pl.debug_print: {rows[0, 1]} prints were dropped; print less", flush=True
+        )
 
 
 def _values(site: Site, rows: np.ndarray) -> list[Any]:

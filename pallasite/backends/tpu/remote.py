@@ -32,18 +32,18 @@ def check_collective_id(kernel: Kernel, params: Mapping[str, Any]) -> None:
             "a kernel that uses the barrier semaphore needs a collective_id",
             facts,
             barriers[0].loc or kernel.loc,
-            "compiler_params=pltpu.CompilerParams(collective_id=0), another number "
-            "for each kernel that synchronises in another way",
+            "compiler_params=pltpu.CompilerParams(collective_id=0), with a different "
+            "number for each kernel that synchronises differently",
         )
     if params.get("allow_collective_id_without_custom_barrier"):
         return
     if has_id and not barriers:
         raise SpecError(
-            "a collective_id is the number of a kernel's barrier semaphore, and this "
-            "kernel does not use it",
+            "collective_id identifies a kernel's barrier semaphore, which this kernel "
+            "does not use",
             [*facts, ("collective_id", params["collective_id"])],
             kernel.loc,
-            "leave it out: all devices then wait for each other at the start",
+            "remove it: all devices then wait for each other at the start",
         )
 
 

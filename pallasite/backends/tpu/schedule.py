@@ -177,14 +177,14 @@ class _PipelineLoop:
         facts = [("array", ref.ref.tile), ("block", window.block_shape)]
         if any(d.kind in ("element", "bounded") or any(d.padding) for d, _ in pairs):
             raise UnsupportedError(
-                "backend 'tpu': an inner pipeline takes blocked windows only",
+                "backend 'tpu': an inner pipeline supports only blocked windows",
                 facts,
                 at=self.op.loc,
                 fix="use plain blocks, or copy with make_async_copy",
             )
         if any(n % d.size for d, n in pairs if d.kind == "blocked"):
             raise UnsupportedError(
-                "backend 'tpu': a block of an inner pipeline hangs over the edge",
+                "backend 'tpu': a block of an inner pipeline extends past the edge",
                 facts,
                 at=self.op.loc,
                 fix="choose a block that divides the array, or pad the array",

@@ -60,7 +60,8 @@ class Shifting(Tiles):
                 continue
             if view.strides[dim] != 1:
                 self.refuse(
-                    f"dimension {dim} starts at an unaligned number and has a stride",
+                    f"the access to dimension {dim} is strided and starts at an "
+                    "unaligned index",
                     fix="load every element and slice the value",
                 )
             starts[dim], sizes[dim], offset = self._around(view, dim, start, tile)

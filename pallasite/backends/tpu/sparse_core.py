@@ -40,7 +40,7 @@ def check_chip(kernel: Kernel, chip: Tpu | None) -> Kernel:
         others = ", ".join(name for name, row in TPUS.items() if row.sparse)
         raise UnsupportedError(
             f"backend 'tpu': {chip.name} has no SparseCores",
-            [("kernel", kernel.name), ("chips that have", others)],
+            [("kernel", kernel.name), ("chips with them", others)],
             kernel.loc,
             "use a mesh of TensorCores, or interpret=True",
         )
@@ -61,11 +61,11 @@ def check_vectors(kernel: Kernel, chip: Tpu | None) -> Kernel:
                 lengths = {chip.sparse.lanes * packed}
             if value.tile.rank != 1 or value.tile.size not in lengths:
                 raise UnsupportedError(
-                    f"backend 'tpu': a vector subcore of {chip.name} has vectors of"
-                    f" {lengths.pop()} {value.tile.dtype}",
+                    f"backend 'tpu': a vector subcore of {chip.name} supports only "
+                    f"vectors of {lengths.pop()} {value.tile.dtype}",
                     [("op", op.name), ("vector", value.tile)],
                     op.loc or kernel.loc,
-                    "work on parts: ref[pl.ds(i, n)] in plsc.parallel_loop",
+                    "process it in parts: ref[pl.ds(i, n)] in plsc.parallel_loop",
                 )
     return kernel
 
@@ -102,7 +102,7 @@ class SparseOps(Control):
         self._check_vector_memory(view)
         if view.has_strides or prod(view.sizes[:-1]) > 1:
             self.refuse(
-                "a vector is read from, and written to, places side by side",
+                "vector loads and stores must be contiguous",
                 fix="plsc.load_gather or plsc.store_scatter",
             )
         names = []
@@ -159,8 +159,9 @@ class SparseOps(Control):
             return super().emit_atomic_rmw(op)
         if op.attrs["kind"] != "add" or self.is_used(op.result):
             self.refuse(
-                "a subcore adds by indices, and gives nothing back",
-                fix="load_gather and store_scatter, where no place is named twice",
+                "indexed atomics of a subcore support only add, without returning the "
+                "old value",
+                fix="use load_gather and store_scatter, if no index occurs twice",
             )
         self._scatter(Access.of(op), " {add = true}")
         return None
@@ -181,8 +182,8 @@ class SparseOps(Control):
         """The index along each dimension; for reads, clamped."""
         if any(entry != Gather() for entry in access.index):
             self.refuse(
-                "elements are picked by one index array per dimension",
-                fix="plsc.load_gather or plsc.store_scatter with all of them",
+                "an indexed access needs one index array per dimension",
+                fix="pass all of them to plsc.load_gather or plsc.store_scatter",
             )
         found = []
         sizes = access.ref.ref.shape
@@ -238,7 +239,7 @@ class SparseOps(Control):
     def emit_indexed_copy_start(self, op: Op) -> None:
         if op.attrs["add"] and self.view(op.operands[1]).space == "hbm":
             self.refuse(
-                "rows of main memory are written, not added to",
+                "an indexed copy cannot add to rows in main memory",
                 fix="add to rows on chip (plsc.addupdate_scatter), and copy the sums",
             )
         source, target, semaphore = self._copied(op)
@@ -270,14 +271,18 @@ class SparseOps(Control):
         kinds = {"sum": "sum", "max": "max", "min": "min"}
         kind, x = kinds.get(op.attrs["kind"]), op.operands[0]
         if kind is None or op.attrs.get("reverse") or x.tile.rank != 1:
-            self.refuse("a subcore scans one vector, from its first element on")
+            self.refuse(
+                "a subcore supports only forward sum, max and min scans of one vector"
+            )
         return self._scanned(self.name(x), self.tile_type(x), kind)
 
     def emit_reduce(self, op: Op) -> str:
         kinds = {"sum": "sum", "max": "max", "min": "min"}
         kind, x = kinds.get(op.attrs["kind"]), op.operands[0]
         if kind is None or x.tile.rank != 1:
-            self.refuse("a subcore reduces one vector to a number")
+            self.refuse(
+                "a subcore supports only sum, max and min of one vector to a scalar"
+            )
         tile = self.tile_type(x)
         name = self._scanned(self.name(x), tile, kind)
         last = f"{name}[{tile.size - 1}]"

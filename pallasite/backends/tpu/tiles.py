@@ -224,7 +224,9 @@ class Tiles(Elementwise):
 
     def emit_pad(self, op: Op) -> str:
         if any(op.attrs["interior"]):
-            self.refuse("no padding between elements", fix="interleave by reshaping")
+            self.refuse(
+                "interior padding is not supported", fix="interleave by reshaping"
+            )
         x, value = op.operands
         name, tile = self.name(x), self.tile_type(x)
         padding = self.name(value)
@@ -368,7 +370,8 @@ class Tiles(Elementwise):
         kind: str = op.attrs["kind"]
         if kind == "logsumexp":
             self.refuse(
-                "no running logsumexp", fix="use a running max and a running sum"
+                "cumlogsumexp is not supported",
+                fix="use a running max and a running sum",
             )
         name, tile = self.in_words(self.name(x), self.tile_type(x))
         spelled = self.spelled(COMBINE.get(kind, kind), tile.dtype)
@@ -421,7 +424,8 @@ class Tiles(Elementwise):
         self.tile_type(dot.op.result)
         if len(dot.lhs.contract) != 1 or len(dot.lhs.batch) > 1:
             self.refuse(
-                "the matrix unit contracts one dimension and takes one batch dimension",
+                "the matrix unit supports one contracting dimension and one batch "
+                "dimension",
                 fix="reshape the operands, or loop over the batch",
             )
         for side in dot.sides:

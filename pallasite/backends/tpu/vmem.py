@@ -38,16 +38,16 @@ def check_vmem(kernel: Kernel, chip: Tpu | None, limit: int | None = None) -> Ke
     parts = list(_named(kernel))
     needed, available = sum(size for _, size in parts), most.vmem.bytes
     room, fix = "vector memory", "use smaller blocks"
-    where = f"a core of {most.name}"
-    where += "" if chip else ", which has most of all TPUs"
+    where = f"the VMEM of a core of {most.name}"
+    where += "" if chip else ", the largest of all TPUs"
     if limit is not None and limit < available:
-        available, room = limit, "vector memory by vmem_limit_bytes"
-        where, fix = "what vmem_limit_bytes allows", f"{fix}, or a larger limit"
+        available, room = limit, "vector memory (vmem_limit_bytes)"
+        where, fix = "vmem_limit_bytes", f"{fix}, or a larger limit"
     if needed <= available:
         return kernel
     largest = sorted(parts, key=lambda part: -part[1])[:6]
     raise ChipMemoryError(
-        f"the blocks of a program do not fit {where}",
+        f"the blocks of a program do not fit in {where}",
         [
             ("kernel", kernel.name),
             ("needed", f"{needed} bytes"),

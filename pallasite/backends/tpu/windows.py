@@ -77,7 +77,7 @@ def check_left_once(kernel: Kernel, pipeline: Pipeline) -> None:
     for shown, outer, inner in returned_to(kernel, pipeline):
         name = operand_name(kernel, shown.array)
         raise UnsupportedError(
-            f"backend 'tpu' cannot return to a block of {name}",
+            f"backend 'tpu' does not support revisiting a block of {name}",
             [
                 ("kernel", kernel.name),
                 ("grid", pipeline.grid),
@@ -85,7 +85,7 @@ def check_left_once(kernel: Kernel, pipeline: Pipeline) -> None:
                     "block",
                     f"moves along axis {inner}, again in each step of axis {outer}",
                 ),
-                ("why", "a block that was left starts out uninitialised"),
+                ("why", "a revisited block is uninitialised"),
             ],
             at=pipeline.op.loc or kernel.loc,
             fix=f"make axis {outer} the last axis of the grid, or write the whole block"

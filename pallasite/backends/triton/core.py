@@ -54,7 +54,7 @@ class Core:
     def elem(self, dtype: DType, op: Op) -> str:
         spelled = element(dtype)
         if spelled is None:
-            self.refuse(op, f"Triton has no element type {dtype}")
+            self.refuse(op, f"Triton does not support element type {dtype}")
         return spelled
 
     def layout(self, tile: TileType, op: Op) -> tuple[tuple[int, ...], str]:

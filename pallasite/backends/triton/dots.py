@@ -189,7 +189,8 @@ class Dots(Tiles):
         if prod(shape) > 1 << 18:
             self.refuse(
                 op,
-                f"{kind} is multiplied element by element: {prod(shape)} products",
+                f"{kind} has no matrix instruction: the matmul would take "
+                f"{prod(shape)} multiplications",
                 "use f32, bf16, f16 or i8 operands, or smaller blocks",
             )
         left = self.spread(self.expand(lhs, axis + 1), shape)

@@ -436,7 +436,7 @@ def _bitcast(e: Elementwise, op: Op) -> Val:
     elem = e.elem(new, op)
     if _dtype(op).bits != new.bits or "i1" in (x.elem, elem):
         e.refuse(
-            op, "the two types differ in width", "bitcast to a type of equal width"
+            op, "the two dtypes differ in width", "bitcast to a dtype of the same width"
         )
     if x.elem == elem:
         return x

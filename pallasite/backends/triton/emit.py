@@ -119,7 +119,7 @@ class Emitter(Prints):
         elem = memory_element(ref.ref.dtype)
         if elem is None or ref.ref.is_semaphore:
             raise UnsupportedError(
-                f"backend 'triton' has no memory of {ref.type}",
+                f"backend 'triton' does not support operands of type {ref.type}",
                 [("kernel", self.kernel.name), ("ref", ref.name or number)],
                 self.kernel.loc,
                 "use another dtype, or interpret=True",
@@ -147,7 +147,7 @@ class Emitter(Prints):
 
     def val_type(self, value: Value, op: Op) -> str:
         if not isinstance(value.type, TileType):
-            self.refuse(op, "a loop or branch hands on a ref")
+            self.refuse(op, "a loop or branch carries a ref")
         shape, elem = self.layout(value.tile, op)
         return Val("", shape, elem).type
 
@@ -253,7 +253,7 @@ class Emitter(Prints):
         if self.facts.of(loop.step).low < 1:
             self.refuse(op, "the step of a loop must be known to be positive")
         if self.facts.may_overshoot(loop):
-            self.refuse(op, "the last step of a loop may pass the end of its type")
+            self.refuse(op, "the loop counter may overflow its type in the last step")
         index = loop.index
         if index.tile.dtype.is_signed_int:
             self.facts.note_counter(loop)
@@ -281,7 +281,7 @@ class Emitter(Prints):
         loop = While.of(op)
         test, body = loop.condition, loop.body
         if not loop.inits:
-            self.refuse(op, "a loop without carried values")
+            self.refuse(op, "a while loop without carried values")
         name = self.out.fresh()
         pairs = []
         for param, value in zip(test.params, loop.inits, strict=True):

@@ -51,7 +51,8 @@ class FourBits(Memory):
         if masked or not self.is_whole_bytes(access, place):
             self.refuse(
                 op,
-                "two numbers share a byte, and one of them may be another thread's",
+                "two 4-bit elements share a byte, and one of them may belong to "
+                "another thread",
                 "store whole rows of an even length, in blocks that divide the array",
             )
         with self.between_fences(place.view):

@@ -261,10 +261,10 @@ def _most_stages(shared: SharedMemory, available: int) -> int:
 def _too_large(shared: SharedMemory, chip: Gpu) -> ChipMemoryError:
     needed, op = shared.peak(stages=1)
     is_turned = op is not None and op.name == "transpose"
-    what = "a transposed tile does" if is_turned else "the operands of a product do"
+    what = "a transposed tile does" if is_turned else "the operands of a matmul do"
     facts = [("needed", f"{needed} bytes"), (chip.name, f"{chip.shared.bytes} bytes")]
     return ChipMemoryError(
-        f"{what} not fit into shared memory",
+        f"{what} not fit in shared memory",
         facts,
         op.loc if op is not None else None,
         fix="use smaller blocks",

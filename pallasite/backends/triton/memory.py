@@ -93,7 +93,8 @@ class Memory(Dots, StridedViews[View, Val]):
         if dims is None:
             self.refuse(
                 op,
-                "the dimensions are not contiguous in memory, or may hang over an edge",
+                "the dimensions are not contiguous in memory, or may extend past an "
+                "edge",
                 "reshape the loaded value instead",
             )
         self.views[op.result] = replace(view, dims=dims)
@@ -102,10 +103,10 @@ class Memory(Dots, StridedViews[View, Val]):
         view = self.views[op.operands[0]]
         dtype: DType = op.attrs["dtype"]
         if dtype.bits != view.dtype.bits:
-            self.refuse(op, "the types differ in width", "bitcast the loaded value")
+            self.refuse(op, "the dtypes differ in width", "bitcast the loaded value")
         elem = memory_element(dtype)
         if elem is None:
-            self.refuse(op, f"Triton has no element type {dtype}")
+            self.refuse(op, f"Triton does not support element type {dtype}")
         kind = f"!tt.ptr<{elem}>"
         pointer = view.pointer
         if kind != pointer.elem:
@@ -341,7 +342,7 @@ class Memory(Dots, StridedViews[View, Val]):
         if not by_sign and (name is None or narrow):
             self.refuse(
                 op,
-                f"Triton has no atomic {kind} of {dtype}",
+                f"Triton does not support atomic {kind} of {dtype}",
                 "use 32 or 64 bits, or interpret=True",
             )
         place = self.place(op, access, access.value.tile.shape)
@@ -406,7 +407,9 @@ class Memory(Dots, StridedViews[View, Val]):
         assert access.value is not None and access.compare is not None
         place = self.place(op, access, access.value.tile.shape)
         if place.mask is not None or access.ref.ref.dtype.bits < 16:
-            self.refuse(op, "atomic_cas takes no mask and at least 16 bits")
+            self.refuse(
+                op, "atomic_cas does not support masks, nor dtypes under 16 bits"
+            )
         value, old = self.env[access.value], self.env[access.compare]
         whole = f"i{access.ref.ref.dtype.bits}"  # floats are compared bit by bit
         pointers = self.retyped(place.pointers, whole)

@@ -148,7 +148,7 @@ def print_log(sites: Sequence[Site], log: np.ndarray) -> None:
         print(text, flush=True)
     if place - 1 < written:
         lost = 4 * (written - (place - 1))
-        print(f"pl.debug_print: {lost} bytes are lost; print less", flush=True)
+        print(f"pl.debug_print: {lost} bytes were dropped; print less", flush=True)
 
 
 def _values(site: Site, words: np.ndarray) -> list[Any]:

@@ -348,7 +348,7 @@ class Tiles(Elementwise):
 
     def emit_inline_asm(self, op: Op) -> None:
         if not op.operands:
-            self.refuse(op, "assembly without arguments")
+            self.refuse(op, "inline assembly without arguments")
         layouts = [self.layout(v.tile, op) for v in op.results]
         operands = [self.env[v] for v in op.operands]
         attrs = (

@@ -193,7 +193,7 @@ class _Analysis:
             state = None if size in (0, 1) else self.handed_on(axis, windows)
             if state is None:
                 return Axis(size, True, f"dimension_semantics says {said}")
-            return Axis(size, False, f"steps hand values on in {state}")
+            return Axis(size, False, f"values are carried between steps in {state}")
         if said == "sequential":
             return Axis(size, False, "dimension_semantics says sequential")
         if size in (0, 1):
@@ -210,7 +210,7 @@ class _Analysis:
         if clash is not None:
             return Axis(size, False, clash)
         most = self.most.get(axis) if size is None else None
-        return Axis(size, True, "each step writes blocks of its own", most)
+        return Axis(size, True, "each step writes its own blocks", most)
 
     def handed_on(self, axis: int, windows: Sequence[WindowMoves]) -> str | None:
         """What certainly makes steps along an axis depend on each other, if anything.
@@ -273,13 +273,13 @@ class _Analysis:
         results = {self.memory(r) for r in self.same}
         for ref in self.shared():
             if ref in self.same or (ref in results and not self.is_written(ref)):
-                return f"{ref.name} shares its memory with an operand and has no window"
+                return f"{ref.name} aliases an operand and has no window"
         direct = {self.memory(r) for r in self.shared() if self.is_written(r)}
         for i, ref in enumerate(self.refs):
             if self.window_attrs[i].mode == "out" or not self.is_used(self.blocks[i]):
                 continue
             if self.memory(ref) in direct:
-                return f"{windows[i].name} shares its memory with one without a window"
+                return f"{windows[i].name} aliases one without a window"
             for o, out in enumerate(self.refs):
                 apart = o == i or self.memory(ref) is not self.memory(out)
                 if apart or not windows[o].written:
@@ -289,7 +289,7 @@ class _Analysis:
                 known = all(map(_is_known, windows[i].forms))
                 if not (same_dims and same_maps and known):
                     names = f"{windows[i].name} and {windows[o].name}"
-                    return f"{names} share memory and do not move together"
+                    return f"{names} alias, but their blocks do not move together"
         return None
 
     def memory(self, ref: Value) -> Value:

@@ -76,7 +76,7 @@ class LoopDims:
         if dim.whole is not None:
             return dim.whole
         if dim.products:
-            return "a product sums over it"
+            return "a matmul contracts it"
         for ref in self.written:
             if ref not in dim.members:
                 return f"{ref.name or 'an output'} is written and has no such dimension"
@@ -93,11 +93,11 @@ class LoopDims:
                 continue
             if source is None or target is None:
                 if any(each and each.block in dim.members for each in found):
-                    return f"{pair[0].name or 'an operand'} shares memory with a result"
+                    return f"{pair[0].name or 'an operand'} aliases a result"
                 continue
             places = {dim.members.get(each.block) for each in (source, target)}
             if len(places) > 1 or source.window.dims != target.window.dims:
-                return f"{pair[0].name or 'an operand'} shares memory with a result"
+                return f"{pair[0].name or 'an operand'} aliases a result"
         return None
 
     @cached_property
@@ -120,17 +120,17 @@ def loop_dims(kernel: Kernel) -> LoopDims | None:
 def _refusal(kernel: Kernel, pipeline: Pipeline) -> str | None:
     """Why nothing in this kernel can be split, if so."""
     if kernel.level != TILE:
-        return "copies, semaphores or roles are spelled out in it"
+        return "it has explicit copies, semaphores or roles"
     before = [op for op in kernel.body.ops if op is not pipeline.op]
     for op in before:
         if op.name not in ("alloc", "constant", "load"):
-            return f"'{op.name}' is done outside its grid"
+            return f"'{op.name}' runs outside its grid"
     arrays = [each.array for each in pipeline.shown]
     if len(set(arrays)) < len(arrays):
         return "an array has two windows"
     for op in walk(pipeline.body):
         if table()[op.name].effect is Effect.WRITE and op.name not in _REPEATABLE:
-            return f"'{op.name}' would be done several times"
+            return f"'{op.name}' would run several times"
     return None
 
 
@@ -169,7 +169,7 @@ class _Joined:
             reason = whole.get(root)
             is_twice = len(dict(nodes)) < len(nodes)
             if is_twice:
-                reason = reason or "it is two dimensions of one tile"
+                reason = reason or "two dimensions of one tile depend on it"
             yield LoopDim(
                 size,
                 dict(nodes),
@@ -201,7 +201,7 @@ class _Joined:
                 found[each.block, dim] = (number, array_dim)
                 kind = each.window.dims[array_dim].kind
                 if kind != "blocked":
-                    self.hold((each.block, dim), f"a window shows it by {kind}")
+                    self.hold((each.block, dim), f"a window indexes it by {kind}")
         return found
 
     # --- uniting ---
@@ -234,7 +234,7 @@ class _Joined:
                 self.join((a, d), (b, d))
         elif a.type.shape and b.type.shape:
             for value in (a, b):
-                self.hold_all(value, "its elements change their width")
+                self.hold_all(value, "its elements change in width")
 
     # --- ops ---
 
@@ -300,7 +300,7 @@ class _Joined:
             self.join(x, y)
             return
         for node in (x, y):
-            self.hold(node, f"'{op.name}' takes a part of it")
+            self.hold(node, f"'{op.name}' selects a part of it")
 
     def concatenate(self, op: Op) -> None:
         for x in op.operands:
@@ -331,14 +331,14 @@ class _Joined:
         axes = attrs["axes"] if "axes" in attrs else (attrs["axis"],)
         kept = [d for d in range(x.tile.rank) if d not in axes]
         for d in axes:
-            self.hold((x, d), f"'{op.name}' goes along it")
+            self.hold((x, d), f"'{op.name}' runs along it")
         for y in op.results:
             same_rank = y.tile.rank == x.tile.rank
             for to, d in enumerate(kept):
                 self.join((x, d), (y, d if same_rank else to))
             if same_rank:
                 for d in axes:
-                    self.hold((y, d), f"'{op.name}' goes along it")
+                    self.hold((y, d), f"'{op.name}' runs along it")
         for other in op.operands[1:]:
             self.alike(x, other)
 
@@ -367,7 +367,7 @@ class _Joined:
             if _is_whole(entry, access.ref.ref.shape[d], access.mask) and not outside:
                 self.join((access.ref, d), (op.result, to))
             else:
-                self.hold((access.ref, d), "a load picks a part of it")
+                self.hold((access.ref, d), "a load selects a part of it")
                 self.spans.append(((op.result, to), op))
 
     def store(self, op: Op) -> None:
@@ -376,7 +376,9 @@ class _Joined:
         assert value is not None
         if access.mask is not None:
             self.alike(access.mask, value)
-        for d, entry, to in self.picked(access, value, "a store puts it anywhere"):
+        for d, entry, to in self.picked(
+            access, value, "a store writes it to arbitrary positions"
+        ):
             whole = _is_whole(entry, access.ref.ref.shape[d], access.mask)
             self.join_if(whole, (access.ref, d), (value, to), op)
 
@@ -400,13 +402,13 @@ class _Joined:
                 yield d, entry, to
                 to += 1
             else:
-                self.hold((access.ref, d), "one element of it is picked")
+                self.hold((access.ref, d), "a single element of it is selected")
 
     def subview(self, op: Op) -> None:
         ref, to = op.operands[0], 0
         for d, entry in enumerate(op.attrs["index"]):
             if isinstance(entry, At):
-                self.hold((ref, d), "one element of it is picked")
+                self.hold((ref, d), "a single element of it is selected")
                 continue
             whole = _is_whole(entry, ref.ref.shape[d])
             self.join_if(whole, (ref, d), (op.result, to), op)
@@ -445,7 +447,7 @@ class _Joined:
     def pipeline(self, op: Op) -> None:
         inner = Pipeline.of(op)
         for value in (*inner.arrays, *inner.blocks):
-            self.hold_all(value, "a pipeline inside the body walks over it")
+            self.hold_all(value, "a pipeline inside the body iterates over it")
 
 
 _RULES: dict[str, Callable[[_Joined, Op], None]] = {

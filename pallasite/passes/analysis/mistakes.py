@@ -21,7 +21,9 @@ _KEEPING = frozenset(["add", "sub", "max", "min", "neg", "or", "xor", "cast"])
 _KEEPING_FLOATS = frozenset(["mul", "div"])  # undefined contents may be NaN
 _SETTING_ATOMICS = ("xchg", "and")
 _STARTS = ("copy_start", "indexed_copy_start", "remote_copy_start")
-_INITIALISE = "set it first, for example under @pl.when(pl.program_id(axis) == 0)"
+_INITIALISE = (
+    "initialise it first, for example under @pl.when(pl.program_id(axis) == 0)"
+)
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ def _no_programs(
 
 def _never_stored(kernel: Kernel, result: Value) -> Mistake:
     return Mistake(
-        "the kernel never stores to an output: what it holds is not defined",
+        "the kernel never stores to an output: its contents are undefined",
         [("kernel", kernel.name), ("output", _described(result))],
         kernel.loc,
         f"store to it: {result.name or 'o_ref'}[...] = value",
@@ -200,8 +202,8 @@ def _never_stored(kernel: Kernel, result: Value) -> Mistake:
 
 def _never_set(kernel: Kernel, ref: Value, kind: str, update: Op) -> Mistake:
     return Mistake(
-        f"the kernel adds to {'an output' if kind == 'output' else kind} that nothing "
-        "sets before: what it holds is not defined",
+        f"the kernel accumulates into {'an output' if kind == 'output' else kind} "
+        "that is never initialised: its contents are undefined",
         [("kernel", kernel.name), (kind, _described(ref))],
         update.loc or kernel.loc,
         _INITIALISE,
@@ -210,7 +212,7 @@ def _never_set(kernel: Kernel, ref: Value, kind: str, update: Op) -> Mistake:
 
 def _never_waited_for(kernel: Kernel, semaphore: Value, start: Op) -> Mistake:
     return Mistake(
-        "the kernel starts a copy and never waits for it: what it copies may be read "
+        "the kernel starts a copy and never waits for it: the copied data may be read "
         "before it has arrived",
         [("kernel", kernel.name), ("semaphore", _described(semaphore))],
         start.loc or kernel.loc,
@@ -220,9 +222,8 @@ def _never_waited_for(kernel: Kernel, semaphore: Value, start: Op) -> Mistake:
 
 def _other_semaphore(kernel: Kernel, semaphore: Value, start: Op) -> Mistake:
     return Mistake(
-        "a copy signals a semaphore that is not of the kind for copies: a TPU has none "
-        "that is both",
+        "a copy signals a semaphore that is not a DMA semaphore: TPUs require one",
         [("kernel", kernel.name), ("semaphore", semaphore.type)],
         start.loc or kernel.loc,
-        "pltpu.SemaphoreType.DMA, among scratch_shapes or in pl.run_scoped",
+        "use pltpu.SemaphoreType.DMA in scratch_shapes or pl.run_scoped",
     )

@@ -87,7 +87,7 @@ class PartitionRule:
         if axis is not None:
             return self.axes[axis].reason
         if self.arrays[array].whole[dim]:
-            return "every program sees all of it"
+            return "every program gets all of it"
         return "it does not follow a grid axis block by block"
 
     def __str__(self) -> str:
@@ -239,7 +239,7 @@ class _Derivation:
     ) -> AxisRule:
         size = self.grid[axis]
         if size is None:
-            return AxisRule(size, WHOLE, "its size is known only when the kernel runs")
+            return AxisRule(size, WHOLE, "its size is known only at run time")
         if size < 2:
             return AxisRule(size, WHOLE, "it has one step")
         for f in (f for fs in follows.values() for f in fs):
@@ -276,6 +276,6 @@ class _Derivation:
                 return Sums(f"{param.name or 'an output'} has no blocks")
         if self.kernel.aliases:
             name = loose[0].name or "an output"
-            return Sums(f"{name} has no blocks along it and memory is shared")
+            return Sums(f"{name} has no blocks along it, and memory is aliased")
         blocks = {self.block_of[p] for p in loose}
         return find_sums(self.pipeline.op, self.info, axis, blocks)

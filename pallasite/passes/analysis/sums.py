@@ -130,11 +130,11 @@ class _Search:
     def check(self, kept: _Kept) -> None:
         name = kept.name
         if kept.added and kept.copied:
-            raise _NoSum(f"{name} is added to and also overwritten")
+            raise _NoSum(f"{name} is accumulated into and also overwritten")
         if kept.added and not kept.zeroed:
-            raise _NoSum(f"{name} is never set to zero at the first step")
+            raise _NoSum(f"{name} is not set to zero at the first step")
         if kept.added and max(kept.zeroed) > min(kept.added):
-            raise _NoSum(f"{name} is added to before it is set to zero")
+            raise _NoSum(f"{name} is accumulated into before it is set to zero")
         if not kept.added and not kept.copied:
             raise _NoSum(f"{name} is not written as a sum")
         for source in kept.sources:
@@ -261,21 +261,25 @@ class _Search:
 
     def refuse(self, taint: _Taint) -> None:
         name = self.kept[min(taint.sources, key=list(self.kept).index)].name
-        raise _NoSum(f"{name} carries values along it that are no plain sum")
+        raise _NoSum(f"{name} carries values along it that are not a plain sum")
 
     # --- stores ---
 
     def store(self, op: Op, place: _Place) -> None:
         access = Access.of(op)
         if op.operands[0] not in self.kept or access.value is None:
-            raise _NoSum(f"{op.operands[0].name} is stored with a kept value")
+            raise _NoSum(
+                f"{op.operands[0].name} is stored together with an accumulated value"
+            )
         kept = self.kept[access.ref]
         taint = self.taints.get(access.value)
         if taint is None and self.is_zero(access.value):
             self.zero(kept, access, place)
         elif taint is not None and taint.is_sum and self.adds_to(access, taint):
             if place.gates:
-                raise _NoSum(f"{kept.name} is added to at its first or last step only")
+                raise _NoSum(
+                    f"{kept.name} is accumulated into only at its first or last step"
+                )
             kept.added.append(self.clock)
         elif taint is not None and not taint.is_sum:
             self.copy(kept, access, taint, place)
@@ -324,7 +328,7 @@ class _Search:
         used = any(self.uses.get(v) for v in op.results)
         value = Access.of(op).value
         if op.attrs["kind"] != "add" or used or place.gates or value in self.taints:
-            raise _NoSum(f"{kept.name} is used by atomics that are no plain sum")
+            raise _NoSum(f"{kept.name} is used by atomics that are not a plain sum")
         kept.added.append(self.clock)
 
 

@@ -1,7 +1,7 @@
-"""The steps of a grid in the order that a chip takes them, and the blocks of each.
+"""The steps of a grid in the order that a chip runs them, and the blocks of each.
 
-Index maps are evaluated for the first steps, all at once; what a map reads from memory
-only the run knows.
+Index maps are evaluated for the first steps, all at once; values that a map reads from
+memory are known only at run time.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ GROUP = "triton.group"
 
 @dataclass(frozen=True)
 class Order:
-    """Grid indices, a row per axis, of the first steps; and what order that is."""
+    """Grid indices of the first steps, a row per axis; `text` describes the order."""
 
     steps: np.ndarray
     text: str
@@ -38,22 +38,22 @@ class Order:
 def grids_of(
     kernel: Kernel, compiled: Compiled | None, platform: str
 ) -> list[dict[str, Any]]:
-    """What the page shows of a kernel's grid: as it is written, and as it is run.
+    """What the page shows of a kernel's grid: as written, and as run.
 
     A `note` says why there are no steps.
 
     Args:
         kernel: after the shared passes.
-        compiled: what the target's backend made of it, if it did.
+        compiled: the target backend's result, if it supports the kernel.
         platform: of the target.
     """
     chosen = _with_windows(kernel, compiled)
     order = partial(_order, compiled=compiled, platform=platform)
-    run = _grid("as it is run", chosen, order)
-    written = _grid("as it is written", kernel, _in_order)
+    run = _grid("as run", chosen, order)
+    written = _grid("as written", kernel, _in_order)
     if "note" in run:
         return [run] if "note" in written else [written]
-    # What steps share is seen best in the kernel as it was written.
+    # Which steps are parallel is known best for the kernel as written.
     if len(written.get("parallel", ())) == len(run["parallel"]):
         run["parallel"] = written["parallel"]
     return [run, written]
@@ -66,7 +66,7 @@ def _grid(name: str, kernel: Kernel, order: Callable[..., Order]) -> dict[str, A
     pipeline = Pipeline.of(op)
     sizes = [n for n in pipeline.grid if n is not None]
     if len(sizes) < len(pipeline.grid):
-        note = "the size of the grid is known only when the kernel runs"
+        note = "the grid size is known only at run time"
         return {"name": name, "note": note}
     if not prod(sizes):
         return {"name": name, "note": "the grid has no programs"}
@@ -110,13 +110,15 @@ def _order(
         sharing = Sharing.of(compiled.scheduled)
         if sharing is not None and sharing.units is not None:
             return _of_threads(sharing, sizes, sharing.units)
-        return Order(_numbered(sizes, _first(sizes)), "one thread takes all, in order")
+        return Order(
+            _numbered(sizes, _first(sizes)), "one thread runs all of them, in order"
+        )
     return _in_order(kernel, sizes)
 
 
 def _in_order(kernel: Kernel, sizes: Sequence[int]) -> Order:
-    """As results are defined, and as a TPU runs it."""
-    text = "that of the grid, the last axis fastest"
+    """The order that defines the results, and in which a TPU runs."""
+    text = "grid order, the last axis fastest"
     return Order(_numbered(sizes, _first(sizes)), text)
 
 
@@ -125,7 +127,7 @@ def _first(sizes: Sequence[int]) -> np.ndarray:
 
 
 def _numbered(sizes: Sequence[int], numbers: np.ndarray) -> np.ndarray:
-    """Grid indices of steps counted in the order of the grid."""
+    """Grid indices of steps numbered in grid order."""
     indices = np.unravel_index(numbers, tuple(sizes))
     return np.stack(indices).astype(np.int32)
 
@@ -148,7 +150,7 @@ def _nested(
 
 
 def _of_threads(sharing: Sharing, sizes: Sequence[int], units: int) -> Order:
-    """Thread 0 takes its part from the end, in chunks, and then the others' parts."""
+    """Thread 0 takes its part from the end, in chunks, then steals from the others."""
     threads = target.host().threads
     parts = threads * CHUNKS_PER_THREAD
     chunk = max(-(-units // parts), sharing.least_chunk)
@@ -163,10 +165,12 @@ def _of_threads(sharing: Sharing, sizes: Sequence[int], units: int) -> Order:
             last = first
     steps = _nested(sizes, sharing.parallel, np.array(taken, np.int64))
     text = (
-        f"as one of {workers} threads: each has a part of the parallel axes, and takes "
-        f"ranges of {chunk} from its end, then what is left of the others'"
+        f"that of one of {workers} threads: each has a part of the parallel axes, and "
+        f"takes ranges of {chunk} from its end, then steals from the others"
     )
-    return Order(steps, text if workers > 1 else "one thread takes all, in ranges")
+    return Order(
+        steps, text if workers > 1 else "one thread runs all of them, in ranges"
+    )
 
 
 def _of_gpu(kernel: Kernel, sizes: Sequence[int], compiled: Compiled | None) -> Order:
@@ -174,7 +178,7 @@ def _of_gpu(kernel: Kernel, sizes: Sequence[int], compiled: Compiled | None) -> 
     outer = list(info.parallel)
     shape = [sizes[a] for a in outer]
     units = np.arange(min(prod(shape), MOST_STEPS))
-    text = "blocks of threads in the order they start, as many at once as fit"
+    text = "thread blocks in the order they start, as many concurrently as fit"
     scheduled = _only_grid(compiled.scheduled) if compiled is not None else None
     group = scheduled.attrs.get(GROUP, 1) if scheduled is not None else 1
     if group > 1 and len(outer) >= 2:
@@ -186,7 +190,7 @@ def _of_gpu(kernel: Kernel, sizes: Sequence[int], compiled: Compiled | None) -> 
 
 
 def _grouped(number: np.ndarray, shape: Sequence[int], group: int) -> np.ndarray:
-    """What `triton.group` makes of program numbers, along the last two axes."""
+    """The reordering of program ids by `triton.group`, along the last two axes."""
     rows, columns = shape[-2:]
     outside, tile = np.divmod(number, rows * columns)
     before, within = np.divmod(tile, group * columns)
@@ -213,7 +217,7 @@ def _operand(shown: Shown, steps: np.ndarray) -> dict[str, Any]:
         return found | {"note": "stays in main memory, accessed directly"}
     numbers = evaluate_map(shown.index_map, steps)
     if numbers is None or any(dim.kind == "bounded" for dim in window.dims):
-        return found | {"note": "data decide where its blocks are"}
+        return found | {"note": "the positions of its blocks depend on data"}
     count = steps.shape[1]
     starts = []
     for dim, n, each in zip(window.dims, array.shape, numbers, strict=True):

@@ -1,8 +1,8 @@
 """Texts of stages as lines, each with the source line it comes from.
 
-Every stage says so in its own way: our IR and Mosaic by `loc(...)`, a jaxpr, TTIR and
-CUDA C++ by comments, LLVM by debug metadata, PTX and assembly by `.loc`. What
-says it is taken out of what is shown. A stage without any is shown without links.
+Every stage records it in its own way: our IR and Mosaic by `loc(...)`, a jaxpr, TTIR
+and CUDA C++ by comments, LLVM by debug metadata, PTX and assembly by `.loc`. These
+annotations are not shown. A stage without any is shown without links.
 """
 
 import os
@@ -15,7 +15,7 @@ from pallasite.language.trace import shorten
 At = tuple[str, int]  # a file and a line of it
 Line = tuple[str, At | None]
 
-MOST_CHARACTERS = 1_000_000  # of one stage that are shown
+MOST_CHARACTERS = 1_000_000  # shown of one stage
 
 _IR = re.compile(r' loc\("((?:[^"\\]|\\.)*)":(\d+)(?::\d+)?(?: in "[^"]*")?\)')
 _COMMENT = re.compile(r"\s*(?:#|//) (?:(\S.*?):(\d+)(?::\d+)?(?: \(.*\))?)?$")
@@ -43,7 +43,7 @@ class LinkedText:
 
 
 def linked(name: str, text: str) -> LinkedText:
-    """A stage's text with the origins that it states."""
+    """A stage's text with the origins that it records."""
     read = _READERS.get(name.split(".")[0], _ir)
     lines = list(read(text))
     note, shown, size = "", len(lines), 0
@@ -55,7 +55,7 @@ def linked(name: str, text: str) -> LinkedText:
             break
     found = LinkedText(name, tuple(lines[:shown]), note)
     if not found.is_linked:
-        missing = "this text does not say which source lines it comes from"
+        missing = "this text has no source locations"
         found = LinkedText(name, found.lines, "; ".join(filter(None, [missing, note])))
     return found
 
@@ -122,7 +122,7 @@ def _assembly(text: str) -> Iterator[Line]:
 
 
 def _origin(files: dict[str, str], place: re.Match[str]) -> At | None:
-    """Of what is inlined from a helper, where it is inlined."""
+    """For inlined code, the line where it is inlined."""
     for file, line in ((place[1], place[2]), (place[3], place[4])):
         name = files.get(file, "") if file else ""
         if line != "0" and os.path.basename(name) not in _NOT_SOURCES:

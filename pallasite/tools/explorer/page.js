@@ -141,7 +141,7 @@
       const [file, number] = data.places[at];
       said.textContent = `${data.sources[file].name}:${number} became ${counts.join(" and ")}.`;
     } else {
-      said.textContent = from ? "This line does not say where it comes from." : "";
+      said.textContent = from ? "This line has no source location." : "";
     }
     remember();
   };
@@ -168,7 +168,7 @@
       cell.textContent = short(amount);
       cell.style.setProperty("--share", total ? `${(100 * amount) / total}%` : "0%");
     }
-    const unsure = view().exact ? "" : "; data decide about some of it";
+    const unsure = view().exact ? "" : "; some of it is data-dependent";
     const name = $("cost").selectedOptions[0].textContent;
     $("cost-note").textContent = `${short(total) || 0} ${name} in one call${unsure}`;
   };

@@ -1,7 +1,7 @@
 """One HTML page about some kernel calls: source, stages, grid and report.
 
-`page_of(sites, targets)` collects plain data and puts it, with the style and the script
-next to this file, into one text that needs nothing else.
+`page_of(sites, targets)` collects plain data and embeds it, with the style and the
+script next to this file, in one self-contained file.
 """
 
 import html
@@ -34,7 +34,7 @@ from pallasite.tools.report import KernelReport
 from pallasite.tools.roofline_chart import chart_of
 from pallasite.tools.timing import explain_site, is_here, this_computer
 
-AROUND = 30  # lines of a long file that are shown before and after what is linked
+AROUND = 30  # lines of a long file shown before and after linked lines
 LONG = 1500
 
 Progress = Callable[[str], None]
@@ -62,10 +62,10 @@ def page_of(
     Args:
         title: what is shown.
         sites: kernel calls.
-        targets: as they are spelled; none: this computer.
-        jaxprs: what kernels were imported from, where that is known.
+        targets: target names; none: this computer.
+        jaxprs: the jaxprs that kernels were imported from, where known.
         measure: see `pl.explain`.
-        progress: called with a line of text whenever something happens.
+        progress: called with a line of text at each event.
 
     Raises:
         SpecError: a target is not known.
@@ -105,7 +105,7 @@ class _Locations:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Of each number, that of its file, and the line."""
+        """For each number, the number of its file and the line."""
         return [(self.files.index(file), line) for file, line in self._numbers]
 
 
@@ -143,16 +143,16 @@ def _view(
 def _explained(
     site: Site, chip: Named, measure: bool | None
 ) -> tuple[Analysis, list[str]]:
-    """What is known of a call; for a TPU also the code that its compiler makes."""
+    """The analysis of a call; for a TPU also the code that its compiler generates."""
     if not isinstance(chip.chip, Tpu) or measure is not None or is_here(chip):
         return explain_site(site, chip, measure), []
     with tempfile.TemporaryDirectory() as folder:
         found = analyse(site, chip)
         try:
             (found,) = estimated([found], Path(folder))
-        except PallasError as error:  # all that needs no libtpu is shown all the same
+        except PallasError as error:  # what needs no libtpu is still shown
             return found.with_report(note=error.what), []
-        # XLA's own ops around the call are dumped, too.
+        # XLA's own ops around the call are dumped as well.
         codes = sorted(Path(folder).rglob(f"*-{OP}*-{CODE}.txt"))
         return found, [codes[-1].read_text(errors="replace")] if codes else []
 
@@ -188,20 +188,20 @@ def _texts(kernel: Kernel, compiled: base.Compiled | None) -> list[tuple[str, st
 def _made(
     compiled: base.Compiled,
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """The backend's texts, and what it says where one cannot be made."""
+    """The backend's texts, or its error where one cannot be generated."""
     found = []
     for name in compiled:
         try:
             made = compiled[name]
         except (PallasError, ImportError) as error:
-            return found, [(name, f"not made: {error}")]
+            return found, [(name, f"not generated: {error}")]
         if isinstance(made, str):
             found.append((name, str(made)))
     return found, []
 
 
 def _stage(text: LinkedText, table: _Locations) -> dict[str, Any]:
-    """Origins are written as runs: how many lines, and the number of the place."""
+    """Origins as run lengths: the number of lines, and the number of the place."""
     runs: list[list[int]] = []
     for _, at in text.lines:
         number = -1 if at is None else table.number(at)
@@ -214,7 +214,7 @@ def _stage(text: LinkedText, table: _Locations) -> dict[str, Any]:
 
 
 def _source(file: str, used: Iterable[int]) -> dict[str, Any]:
-    """A file's lines; of a long one those around what is linked."""
+    """A file's lines; of a long file only those around linked lines."""
     path = Path(file)
     lines = [line.rstrip("\n") for line in linecache.getlines(str(path))]
     first, last = 1, len(lines)
@@ -238,7 +238,7 @@ def _roofline(report: KernelReport) -> str:
 
 
 def _filled(title: str, data: Any) -> str:
-    """The page with its parts; `<` in data cannot end the script."""
+    """The page with its parts; `<` is escaped so that data cannot end the script."""
     place = resources.files("pallasite.tools.explorer")
     read = lambda name: (place / name).read_text(encoding="utf-8")
     page = read("page.html").replace("@TITLE@", html.escape(title))

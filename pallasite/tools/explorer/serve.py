@@ -12,11 +12,11 @@ HOST = "localhost"
 
 
 def serve(command: Sequence[str], port: int) -> int:
-    """Answer until interrupted.
+    """Serve until interrupted.
 
     Args:
-        command: makes the page, and writes it where `-o` says.
-        port: to listen at, on this computer only; 0: any that is free.
+        command: generates the page and writes it to the `-o` path.
+        port: to listen on, on this computer only; 0: any free port.
     """
     try:
         listening = ThreadingHTTPServer((HOST, port), _handler(command))
@@ -24,7 +24,7 @@ def serve(command: Sequence[str], port: int) -> int:
         print(f"pallasite explore: port {port}: {error}", file=sys.stderr)
         return 2
     with listening as server:
-        print(f"http://{HOST}:{server.server_port}  (end with Ctrl-C)", flush=True)
+        print(f"http://{HOST}:{server.server_port}  (stop with Ctrl-C)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -52,7 +52,7 @@ def _handler(command: Sequence[str]) -> type[BaseHTTPRequestHandler]:
 
 
 def made(command: Sequence[str]) -> str:
-    """The page, or one that shows why there is none."""
+    """The page, or one with the error."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "page.html"
         done = subprocess.run(

@@ -65,14 +65,14 @@ def scratch_of(n: int):
 def test_scratch_that_no_memory_holds(n: int):
     """More bytes than a process has addresses: a system that promises more memory than
     it has (overcommit) refuses them, too."""
-    with pytest.raises(jax.errors.JaxRuntimeError, match="no memory for the kernel's"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="memory for the kernel's"):
         scratch_of(n)
 
 
 @pytest.mark.parametrize("n", [2**60, 2**62, 2**70])
 def test_scratch_that_cannot_exist(n: int):
     """Its size would wrap around, and the kernel write to what it does not have."""
-    with pytest.raises(ResourceError, match="more memory for temporaries than can ex"):
+    with pytest.raises(ResourceError, match="more memory for temporaries than the"):
         scratch_of(n)
 
 
@@ -85,7 +85,7 @@ def test_a_block_that_no_memory_holds():
         out_shape=jax.ShapeDtypeStruct((8,), jnp.float32),
         in_specs=[pl.BlockSpec((2**48,), lambda: (0,), fill=0.0)],
     )
-    with pytest.raises(jax.errors.JaxRuntimeError, match="no memory for the kernel's"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="memory for the kernel's"):
         call(jnp.ones(8))
 
 
@@ -101,7 +101,7 @@ def test_a_grid_that_could_never_run():
         in_specs=[spec],
         out_specs=spec,
     )
-    with pytest.raises(ResourceError, match="more programs than could ever run"):
+    with pytest.raises(ResourceError, match="more programs than the CPU"):
         call(jnp.ones((8, 8)))
 
 

@@ -323,7 +323,7 @@ def test_missing_element_type_is_refused_with_the_line(monkeypatch):
     with pytest.raises(UnsupportedError) as error:
         llvm_of(with_refs(emit, [], [tile_type(BOOL, 4)]))
     text = str(error.value)
-    assert text.startswith("backend 'cpu' has no element type f4e2m1fn\n")
+    assert text.startswith("backend 'cpu' does not support element type f4e2m1fn\n")
     assert "kernel.py:3 in body" in text
 
 

@@ -98,9 +98,9 @@ def test_a_copy_there_and_back(shape, dtype, how, tmp_path):
 def test_what_the_copy_engine_does_not_copy_is_refused():
     message = refused(copied, jnp.ones((8, 1000), F32))
     assert "more than 256 elements" in message and "copy_start" in message
-    assert "not a multiple of 16" in refused(copied, jnp.ones((8, 7), F16))
+    assert "a multiple of 16 bytes" in refused(copied, jnp.ones((8, 7), F16))
     message = refused(lambda x: copied(x, **swizzled(128)), jnp.ones((4, 64), F16))
-    assert "swizzled by 128 bytes" in message
+    assert "a swizzle of 128 bytes" in message
 
 
 # --- what threads store and load, and when they meet ---
@@ -626,10 +626,13 @@ def test_other_types(dtype, sums, tmp_path):
 @pytest.mark.parametrize(
     "given, message",
     [
-        (dict(rows=32, columns=64, depth=64, dtype=F16), "a product of 32 x 64"),
+        (dict(rows=32, columns=64, depth=64, dtype=F16), "an accumulator of 32 x 64"),
         (dict(rows=64, columns=320, depth=64, dtype=F16), "up to 256"),
-        (dict(rows=64, columns=32, depth=64, dtype=F32), "stored along k"),
-        (dict(rows=64, columns=64, depth=64, dtype=F16, sums=F16), "no such types"),
+        (dict(rows=64, columns=32, depth=64, dtype=F32), "contiguous along k"),
+        (
+            dict(rows=64, columns=64, depth=64, dtype=F16, sums=F16),
+            "does not support these dtypes",
+        ),
     ],
 )
 def test_products_that_the_instruction_has_not(given, message):
@@ -712,7 +715,7 @@ def test_chips_that_have_no_such_instructions(monkeypatch):
 
 def test_more_shared_memory_than_there_is():
     x, y = operands((128, 192), (192, 128))
-    with pytest.raises(ResourceError, match="294912 are needed"):
+    with pytest.raises(ResourceError, match="needs 294912"):
         text(lambda x, y: ring(x, y, slots=9), x, y)
 
 

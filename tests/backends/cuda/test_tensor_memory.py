@@ -179,8 +179,8 @@ def turned_product(x, y, dtype, sums):
     "how, shapes, message",
     [
         (dict(rows=64), ((64, 64), (64, 128)), "128 rows of 32-bit elements"),
-        (dict(columns=24), ((128, 64), (64, 24)), "divides the last dimensions"),
-        (dict(columns=576), ((128, 64), (64, 576)), "512 columns .* 576 are needed"),
+        (dict(columns=24), ((128, 64), (64, 24)), "must divide the last dimensions"),
+        (dict(columns=576), ((128, 64), (64, 576)), "512 columns .* needs 576"),
     ],
 )
 def test_what_tensor_cores_do_not_have_is_refused(how, shapes, message):
@@ -191,5 +191,5 @@ def test_what_tensor_cores_do_not_have_is_refused(how, shapes, message):
 def test_other_chips_do_not_have_them(monkeypatch):
     x, y = operands((128, 64), (64, 128))
     monkeypatch.setattr(cuda, "_chip", lambda options: GPUS["h100"])
-    with pytest.raises(UnsupportedError, match="tensor_mma on sm_100"):
+    with pytest.raises(UnsupportedError, match="tensor_mma only on sm_100"):
         compiled(product, x, y)["cuda"]

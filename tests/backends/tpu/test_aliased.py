@@ -165,7 +165,7 @@ def test_reading_what_an_earlier_program_stored_through_other_blocks_is_refused(
     with pytest.raises(UnsupportedError) as error:
         check(function, X)
     text = str(error.value)
-    assert "input 0 ('x_ref') and output 0 ('o_ref') are the same memory" in text
+    assert "input 0 ('x_ref') and output 0 ('o_ref') alias" in text
     assert "program (3,) reads what program (0,) stores" in text
     assert "the same BlockSpec" in text
 

@@ -158,13 +158,14 @@ def test_blocks_for_which_there_is_no_room_say_how_much_they_need():
         for_tpu(parse_kernel(text), TPUS["v5e"])
     assert str(error.value) == "\n".join(
         [
-            "the blocks of a program do not fit a core of v5e",
+            "the blocks of a program do not fit in the VMEM of a core of v5e",
             "  kernel          k",
             "  needed          1073741824 bytes",
             "  available       134217728 bytes",
-            "  x, dimension 0  'scan' goes along it",
-            "  o, dimension 0  'scan' goes along it",
-            "  fix             smaller blocks along the dimensions that are kept whole",
+            "  x, dimension 0  'scan' runs along it",
+            "  o, dimension 0  'scan' runs along it",
+            "  fix             use smaller blocks along the dimensions that are "
+            "kept whole",
         ]
     )
 

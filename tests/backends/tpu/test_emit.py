@@ -209,7 +209,7 @@ def test_large_vector_of_scalar_memory_is_refused():
     smem = pl.BlockSpec(memory_space=pl.MemorySpace.SMEM)
     call = pl.pallas_call(whole, out_shape=array(1024), in_specs=[smem])
     text = refusal(kernel(call, array(1024)))
-    assert "scalar memory is read and written one number at a time, here 1024" in text
+    assert "is accessed one element at a time, here 1024" in text
 
 
 def test_inner_pipeline_over_the_edge_is_refused():
@@ -225,7 +225,7 @@ def test_inner_pipeline_over_the_edge_is_refused():
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     call = pl.pallas_call(outer, out_shape=array(8, 128), in_specs=[anywhere])
     text = refusal(kernel(call, array(12004, 128)))
-    assert "a block of an inner pipeline hangs over the edge" in text
+    assert "a block of an inner pipeline extends past the edge" in text
     assert "choose a block that divides the array" in text
 
 
@@ -238,8 +238,8 @@ def test_unaligned_copy_is_refused():
     specs = [pl.BlockSpec(memory_space=s) for s in (pltpu.SMEM, pltpu.ANY)]
     call = pl.pallas_call(fetch, out_shape=array(8, 128), in_specs=specs)
     text = refusal(kernel(call, array(1, dtype=jnp.int32), array(64, 128)))
-    assert "a copy along dimension 0 (rows) starts at a number not known" in text
-    assert "fix    if it always is one, say pl.multiple_of(i, 8); if not" in text
+    assert "a copy along dimension 0 (rows) starts at an index not known" in text
+    assert "fix    if it always is, use pl.multiple_of(i, 8); if not" in text
 
 
 def test_reshaping_memory_of_one_dimension_is_refused():
@@ -248,7 +248,7 @@ def test_reshaping_memory_of_one_dimension_is_refused():
 
     call = pl.pallas_call(rows, out_shape=array(8, 128))
     text = refusal(kernel(call, array(1024)))
-    assert "memory with less than two dimensions is not reshaped in place" in text
+    assert "memory with fewer than two dimensions cannot be reshaped in place" in text
     assert "fix  reshape the loaded value" in text
 
 
@@ -303,7 +303,7 @@ def overwrite(i, x_ref, o_ref):
 @pytest.mark.parametrize("body", [add_to_kept, store_once])
 def test_a_block_that_has_to_be_kept_until_it_is_entered_again_is_refused(body):
     text = refusal(sums((2, 3), body, 2048))
-    assert "cannot return to a block of output 0 ('o_ref')" in text
+    assert "does not support revisiting a block of output 0 ('o_ref')" in text
     assert "moves along axis 1, again in each step of axis 0" in text
     assert "fix     make axis 0 the last axis of the grid" in text
     verify(mosaic(sums((2, 1), body)))
@@ -334,7 +334,7 @@ def test_blocks_of_no_elements_are_refused():
 
     call = pl.pallas_call(copy, out_shape=array(8, 128))
     text = refusal(kernel(call, array(8, 128), array(0, 128)))
-    assert "takes no blocks without elements" in text and "input 1 ('e_ref')" in text
+    assert "does not support empty blocks" in text and "input 1 ('e_ref')" in text
 
 
 def test_ops_on_no_elements_are_refused():
@@ -344,7 +344,7 @@ def test_ops_on_no_elements_are_refused():
 
     call = pl.pallas_call(largest, out_shape=array(8, 128))
     text = refusal(kernel(call, array(8, 128)))
-    assert "Mosaic has no vectors of no elements" in text
+    assert "Mosaic does not support empty vectors" in text
 
 
 def test_a_copy_of_a_whole_dimension_starts_at_its_beginning():

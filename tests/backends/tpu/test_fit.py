@@ -202,7 +202,7 @@ def test_xla_converts_arrays_around_the_call():
     with pytest.warns(PerformanceWarning) as caught:
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
     first = str(caught[0].message)
-    assert first.startswith("an array is copied into another order for each call")
+    assert first.startswith("each call copies an array into another layout")
     assert "input 0 ('x_ref'), f16[16,128]" in first
     assert "use a block of (8, 128)" in first
     assert "tensor<4x4x128xf32>" in text

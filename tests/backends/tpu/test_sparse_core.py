@@ -123,7 +123,7 @@ def test_chips_without_sparse_cores_are_refused():
 
 def test_vectors_of_another_length_are_refused():
     function, operands = cases("7x")["vectors"]
-    with pytest.raises(UnsupportedError, match="v6e has vectors of 8"):
+    with pytest.raises(UnsupportedError, match="v6e supports only vectors of 8"):
         compiled(function, operands, "v6e")["mosaic"]
 
 

@@ -188,9 +188,9 @@ def test_what_cannot_be_cut_says_how_much_it_needs():
             "  operand     bf16[2048,2048]",
             "  needed      8388608 bytes",
             "  available   232448 bytes",
-            "  kept whole  dimension 0 (2048 elements): 'scan' goes along it",
-            "  kept whole  dimension 1 (2048 elements): 'scan' goes along it",
-            "  fix         smaller blocks along the dimensions that are kept whole",
+            "  kept whole  dimension 0 (2048 elements): 'scan' runs along it",
+            "  kept whole  dimension 1 (2048 elements): 'scan' runs along it",
+            "  fix         use smaller blocks along the dimensions that are kept whole",
         ]
     )
 

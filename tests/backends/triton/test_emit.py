@@ -204,9 +204,9 @@ def test_refusal_names_op_shapes_line_and_fix():
         [
             "backend 'triton' cannot run bitcast on f32[8,128]",
             "  op   %1: bf16[8,128,2] = bitcast %0 {dtype=bf16}",
-            "  why  the two types differ in width",
+            "  why  the two dtypes differ in width",
             "  at   model.py:88 in route",
-            "  fix  bitcast to a type of equal width",
+            "  fix  bitcast to a dtype of the same width",
         ]
     )
 

@@ -437,7 +437,7 @@ def test_operands_of_f32_take_shared_memory_too():
         x = x_ref[...]  # all of it is needed in every program
         o_ref[...] = jnp.dot(x, y_ref[...]) + jnp.sum(x)
 
-    said = "operands of a product do not fit into shared memory"
+    said = "operands of a matmul do not fit in shared memory"
     with pytest.raises(ChipMemoryError, match=said) as caught:
         large(kernel, (256, 256), (256, 256), (256, 256))["ttir"]
     assert "232448 bytes" in str(caught.value)

@@ -105,7 +105,7 @@ def _optimized(llvm_text: str, machine: Any = None) -> Any:
         module.verify()
     except RuntimeError as error:
         raise CompileError(
-            "LLVM refused the code of a kernel",
+            "LLVM rejected the code of a kernel",
             [("llvm", str(error).strip())],
             fix="this is a bug in Pallasite; please report the kernel",
         ) from None

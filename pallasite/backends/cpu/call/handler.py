@@ -140,7 +140,7 @@ def _share(
     size = f.add(integer(runs), f.mul(workers, integer(threads.LINE)))
     job = f.call("malloc", "ptr", size)
     exists = f.compare("icmp ne", job, NULL)
-    _fail_unless(f, frame, exists, RESOURCE_EXHAUSTED, "no memory for a job", block)
+    _fail_unless(f, frame, exists, RESOURCE_EXHAUSTED, "out of memory for a job", block)
     fields = [(threads.REFS, integer(1)), (threads.UNITS, units)]
     fields += [(threads.CHUNK, chunk), (threads.RUNS, workers), (threads.MESSAGE, NULL)]
     stride = integer(memory.arena_bytes)
@@ -235,7 +235,7 @@ def _allocate(f: Function, frame: Val, size: Val, is_kept: bool) -> tuple[Val, V
     block = kept_memory.take(f, needed) if is_kept else f.call("malloc", "ptr", needed)
     exists = f.compare("icmp ne", block, NULL)
     amount = "" if size.constant is None else f" ({size.constant} bytes)"
-    message = f"no memory for the kernel's temporaries{amount}"
+    message = f"out of memory for the kernel's temporaries{amount}"
     _fail_unless(f, frame, exists, RESOURCE_EXHAUSTED, message)
     begin = f.element(block, "i8", integer(kept_memory.HEADER)) if is_kept else block
     address = f.convert("ptrtoint", begin, "i64")

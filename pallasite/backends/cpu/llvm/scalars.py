@@ -41,7 +41,7 @@ def spelling(dtype: DType) -> Spelling:
         return SPELLINGS[dtype.name]
     except KeyError:
         raise UnsupportedError(
-            f"backend 'cpu' has no element type {dtype}",
+            f"backend 'cpu' does not support element type {dtype}",
             [("has", ", ".join(SPELLINGS))],
             fix="cast to one of these before the call, or use interpret=True",
         ) from None
