@@ -104,7 +104,7 @@ def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
     """The passes in an order that a backend could have; their limits vary."""
     always = {name for name, row in table().items() if row.lower is None}
     some = {name for name in table() if chance(choices, 30)}
-    native = frozenset(always | some | {"gather"})  # not every gather has one
+    native = frozenset(always | some | {"gather", "scatter"})  # not each has one
     size = lambda: pick(choices, (1 << 20, 16, 64, 256, 4))
     deepest = pick(choices, (1024, 2, 4, 8))
     return {
