@@ -18,9 +18,9 @@ HEAD = """# Ops
 Generated from the op table (`docs/make_ops.py`). Every op but `inline_asm` runs in
 checked mode, and in the emulation all but that, `roles`, `barrier` and `named_barrier`.
 For the native backends: **native** means that the backend emits it, *decomposed* that
-it is rewritten into ops that the backend has (`gather` and `sort` in their simpler
-forms only), and a blank that it is not supported: the error names the op. `ulp` is the
-error that a backend may make, in units in the last place; 0 is exact.
+it is rewritten into ops that the backend has (`gather`, `scatter` and `sort` in their
+simpler forms only), and a blank that it is not supported: the error names the op. `ulp`
+is the error that a backend may make, in units in the last place; 0 is exact.
 
 """
 

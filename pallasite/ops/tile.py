@@ -221,6 +221,7 @@ _LOWER: dict[str, Callable[..., Any]] = {
     "sort": decompose_sort.sort,
     "top_k": decompose_sort.top_k,
     "gather": decompose_gather.gather,
+    "scatter": decompose_gather.scatter,
 }
 
 

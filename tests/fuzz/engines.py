@@ -27,6 +27,7 @@ from pallasite.ir.opdef import table
 from pallasite.ir.verify import verify
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.choose_blocks import for_threads
+from pallasite.passes.consecutive_indices import consecutive_indices
 from pallasite.passes.fold_exp2 import fold_exp2
 from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.hoist import hoist
@@ -103,7 +104,7 @@ def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
     """The passes in an order that a backend could have; their limits vary."""
     always = {name for name, row in table().items() if row.lower is None}
     some = {name for name in table() if chance(choices, 30)}
-    native = frozenset(always | some | {"gather"})  # not every gather has one
+    native = frozenset(always | some | {"gather", "scatter"})  # not each has one
     size = lambda: pick(choices, (1 << 20, 16, 64, 256, 4))
     deepest = pick(choices, (1024, 2, 4, 8))
     return {
@@ -126,6 +127,7 @@ def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
             join_products, few_rows=size(), granule=1, most_bytes=size() * 64
         ),
         "canonicalize": canonicalize,
+        "consecutive_indices": consecutive_indices,
         "legalize": partial(legalize, native=native, backend="fuzz"),
         "row_strips": partial(row_strips, most_bytes=size()),
         "promote": partial(promote, in_parts=chance(choices, 50)),

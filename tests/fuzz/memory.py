@@ -65,7 +65,11 @@ def place(w: Writer, ref: T.RefType, distinct: bool = False) -> Place:
                 operands.append(_distinct_tile(w, gathers))
                 gathers = None  # equal numbers along two dimensions may meet
             else:
-                operands.append(index_tile(w, gathers, n))
+                counts = any(gathers) and w.world.chance(30)
+                tile = (
+                    _counted_tile(w, gathers) if counts else index_tile(w, gathers, n)
+                )
+                operands.append(tile)
                 repeats = True
             entries.append(Gather())
             continue
@@ -94,6 +98,13 @@ def _distinct_tile(w: Writer, shape: tuple[int, ...]) -> Value:
     factor = w.number(w.world.pick((1, 2, -1, 3)), T.I32, shape)
     start = w.fit(w.small_integer(-2, 5), shape)
     return w.emit("add", w.emit("mul", line, factor), start)
+
+
+def _counted_tile(w: Writer, shape: tuple[int, ...]) -> Value:
+    """Consecutive numbers along one dimension, from some start."""
+    dim = w.world.integer(0, len(shape) - 1)
+    line = w.emit("iota", type=T.TileType(shape, T.I32), dim=dim)
+    return w.emit("add", line, w.fit(w.small_integer(-2, 5), shape))
 
 
 def _run(w: Writer, n: int, kind: str) -> tuple[At | Span, Value | None]:

@@ -251,3 +251,64 @@ def test_gather_of_windows_is_refused():
     attrs = gather_attrs(x, (5, 2, 4), ((1, 2), (), (0,), (), ()), (2, 4))
     with pytest.raises(NotApplicable, match="one axis"):
         lowered_kernel(table()["gather"].lower, [x, rows], attrs)
+
+
+@pytest.mark.parametrize(("mode", "fill"), [("clip", None), ("fill", -5.0)])
+@pytest.mark.parametrize("start", [-1, 2, 4, 5])
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint32, np.int64])
+def test_gather_of_one_slice(mode: str, fill, start: int, dtype):
+    x, place = numbers((6, 4)), np.array([start, 1], np.int64).astype(dtype)
+    attrs = gather_attrs(x, (2, 3), ((0, 1), (), (0, 1), (), ()), (2, 3), mode, fill)
+    check("gather", [x, place], **attrs)
+    attrs = gather_attrs(x, (1, 2), ((1,), (1,), (0, 1), (), ()), (2, 1), mode, fill)
+    check("gather", [x, place[None]], **attrs)
+
+
+def test_gather_of_rows_that_keep_their_dimension():
+    x = numbers((6, 4))
+    rows = np.array([[5], [0], [9]], np.uint32)
+    attrs = gather_attrs(x, (3, 1, 4), ((1, 2), (), (0,), (), ()), (1, 4))
+    check("gather", [x, rows], **attrs)
+    attrs = gather_attrs(x, (1, 3, 4), ((0, 2), (), (0,), (), ()), (1, 4))
+    check("gather", [x, rows], **attrs)
+
+
+def scatter_attrs(x: np.ndarray, numbers_, kind: str, mode: str):
+    dtype = next(d for d in DTYPES.values() if d.np == x.dtype)
+    attrs = dict(dimension_numbers=numbers_, kind=kind, mode=mode)
+    return attrs | dict(type=TileType(x.shape, dtype))
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill", "promise"])
+@pytest.mark.parametrize("kind", ["set", "add", "mul", "min", "max"])
+def test_scatter(kind: str, mode: str):
+    x = numbers((6, 4), I32)  # sums of floats depend on the order
+    rows = np.array([[5], [0], [-2], [3], [9]], np.int32)
+    places = np.array([[[0], [3]], [[1], [3]], [[2], [2]]], np.int32)
+    # rows; columns, which come first in the updates; single elements per row; a slice
+    whole = scatter_attrs(x, ((1,), (0,), (0,), (), ()), kind, mode)
+    check("scatter", [x, rows, numbers((5, 4), I32)], **whole)
+    columns = scatter_attrs(x, ((0,), (1,), (1,), (), ()), kind, mode)
+    check("scatter", [x, rows[:3], numbers((6, 3), I32)], **columns)
+    along = scatter_attrs(x[:3], ((), (1,), (1,), (0,), (0,)), kind, mode)
+    if kind != "set":
+        check("scatter", [x[:3], places, numbers((3, 2), I32)], **along)
+    kept = scatter_attrs(x, ((1, 2), (), (0,), (), ()), kind, mode)
+    check("scatter", [x, rows[:2], numbers((2, 1, 4), I32)], **kept)
+    for start in (-1, 2, 5):
+        place = np.array([start, 1], np.int32)
+        one = scatter_attrs(x, ((0, 1), (), (0, 1), (), ()), kind, mode)
+        check("scatter", [x, place, numbers((2, 3), I32)], **one)
+
+
+def test_scatter_of_many_updates():
+    x, rows = numbers((40, 30), I32), numbers((200, 1), I32)
+    attrs = scatter_attrs(x, ((1,), (0,), (0,), (), ()), "add", "fill")
+    check("scatter", [x, rows, numbers((200, 30), I32)], **attrs)
+
+
+def test_scatter_of_windows_is_refused():
+    x, rows = numbers((6, 4)), np.zeros((5, 1), np.int32)
+    attrs = scatter_attrs(x, ((1, 2), (), (0,), (), ()), "add", "clip")
+    with pytest.raises(NotApplicable, match="one axis"):
+        lowered_kernel(table()["scatter"].lower, [x, rows, numbers((5, 2, 4))], attrs)

@@ -66,6 +66,7 @@ class TpuBackend:
         from pallasite.backends.tpu.schedule import schedule
         from pallasite.backends.tpu.vmem import check_vmem
         from pallasite.passes.canonicalize import canonicalize
+        from pallasite.passes.consecutive_indices import consecutive_indices
         from pallasite.passes.guard_bounds import guard_bounds
         from pallasite.passes.idle_windows import idle_windows
         from pallasite.passes.known_comparisons import known_comparisons
@@ -102,6 +103,7 @@ class TpuBackend:
             Pass("share_cores", partial(share_between_cores, chip=chip)),
             Pass("check_vmem", partial(check_vmem, chip=chip, limit=asked)),
             Pass("inner_pipelines", schedule),
+            Pass("consecutive_indices", consecutive_indices),
             Pass("gathers", loop_over_gathers),
             Pass("repeats", join_repeats),
             Pass("dots", partial(plain_dots, chip=chip)),

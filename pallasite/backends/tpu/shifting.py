@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pallasite.backends.tpu.tiles import Tiles
-from pallasite.backends.tpu.views import Start, View, required_alignment
+from pallasite.backends.tpu.views import (
+    LANES,
+    Start,
+    View,
+    has_few_lanes,
+    required_alignment,
+)
 from pallasite.backends.tpu.writer import tile_text
 from pallasite.ir.types import BOOL, I32, TileType
 
@@ -19,7 +25,7 @@ class Shift:
     """Along `dim`, `size` elements start `offset` elements into what is loaded."""
 
     dim: int
-    offset: str
+    offset: str | int
     size: int
 
 
@@ -56,6 +62,10 @@ class Shifting(Tiles):
         starts, sizes, shifts = [*view.starts], [*view.sizes], []
         for dim, start in enumerate(view.starts):
             tile = required_alignment(view, dim)
+            if has_few_lanes(view, dim):
+                starts[dim], sizes[dim], offset = self._more_lanes(view, dim, start)
+                shifts.append(Shift(dim, offset, view.sizes[dim]))
+                continue
             if start.dynamic is None or start.is_multiple_of(tile):
                 continue
             if view.strides[dim] != 1:
@@ -68,12 +78,22 @@ class Shifting(Tiles):
             shifts.append(Shift(dim, offset, view.sizes[dim]))
         return replace(view, starts=tuple(starts), sizes=tuple(sizes)), shifts
 
+    def _more_lanes(
+        self, view: View, dim: int, start: Start
+    ) -> tuple[Start, int, str | int]:
+        """At least two tiles that contain the wanted lanes, as in `_around`."""
+        if start.dynamic is not None:
+            return self._around(view, dim, start, LANES, least=2 * LANES)
+        total = view.shape[dim]
+        first = min(start.static // LANES, (total - 1) // LANES - 1) * LANES
+        return Start(first), min(2 * LANES, total - first), start.static - first
+
     def _around(
-        self, view: View, dim: int, start: Start, tile: int
+        self, view: View, dim: int, start: Start, tile: int, least: int = 0
     ) -> tuple[Start, int, str]:
         """The tiles that contain the wanted elements: start, length, and offset."""
         total, size = view.shape[dim], view.sizes[dim]
-        length = -(-(size + tile - 1) // tile) * tile
+        length = max(-(-(size + tile - 1) // tile) * tile, least)
         first = self.first_of(start)
         if total % tile or length >= total:
             return Start(), total, first
@@ -87,6 +107,11 @@ class Shifting(Tiles):
         """The wanted part of a loaded vector."""
         name, words = self.in_words(name, tile)
         for shift in shifts:
+            if isinstance(shift.offset, int):
+                name, words = self.along(
+                    name, words, shift.dim, shift.offset, shift.size
+                )
+                continue
             length = words.shape[shift.dim]
             back = self.out.value(
                 f"arith.subi {self.out.i32(length)}, {shift.offset} : i32"
@@ -105,7 +130,7 @@ class Shifting(Tiles):
         inside: str | None = None
         for shift in shifts:
             name, words = self._lengthened(name, words, shift, old_words)
-            name = self._rotated(name, words, shift.dim, shift.offset)
+            name = self._rotated(name, words, shift.dim, self._amount(shift))
         for shift in shifts:
             mask = self._covered(old_words.with_dtype(I32), shift)
             both = old_words.with_dtype(BOOL)
@@ -208,11 +233,16 @@ class Shifting(Tiles):
     def _covered(self, tile: TileType, shift: Shift) -> str:
         """A mask of the elements that a store covers along one dimension."""
         place = self.counted(tile, shift.dim)
-        low = self.repeat(shift.offset, tile.with_shape(()), tile.shape)
+        low = self.repeat(self._amount(shift), tile.with_shape(()), tile.shape)
         past = self.arith("arith.subi", place, low, tile=tile)
         size = self.out.number(shift.size, tile)
         # Unsigned: positions before the start are large numbers.
         return self.arith("arith.cmpi ult,", past, size, tile=tile)
+
+    def _amount(self, shift: Shift) -> str:
+        """The offset of a shift, as one i32."""
+        offset = shift.offset
+        return self.out.i32(offset) if isinstance(offset, int) else offset
 
     def _rotated(self, name: str, tile: TileType, dim: int, amount: str) -> str:
         """Rotate: element i moves to i + amount, wrapping around."""

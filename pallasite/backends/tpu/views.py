@@ -172,3 +172,17 @@ def required_alignment(view: View, dim: int) -> int:
     if bits == 32 and (view.sizes[dim] == 1 or view.shape[-1] <= LANES):
         return 1
     return 32 * SUBLANES // bits  # a tile packs narrow elements along rows
+
+
+def has_few_lanes(view: View, dim: int) -> bool:
+    """Whether `dim` are lanes of which an access needs more (Mosaic's rule).
+
+    A row at a dynamic place in its tile is accessed by more than one tile's lanes, or
+    in a memref that is one tile wide.
+    """
+    if dim != len(view.shape) - 1 or not dim or view.shape[dim] <= LANES:
+        return False
+    row = view.starts[dim - 1]
+    tile = SUBLANES if required_alignment(view, dim - 1) == 1 else 1
+    is_aligned = row.dynamic is None or row.is_multiple_of(tile)
+    return not is_aligned and view.sizes[dim] <= LANES and not view.has_strides

@@ -24,6 +24,7 @@ from pallasite.ir.types import DType, TileType
 from pallasite.passes.analysis.intervals import Facts
 
 MAX_ELEMENTS = 1 << 20  # Triton rejects larger tensors
+MOST_WRITTEN_OUT = 1000  # lines of an expression that XLA may transpose at its leaves
 
 FLOAT_BITS = {"f8E4M3FN": 8, "f8E5M2": 8, "f16": 16, "bf16": 16, "f32": 32, "f64": 64}
 
@@ -193,11 +194,33 @@ class Core:
     def transpose(self, x: Val, order: Sequence[int]) -> Val:
         if list(order) == list(range(len(x.shape))):
             return x
+        if self.written_out(x) > MOST_WRITTEN_OUT:
+            x = self.handed_on(x)
         shape = tuple(x.shape[d] for d in order)
         to = type_text(shape, x.elem)
         dims = ", ".join(map(str, order))
         text = f"tt.trans {x} {{order = array<i32: {dims}>}} : {x.type} -> {to}"
         return self.let(text, shape, x.elem)
+
+    def written_out(self, x: Val) -> int:
+        """Lines of an expression in which nothing is shared."""
+        return self.out.written_out.get(x.name.split("#")[0], 1)
+
+    def handed_on(self, x: Val) -> Val:
+        """The same value, from a loop with one step, which Triton removes later.
+
+        XLA moves a transpose up to the operands of what it transposes, and at each op
+        writes once more what several ops share: twenty steps of `y = y * y + y` would
+        be a million. It moves none into a loop.
+        """
+        zero, one = self.const(0, "i32"), self.const(1, "i32")
+        name, counter, carried = (self.out.fresh() for _ in range(3))
+        head = f"{name} = scf.for {counter} = {zero} to {one} step {one}"
+        self.out.line(f"{head} iter_args({carried} = {x}) -> ({x.type}) : i32 {{")
+        with self.out.region():
+            self.out.line(f"scf.yield {carried} : {x.type}")
+        self.out.line("}")
+        return Val(name, x.shape, x.elem)
 
     def gather(self, x: Val, index: Val, axis: int) -> Val:
         """`x` gathered along `axis` by an i32 tile of the result's shape."""

@@ -6,6 +6,7 @@ are in the base classes; `RULES` maps each op to its emitter.
 """
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -334,6 +335,10 @@ class Emitter(Prints):
             self.out.line("} else {")
             self.branch(op, number if swapped else number + 1, not swapped)
         self.out.line("}")
+        if name is not None:  # transposes are moved into it
+            yields = [v for b in cond.branches for v in b.yields if v in self.env]
+            sizes = [self.written_out(self.env[v]) for v in yields]
+            self.out.written_out[name] = min(1 + sum(sizes), sys.maxsize)
         return name
 
     def branch(self, op: Op, number: int, rest: bool) -> None:

@@ -6,6 +6,8 @@ ops.
 """
 
 import math
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,6 +112,10 @@ def number_text(value: float | int | bool, elem: str) -> str:
     return f"0x{bits:0{_WIDTHS[elem] // 4}X}"
 
 
+# Ops that no transpose is moved above.
+_ROOTS = ("tt.load", "tt.gather", "tt.dot", "tt.make_range", "arith.constant")
+
+
 class Writer:
     """Collects lines; equal pure expressions in scope share one value."""
 
@@ -118,6 +124,7 @@ class Writer:
         self.depth = 1
         self.count = 0
         self.scopes: list[dict[str, str]] = [{}]
+        self.written_out: dict[str, int] = {}  # lines if nothing were shared
         self.origin = ""  # trailing comment: the source line they come from
 
     def fresh(self) -> str:
@@ -137,6 +144,10 @@ class Writer:
         self.line(f"{name} = {expression}")
         if shared:
             self.scopes[-1][expression] = name
+        if not expression.startswith(_ROOTS):
+            used = re.findall(r"%\d+", expression)
+            size = 1 + sum(self.written_out.get(each, 1) for each in used)
+            self.written_out[name] = min(size, sys.maxsize)
         return name
 
     @contextmanager

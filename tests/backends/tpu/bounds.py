@@ -394,6 +394,21 @@ def _shifted(x: Range, by: Range, left: bool) -> Range | None:
     return Range(x.low >> by.low, x.high >> by.low)
 
 
+def _least_unsigned(x: Range, y: Range) -> Range | None:
+    """A negative number is a large one: the other is less."""
+    known = [r for r in (x, y) if r.low >= 0]
+    if not known:
+        return None
+    low = min(x.low, y.low) if len(known) == 2 else 0
+    return Range(low, min(r.high for r in known))
+
+
+def _most_unsigned(x: Range, y: Range) -> Range | None:
+    if x.low < 0 or y.low < 0:
+        return None
+    return Range(max(x.low, y.low), max(x.high, y.high))
+
+
 RULES = {
     "arith.addi": lambda x, y: Range(x.low + y.low, x.high + y.high),
     "arith.subi": lambda x, y: Range(x.low - y.high, x.high - y.low),
@@ -402,6 +417,8 @@ RULES = {
     "arith.remsi": _remainder,
     "arith.maxsi": lambda x, y: Range(max(x.low, y.low), max(x.high, y.high)),
     "arith.minsi": lambda x, y: Range(min(x.low, y.low), min(x.high, y.high)),
+    "arith.maxui": _most_unsigned,
+    "arith.minui": _least_unsigned,
     "arith.andi": _and,
     "arith.ori": _or,
     "arith.xori": _xor,

@@ -386,6 +386,55 @@ def top_k(x):
 # --- shapes of values ---
 
 
+@case(array(9, 300), array(1, dtype=I32), name="parts_of_rows")
+@case(array(9, 512), array(1, dtype=I32), name="parts_of_wide_rows")
+@case(array(9, 300, dtype=BF16), array(1, dtype=I32), name="parts_of_bf16_rows")
+def parts_of_rows(x, start):
+    """One tile of lanes or less, in a row whose place in its tile is unknown."""
+
+    def kernel(x_ref, start_ref, o_ref):
+        o_ref[...] = jnp.zeros_like(o_ref)
+
+        def step(n, _):
+            o_ref[n, 128:256] = x_ref[8 - n, 3:131]
+            o_ref[n, 290:300] = x_ref[n, 256:266]
+            o_ref[n, 40] = x_ref[n, start_ref[0] * 7 + n]
+            o_ref[n, pl.ds(start_ref[0] * 5 + n, 9)] = x_ref[n, 120:129]
+
+        lax.fori_loop(0, 9, step, None)
+
+    in_specs = [pl.BlockSpec(), pl.BlockSpec(memory_space=pltpu.SMEM)]
+    return call(kernel, x, x, start, in_specs=in_specs)
+
+
+@case(array(5, 200), name="rows_rounded_up")
+def rounded_up(x):
+    """Triton's softmax: masked rows with as many columns as a power of two."""
+
+    def kernel(x_ref, o_ref):
+        row, inside = pl.program_id(0), jnp.arange(256) < 200
+        place = (row, pl.ds(0, 256))
+        numbers = jnp.exp(pl.load(x_ref, place, mask=inside, other=-jnp.inf))
+        pl.store(o_ref, place, numbers / numbers.sum(), mask=inside)
+
+    return call(kernel, x, x, grid=5)
+
+
+@case(array(20, 70), name="counted_rows_and_columns")
+def counted(x):
+    """As pointers are computed in Triton, also past the end of the array."""
+
+    def kernel(x_ref, o_ref):
+        rows = pl.program_id(0) * 16 + jnp.arange(16)
+        columns = pl.program_id(1) * 32 + jnp.arange(32)
+        place = (rows[:, None], columns[None, :])
+        inside = (place[0] < 20) & (place[1] < 70)
+        block = pl.load(x_ref, place, mask=inside, other=0.0)
+        pl.store(o_ref, place, 2 * block, mask=inside)
+
+    return call(kernel, x, x, grid=(2, 3))
+
+
 @case(array(16, 36), name="reshape_groups")
 def groups(x):
     def kernel(x_ref, o_ref):

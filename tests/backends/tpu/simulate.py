@@ -395,9 +395,12 @@ class _Walker:
     # --- memory ---
 
     def vector_load(self, op: Any, ref: Any, *index: Any) -> Any:
-        return self.picked(ref, index, self.result_shape(op)).copy()
+        shape = self.result_shape(op)
+        check_row(op, ref, index, shape)
+        return self.picked(ref, index, shape).copy()
 
     def vector_store(self, op: Any, value: Any, ref: Any, *index: Any) -> None:
+        check_row(op, ref, index, value.shape)
         self.picked(ref, index, value.shape)[...] = value
 
     def tpu_strided_load(self, op: Any, ref: Any, *index: Any) -> Any:
@@ -574,3 +577,13 @@ ELEMENTWISE = {
     "math.atan2": _in_double(np.arctan2),
     **{f"math.{name}": _in_double(getattr(np, name)) for name in UNARY},
 }
+
+
+def check_row(op: Any, ref: Any, index: Any, shape: Any) -> None:
+    """Mosaic's rule for one row at a dynamic place of a memref wider than a tile."""
+    if len(shape) < 2 or ref.shape[-1] <= 128 or ref.itemsize < 4:
+        return
+    row = op.operands[len(op.operands) - 2].owner
+    is_static = getattr(row, "name", "") == "arith.constant"
+    if not is_static and index[-2] % 8:
+        assert shape[-2] == 1 and shape[-1] > 128, (ref.shape, index, shape)

@@ -1,11 +1,17 @@
 """Tile ops on shapes that Triton pads, against the evaluator that defines them."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
+import pallasite as pl
 from pallasite.ir.opdef import table
 from pallasite.ir.types import BOOL, F32, I32, U8, TileType, scalar
-from tests.backends.triton.harness import simulated, whole_kernel
+from pallasite.passes.run import run
+from pallasite.primitive import kernels_in
+from tests.backends.triton.harness import compiled, simulated, whole_kernel
 from tests.ops.sampling import evaluate
 
 ONE_OPERAND = {
@@ -125,3 +131,24 @@ def test_iota(dim: int):
         agree(
             whole_kernel(lambda b, t=tile: b.op("iota", type=t, dim=dim), [], tile), []
         )
+
+
+@pytest.mark.parametrize("branch", [False, True])
+@pytest.mark.parametrize("steps, loops", [(2, 0), (16, 1)])
+def test_transposes_stay_below_what_is_shared(steps: int, loops: int, branch: bool):
+    """XLA would write a value once per use, and not finish."""
+
+    def kernel(x_ref, o_ref):
+        y = x_ref[...]
+        for _ in range(steps):
+            y = jnp.sin(y) * y + y
+        if branch:
+            y = lax.cond(y[0, 0] > 0, lambda: y, lambda: -y)
+        o_ref[...] = y.T
+
+    x = np.linspace(-1, 1, 128, dtype=np.float32).reshape(16, 8)
+    out = jax.ShapeDtypeStruct((8, 16), x.dtype)
+    (made,) = map(run, kernels_in(pl.pallas_call(kernel, out), x))
+    text, _ = compiled(made)
+    assert text.count("scf.for") == loops
+    agree(made, [x], rtol=1e-4)

@@ -1,0 +1,233 @@
+"""consecutive_indices: index arrays that count up become slices.
+
+`x_ref[start + jnp.arange(n)]`, and a masked slice that is wider than its ref (the
+importer makes index arrays of it), read neighbouring elements. A backend that moves
+gathered elements one at a time moves a slice at once.
+
+The slices are masked, so that they mean what the index arrays mean: an element outside
+the ref is read from the nearest one inside, and not written. A slice has at most as
+many elements as its ref; wider accesses are made in parts.
+
+Kernel in, Kernel out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Access, At, Gather, Kernel, Op, Span, Value
+from pallasite.ir.types import BOOL, I32, TileType
+from pallasite.passes.facts_walk import FactsWalk
+
+
+def consecutive_indices(kernel: Kernel) -> Kernel:
+    """Replace index arrays of neighbouring elements in loads and stores."""
+    body = _Walk().block(kernel.body)
+    return kernel if body is kernel.body else kernel.with_(body=body)
+
+
+@dataclass(frozen=True)
+class _Count:
+    """An index array: `start` plus the position along dimension `dim` (None: alike).
+
+    `starts` are scalars to add up; no element is known to be less than `low`.
+    """
+
+    dim: int | None
+    starts: tuple[Value, ...] = ()
+    offset: int = 0
+    low: float = -inf
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Consecutive elements along one dimension of the ref.
+
+    Args:
+        first: the first element's place in the index array.
+        size: how many; None for an index, which the result has no dimension for.
+        start: where the first element is in the ref.
+    """
+
+    first: int
+    size: int | None
+    start: Value
+
+
+class _Walk(FactsWalk):
+    def rewritten(self, op: Op) -> Sequence[Op]:
+        if op.name not in ("load", "store"):
+            return (op,)
+        access = Access.of(op)
+        counts = self._counts(access)
+        if counts is None:
+            return (op,)
+        b = Builder(op.loc)
+        made = _Slices(b, op, access, counts).emit()
+        if made is None:
+            return tuple(b.ops)
+        *before, last = b.ops
+        assert last.results == (made,)
+        return (*before, last.with_(results=op.results))
+
+    def _counts(self, access: Access) -> list[_Count] | None:
+        """What each index array counts, if all do and along different dimensions."""
+        arrays = [v for e, v in access.split_index() if isinstance(e, Gather) and v]
+        if not arrays or any(isinstance(e, Span) for e in access.index):
+            return None
+        counts = [self._count(v) for v in arrays]
+        found = [c for c in counts if c is not None]
+        dims = [c.dim for c in found if c.dim is not None]
+        shape = arrays[0].tile.shape
+        counted = {d for d, n in enumerate(shape) if n > 1}
+        if len(found) < len(counts) or len(set(dims)) < len(dims):
+            return None
+        if not counted <= set(dims) or not all(shape):
+            return None
+        pairs = zip(found, arrays, strict=True)
+        return [replace(c, low=self.facts.of(v).low) for c, v in pairs]
+
+    def _count(self, value: Value) -> _Count | None:
+        fact = self.facts.of(value)
+        if fact.number is not None:
+            return _Count(None, (), fact.number)
+        if not value.tile.rank:
+            return _Count(None, (value,))
+        op = self.producers.get(value)
+        if op is None:
+            return None
+        if op.name == "iota":
+            return _Count(op.attrs["dim"])
+        if op.name == "cast":
+            source = op.operands[0].tile.dtype
+            is_exact = source.is_integer and not self.facts.may_wrap(op)
+            return self._count(op.operands[0]) if is_exact else None
+        if op.name == "broadcast_in_dim":
+            return self._broadcast(op)
+        if op.name == "reshape":
+            return self._reshaped(op)
+        if op.name == "add" and not self.facts.may_wrap(op):
+            return _sum(*map(self._count, op.operands))
+        return None
+
+    def _broadcast(self, op: Op) -> _Count | None:
+        (operand,), shape = op.operands, op.result.tile.shape
+        count = self._count(operand)
+        if count is None or count.dim is None:
+            return count
+        dim = op.attrs["dims"][count.dim]
+        is_alike = operand.tile.shape[count.dim] == shape[dim]
+        return replace(count, dim=dim) if is_alike else None
+
+    def _reshaped(self, op: Op) -> _Count | None:
+        """Only with dimensions of size 1 added or removed."""
+        old, new = op.operands[0].tile.shape, op.result.tile.shape
+        wide, now = ([d for d, n in enumerate(s) if n > 1] for s in (old, new))
+        count = self._count(op.operands[0])
+        if [old[d] for d in wide] != [new[d] for d in now] or count is None:
+            return None
+        if count.dim not in wide:
+            return replace(count, dim=None)
+        return replace(count, dim=now[wide.index(count.dim)])
+
+
+def _sum(x: _Count | None, y: _Count | None) -> _Count | None:
+    if x is None or y is None or (x.dim is not None and y.dim is not None):
+        return None
+    dim = y.dim if x.dim is None else x.dim
+    return _Count(dim, x.starts + y.starts, x.offset + y.offset)
+
+
+class _Slices:
+    """One access through index arrays, as accesses of slices."""
+
+    def __init__(self, b: Builder, op: Op, access: Access, counts: Sequence[_Count]):
+        self.b, self.op, self.access = b, op, access
+        arrays = [v for e, v in access.split_index() if isinstance(e, Gather) and v]
+        self.shape = arrays[0].tile.shape
+        self.dims = [c.dim for c in counts]
+        self.parts = self._parts_of(counts)
+        everywhere = TileType(self.shape, BOOL)
+        self.mask = access.mask or b.constant(True, everywhere)
+
+    def _parts_of(self, counts: Sequence[_Count]) -> list[list[_Part]]:
+        """Per index entry, in order: the parts it is accessed in."""
+        waiting = iter(counts)
+        sizes = self.access.ref.ref.shape
+        parts = []
+        for (entry, operand), most in zip(
+            self.access.split_index(), sizes, strict=True
+        ):
+            if isinstance(entry, Gather):
+                parts.append(self._parts(next(waiting), most))
+                continue
+            assert isinstance(entry, At)
+            start = self.b.index(entry.start or 0) if operand is None else operand
+            parts.append([_Part(0, None, start)])
+        return parts
+
+    def _parts(self, count: _Count, most: int) -> list[_Part]:
+        b, start = self.b, self.b.index(count.offset)
+        for value in count.starts:
+            start = b.add(start, b.cast(value, I32))
+        if count.dim is None:
+            return [_Part(0, None, start)]
+        n = self.shape[count.dim]
+        if self.access.value is not None and count.low >= 0:
+            n = min(n, most)  # what is past the end is not written
+        return [
+            _Part(first, min(most, n - first), b.add(start, b.index(first)))
+            for first in range(0, n, most)
+        ]
+
+    def emit(self) -> Value | None:
+        """The access; what was read, if it is a load."""
+        return self._along(0, ())
+
+    def _along(self, entry: int, chosen: tuple[_Part, ...]) -> Value | None:
+        if entry == len(self.parts):
+            return self._access(chosen)
+        made = [self._along(entry + 1, (*chosen, part)) for part in self.parts[entry]]
+        found = [value for value in made if value is not None]
+        if len(found) < 2:
+            return found[0] if found else None
+        axis = self._dim(entry)
+        return self.b.op("concatenate", *found, axis=axis)
+
+    def _dim(self, entry: int) -> int | None:
+        """The dimension of the index arrays that an entry counts along."""
+        if not isinstance(self.access.index[entry], Gather):
+            return None
+        before = self.access.index[:entry]
+        return self.dims[sum(isinstance(e, Gather) for e in before)]
+
+    def _access(self, chosen: Sequence[_Part]) -> Value | None:
+        b, access = self.b, self.access
+        spans = [(self._dim(k), p) for k, p in enumerate(chosen) if p.size is not None]
+        order = [d for d, _ in spans if d is not None]
+        order += [d for d in range(len(self.shape)) if d not in order]
+        firsts, limits = [0] * len(self.shape), [1] * len(self.shape)
+        for d, part in zip(order, (part for _, part in spans), strict=False):
+            firsts[d], limits[d] = part.first, part.first + (part.size or 0)
+        window = {"starts": tuple(firsts), "limits": tuple(limits)}
+        sizes = tuple(part.size or 0 for _, part in spans)
+
+        def sliced(value: Value) -> Value:
+            """The part of a tile like the index arrays, with the slice's dimensions."""
+            value = b.op("slice", value, **window, strides=(1,) * len(self.shape))
+            value = b.op("transpose", value, perm=tuple(order))
+            return b.op("reshape", value, shape=sizes)
+
+        index = tuple(At() if p.size is None else Span(None, p.size) for p in chosen)
+        starts = [part.start for part in chosen]
+        mask = sliced(self.mask)
+        if access.value is not None:
+            b.store(access.ref, sliced(access.value), index, starts, mask)
+            return None
+        other = None if access.other is None else sliced(access.other)
+        found = b.load(access.ref, index, starts, mask, other)
+        units = (1,) * (len(self.shape) - len(sizes))
+        found = b.op("reshape", found, shape=(*sizes, *units))
+        back = tuple(order.index(d) for d in range(len(self.shape)))
+        return b.op("transpose", found, perm=back)

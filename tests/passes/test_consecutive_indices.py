@@ -1,0 +1,114 @@
+"""Index arrays that count up: slices that mean the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite.ir.nodes import Access, Gather, Kernel, walk
+from pallasite.ir.verify import verify
+from pallasite.passes.consecutive_indices import consecutive_indices
+from pallasite.passes.run import run
+from pallasite.primitive import kernels_in
+from tests.fuzz.agreement import run_numpy
+
+ROWS, COLUMNS = 10, 12
+GRID = 3
+
+
+def along(shape, dim):
+    return jnp.arange(shape[dim]).reshape([-1 if d == dim else 1 for d in (0, 1)])
+
+
+def places(kind: str):
+    """Index arrays and their mask, if any; some elements are outside the array."""
+    step = pl.program_id(0)
+    rows, columns = along((4, 5), 0), along((4, 5), 1)
+    if kind == "block":
+        return (step * 3 + rows, 4 + columns), None
+    if kind == "past the end":
+        return (step * 4 + rows, columns + 9), (columns + 9 < 13) & (rows < 3)
+    if kind == "turned":
+        return (columns + step, rows), columns > 0
+    if kind == "wider":
+        columns = along((4, 29), 1)
+        place = pl.ds(4 * step - 2, 4), pl.ds(step - 1, 29)
+        return place, jnp.broadcast_to(columns % 3 > 0, (4, 29))
+    if kind == "one row":
+        columns = jnp.arange(20)
+        return (step + 8, pl.ds(3, 20)), columns != 3
+    if kind == "diagonal":
+        return (jnp.arange(4), jnp.arange(4)), None
+    if kind == "every second":
+        return (rows, 2 * columns), None
+    assert kind == "repeated"
+    return (rows // 2, columns), None
+
+
+SLICES = ("block", "past the end", "turned", "wider", "one row")
+SHAPES = {"wider": (4, 29), "one row": (20,), "diagonal": (4,)}
+ARRAYS = ("diagonal", "every second", "repeated")
+
+
+def loads(kind: str):
+    def kernel(x_ref, o_ref):
+        place, mask = places(kind)
+        other = None if mask is None else -1.0
+        found = pl.load(x_ref, place, mask=mask, other=other)
+        o_ref[...] = found.reshape(o_ref.shape)
+
+    size = np.prod(SHAPES.get(kind, (4, 5)))
+    out = jax.ShapeDtypeStruct((GRID, size), jnp.float32)
+    spec = pl.BlockSpec((1, size), lambda i: (i, 0))
+    x = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)
+    whole = pl.BlockSpec(x.shape, lambda i: (0, 0))
+    call = pl.pallas_call(kernel, out, grid=GRID, in_specs=[whole], out_specs=spec)
+    return imported(call, x)
+
+
+def stores(kind: str):
+    def kernel(x_ref, o_ref):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            o_ref[...] = x_ref[...]
+
+        place, mask = places(kind)
+        shape = SHAPES.get(kind, (4, 5))
+        value = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+        pl.store(o_ref, place, value + 100, mask=mask)
+
+    x = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)
+    whole = pl.BlockSpec(x.shape, lambda i: (0, 0))
+    call = pl.pallas_call(kernel, x, grid=GRID, in_specs=[whole], out_specs=whole)
+    return imported(call, x)
+
+
+def imported(call, *operands) -> Kernel:
+    (kernel,) = kernels_in(call, *operands)
+    return run(kernel)
+
+
+def gathers(kernel: Kernel) -> int:
+    accesses = [Access.of(op) for op in walk(kernel.body) if "index" in op.attrs]
+    return sum(isinstance(e, Gather) for access in accesses for e in access.index)
+
+
+@pytest.mark.parametrize("make", [loads, stores])
+@pytest.mark.parametrize("kind", SLICES)
+def test_slices_mean_the_same(kind: str, make):
+    kernel = make(kind)
+    new = consecutive_indices(kernel)
+    verify(new)
+    assert gathers(kernel) and not gathers(new)
+    arrays = [np.random.default_rng(0).random((ROWS, COLUMNS), np.float32)]
+    for wanted, got in zip(
+        run_numpy(kernel, arrays), run_numpy(new, arrays), strict=True
+    ):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_other_arrays_stay(kind: str):
+    kernel = loads(kind)
+    assert consecutive_indices(kernel) is kernel
