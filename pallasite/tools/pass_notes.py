@@ -18,6 +18,7 @@ WHAT = {
     "unmasked_loops": "rounds that no mask touches are apart",
     "join_branches": "steps that branches kept apart are one piece of code",
     "join_products": "products with the same right side are one",
+    "stagger_products": "products ahead of the vector code that uses them",
     "idle_windows": "windows stand still where a guard skips the step",
     "order_dims": "dimensions seen one by one are in front",
     "fit_windows": "blocks brought into the chip's tiles",
