@@ -1,12 +1,13 @@
-"""Products one round ahead of the vector code that uses them.
+"""Products ahead of the vector code that uses them, by a round or more.
 
 In: code without branches, with rounds of products that need no others, vector code that
 uses them, and products of what it computes: steps of a running softmax, for one. Out:
 the same ops in another order. The first products of a round come before the vector code
-of the round before it, and those that use its results after the vector code of the next
-one. A compiler that schedules in the order of the code, roughly, then has products for
-its matrix units whatever the vector unit computes, and does not run so far ahead with
-the first products that their results fill its registers.
+of the round before it, and those of what that computes after the vector code of the
+next one; of short rounds, they are further apart. A compiler that schedules roughly in
+the order of the code then has products for its matrix units whatever the vector unit
+computes, and does not run so far ahead with the first products that their results fill
+its registers.
 
 What depends on each other by values or memory stays in order.
 """
@@ -15,8 +16,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
-from pallasite.ir.opdef import Effect, table
+from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.rewrite import used_values, with_regions
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.memory import Roots
@@ -63,38 +63,21 @@ class _Staggering:
         written: dict[Value, int] = {}  # by the last op that does
         read: dict[Value, set[int]] = {}  # by those since then
         for number, op in enumerate(ops):
-            memory = self.memory(op)
-            if memory is None:
+            touched = self.roots.touched(op)
+            if touched is None:
                 return None
+            loaded, stored = touched
             before = {made[v] for v in used_values(Block((), (op,))) if v in made}
-            for root in memory[0]:
+            for root in loaded:
                 before |= {written[root]} if root in written else set()
                 read.setdefault(root, set()).add(number)
-            for root in memory[1]:
+            for root in stored:
                 before |= {written[root]} if root in written else set()
                 before |= read.pop(root, set())
                 written[root] = number
             found.append(before - {number})
             made |= dict.fromkeys(op.results, number)
         return found
-
-    def memory(self, op: Op) -> tuple[set[Value], set[Value]] | None:
-        """The memory that an op reads and writes; None: it does more than that."""
-        reads, writes = set[Value](), set[Value]()
-        for inner in walk(Block((), (op,))):
-            if inner.name == "load":
-                reads.add(self.roots.of(inner.operands[0]))
-            elif inner.name == "store":
-                writes.add(self.roots.of(inner.operands[0]))
-            elif inner.name != "alloc" and (
-                inner.name == "pipeline" or (not inner.regions and not _is_pure(inner))
-            ):
-                return None
-        return reads, writes
-
-
-def _is_pure(op: Op) -> bool:
-    return table()[op.name].effect is Effect.PURE
 
 
 class _Places:
