@@ -17,7 +17,6 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs, dropout, masks
-from pallasite.target import Tpu
 
 # Where a running maximum starts: finite, so that differences stay finite where a row
 # has seen no allowed key yet.
@@ -342,10 +341,12 @@ def _default(sizes: "_Sizes", dtype: Any, mask: masks.Mask | None) -> AttentionC
     blocks of three are for calls alone; and only where rounds of all multiprocessors
     are filled with them as well.
     """
-    if configs.traced_for(Tpu):
+    if (tpu := configs.tpu()) is not None:
         config = AttentionConfig(512, 512)
         halves = dataclasses.replace(config, block_q_alone=256, halves_alone=True)
-        return halves if _is_one_program(halves, sizes, mask) else config
+        # Two cores share the blocks of a head: they are two programs.
+        one = tpu.cores == 1 and _is_one_program(halves, sizes, mask)
+        return halves if one else config
     chip, widths = configs.hopper(), (sizes.width, sizes.value_width)
     fits = max(widths) <= NARROW and not any(w % 16 for w in widths)
     fits = fits and jnp.dtype(dtype).itemsize == 2
