@@ -17,7 +17,6 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs, dropout, masks
-from pallasite.target import Tpu
 
 # Where a running maximum starts: finite, so that differences stay finite where a row
 # has seen no allowed key yet.
@@ -32,11 +31,15 @@ class AttentionConfig:
         block_q, block_kv: these.
         block_q_alone: queries of a program in calls that no derivative is taken of; by
             default as many as in the others.
+        halves_alone: in such calls, where a mask allows nothing in one half of a
+            block's keys, a step is of the other half; and the last keys come first,
+            so that the last steps of all programs have the same keys.
     """
 
     block_q: int = 128
     block_kv: int = 128
     block_q_alone: int | None = None
+    halves_alone: bool = False
 
 
 SPACE = {"block_q": (64, 128, 256, 512), "block_kv": (64, 128, 256, 512)}
@@ -152,7 +155,7 @@ def attention(
     compute = common.choose(implementation, _streamed, _plain)
     default = _default(sizes, query.dtype, mask)
     if bias is not None or dropout_rate:  # tiles beside the scores
-        default = dataclasses.replace(default, block_q_alone=None)
+        default = dataclasses.replace(default, block_q_alone=None, halves_alone=False)
     config = configs.tuned(
         "attention",
         config,
@@ -164,7 +167,8 @@ def attention(
         **({"dropout": True} if dropout_rate else {}),
     )
     if config.block_q != default.block_q and config.block_q_alone is not None:
-        config = dataclasses.replace(config, block_q_alone=None)  # tuned: for all calls
+        # Tuned: for all calls.
+        config = dataclasses.replace(config, block_q_alone=None, halves_alone=False)
     out, *log_sum_exp = compute(
         query,
         key,
@@ -299,6 +303,36 @@ def _plain(query, key, value, bias, sinks, seeds, *, mask, sizes, options, confi
 THREE, TWO, GAIN = 192, 128, 1.06
 NARROW = 64  # numbers of a value
 
+LANES = 128  # what divides half a block's keys: whole vector registers of a TPU
+# Queries and keys of a head, and their width, whose blocks become one program on a TPU
+# (`passes/tpu_blocks.py`).
+ONE_PROGRAM, ONE_WIDTH = 2048, 128
+
+
+def _is_one_program(config: AttentionConfig, sizes: "_Sizes", mask) -> bool:
+    """Whether halves need no branches on a TPU.
+
+    It is then known which steps a program has. Elsewhere, branches cost more than what
+    they skip.
+    """
+    if mask is None or [*mask.arrays()]:
+        return False
+    lengths = (sizes.queries, sizes.keys)
+    blocks = (config.block_q_alone or config.block_q, config.block_kv)
+    fits = max(lengths) <= ONE_PROGRAM
+    fits = fits and max(sizes.width, sizes.value_width) <= ONE_WIDTH
+    whole = not any(n % block for n, block in zip(lengths, blocks, strict=True))
+    return fits and whole and _has_halves(config, sizes, mask)
+
+
+def _has_halves(config: AttentionConfig, sizes: "_Sizes", mask) -> bool:
+    """Whether steps may be of halves: the mask is one of positions."""
+    if mask is None or isinstance(mask, masks.Everything):
+        return False
+    fits = config.block_kv % (2 * LANES) == 0 and config.block_kv <= sizes.keys
+    plain = all(side == "batch" for _, side, _ in mask.arrays())
+    return config.halves_alone and fits and plain
+
 
 def _default(sizes: "_Sizes", dtype: Any, mask: masks.Mask | None) -> AttentionConfig:
     """Blocks of a call that was never tuned, and has scores and a mask of positions.
@@ -307,8 +341,12 @@ def _default(sizes: "_Sizes", dtype: Any, mask: masks.Mask | None) -> AttentionC
     blocks of three are for calls alone; and only where rounds of all multiprocessors
     are filled with them as well.
     """
-    if configs.traced_for(Tpu):
-        return AttentionConfig(512, 512)
+    if (tpu := configs.tpu()) is not None:
+        config = AttentionConfig(512, 512)
+        halves = dataclasses.replace(config, block_q_alone=256, halves_alone=True)
+        # Two cores share the blocks of a head: they are two programs.
+        one = tpu.cores == 1 and _is_one_program(halves, sizes, mask)
+        return halves if one else config
     chip, widths = configs.hopper(), (sizes.width, sizes.value_width)
     fits = max(widths) <= NARROW and not any(w % 16 for w in widths)
     fits = fits and jnp.dtype(dtype).itemsize == 2
@@ -327,10 +365,12 @@ def _default(sizes: "_Sizes", dtype: Any, mask: masks.Mask | None) -> AttentionC
 def _streamed(query, key, value, bias, sinks, seeds, *, mask, sizes, options, config):
     operands = (query, key, value, bias, sinks, seeds, mask)
     by_blocks = functools.partial(_by_blocks, sizes=sizes, options=options)
-    both = dataclasses.replace(config, block_q_alone=None)
-    if config.block_q_alone in (None, config.block_q):
+    rows = config.block_q_alone or config.block_q
+    halves = bias is None and seeds is None and _has_halves(config, sizes, mask)
+    both = dataclasses.replace(config, block_q_alone=None, halves_alone=False)
+    alone = dataclasses.replace(both, block_q=rows, halves_alone=halves)
+    if alone == both:
         return by_blocks(*operands, config=both)
-    alone = dataclasses.replace(both, block_q=config.block_q_alone)
     return common.differentiated_as(
         functools.partial(by_blocks, config=alone),
         functools.partial(by_blocks, config=both),
@@ -353,6 +393,7 @@ def _by_blocks(query, key, value, bias, sinks, seeds, mask, *, sizes, options, c
     # Queries past the last one are zeros: gradients then need not tell them apart.
     fill_q: dict[str, Any] = {"fill": 0} if s.queries % block_q else {}
     arrays = masks.checked_arrays(mask, s.batch, s.queries, s.keys)
+    keys_at = lambda j: steps - 1 - j if config.halves_alone else j
 
     operands: list[Any] = [query, key, value]
     specs = [
@@ -364,7 +405,7 @@ def _by_blocks(query, key, value, bias, sinks, seeds, mask, *, sizes, options, c
         *(
             pl.BlockSpec(
                 (None, block_kv, None, width),
-                lambda b, h, i, j, *_: (b, j, h // group, 0),
+                lambda b, h, i, j, *_: (b, keys_at(j), h // group, 0),
                 **fill,
             )
             for width in (s.width, s.value_width)
@@ -418,6 +459,7 @@ def _by_blocks(query, key, value, bias, sinks, seeds, mask, *, sizes, options, c
         has_bias=bias is not None,
         has_sinks=sinks is not None,
         has_seeds=seeds is not None,
+        halves=config.halves_alone,
     )
     shape = (s.batch, s.queries, s.heads, s.value_width)
     results = [jax.ShapeDtypeStruct(shape, query.dtype)]
@@ -495,6 +537,7 @@ def _kernel(
     has_bias,
     has_sinks,
     has_seeds,
+    halves,
 ):
     take = iter(refs)
     i, j = pl.program_id(2), pl.program_id(3)
@@ -510,8 +553,9 @@ def _kernel(
     max_ref, sum_ref, acc_ref = take
 
     data = _mask_data(sides, tiled, scalar_refs, other_refs)
+    keys_at = pl.num_programs(3) - 1 - j if halves else j
     rows = masks.Span(i * q_ref.shape[0], q_ref.shape[0])
-    columns = masks.Span(j * k_ref.shape[0], k_ref.shape[0])
+    columns = masks.Span(keys_at * k_ref.shape[0], k_ref.shape[0])
 
     @pl.when(j == 0)
     def start():
@@ -519,11 +563,11 @@ def _kernel(
         sum_ref[...] = jnp.zeros_like(sum_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    @pl.when(mask.may_allow(rows, columns, data))
-    def step():
-        scores = _scores(q_ref[...], k_ref[...], options)
+    def absorb(columns: masks.Span, part: slice):
+        """A step of some columns, which are this part of the block's keys."""
+        scores = _scores(q_ref[...], k_ref[part, :], options)
         if bias_ref is not None:
-            scores = scores + bias_ref[...].astype(scores.dtype)
+            scores = scores + bias_ref[:, part].astype(scores.dtype)
         columns_of = columns.start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         if not isinstance(mask, masks.Everything):
             rows_of = rows.start + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
@@ -540,17 +584,25 @@ def _kernel(
         old = max_ref[...]
         new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
         weights, shrink = jnp.exp(scores - new), jnp.exp(old - new)
-        sum_ref[...] = sum_ref[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+        total = jnp.sum(weights, axis=1, keepdims=True)
+        sum_ref[...] = sum_ref[...] * shrink + total
         if seed_refs is not None:
             seeds = (seed_refs[0][...], seed_refs[1][...])
             stays = dropout.kept(seeds, columns_of, options.dropout_rate)
             weights = jnp.where(stays, weights, 0)
         acc_ref[...] = acc_ref[...] * shrink + jnp.dot(
             weights.astype(v_ref.dtype),
-            v_ref[...],
+            v_ref[part, :],
             preferred_element_type=acc_ref.dtype,
         )
         max_ref[...] = new
+
+    @pl.when(mask.may_allow(rows, columns, data))
+    def step():
+        if halves:
+            _by_halves(absorb, mask, rows, columns, data)
+        else:
+            absorb(columns, slice(None))
 
     @pl.when(j == pl.num_programs(3) - 1)
     def finish():
@@ -568,3 +620,24 @@ def _kernel(
         o_ref[...] = (acc / divisor).astype(o_ref.dtype)
         if log_sum_exp_ref is not None:
             log_sum_exp_ref[...] = maximum + jnp.log(divisor)
+
+
+def _by_halves(absorb, mask, rows: masks.Span, columns: masks.Span, data) -> None:
+    """A step; if the mask allows nothing in one half of its columns, of the other."""
+    half = columns.size // 2
+    parts = [
+        (masks.Span(columns.start + n, half), slice(n, n + half)) for n in (0, half)
+    ]
+    first, second = (mask.may_allow(rows, span, data) for span, _ in parts)
+
+    @pl.when(first & second)
+    def whole():
+        absorb(columns, slice(None))
+
+    @pl.when(first & ~second)
+    def left():
+        absorb(*parts[0])
+
+    @pl.when(~first & second)
+    def right():
+        absorb(*parts[1])

@@ -33,6 +33,12 @@ def traced_for(kind: type[Host | Gpu | Tpu]) -> bool:
     return isinstance(chip_for(None), kind)
 
 
+def tpu() -> Tpu | None:
+    """The TPU the current call is being traced for, if it is one."""
+    chip = chip_for(None)
+    return chip if isinstance(chip, Tpu) else None
+
+
 def hopper() -> Gpu | None:
     """The GPU the current call is being traced for, if it multiplies by warpgroups.
 

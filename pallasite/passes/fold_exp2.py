@@ -29,7 +29,7 @@ LOG2_E, LN_2 = log2(e), log(2)
 LARGEST = float(np.finfo(np.float32).max)
 
 # Ops that commute with a positive factor; for a select, its cases do.
-_COMMUTING = ("sub", "add", "neg", "max", "min", "select_n")
+_COMMUTING = ("sub", "add", "neg", "max", "min", "select_n", "concatenate")
 _MOVING = ("broadcast_in_dim", "reshape", "transpose", "slice")
 _COMPARING = ("lt", "le", "gt", "ge", "eq", "ne")
 # Uses that round anyway, so that one more rounding before them is acceptable.

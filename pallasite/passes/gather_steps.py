@@ -83,11 +83,16 @@ def _gathered_along(
 
 @dataclass(frozen=True)
 class _Moved:
-    """A window whose block number along one dimension is the index along the axis."""
+    """A window whose block number along one dimension is the index along the axis.
+
+    Or what is left of the axis after it: `last` is then the first step's block.
+    """
 
     array_dim: int
     dim: BlockDim
     place: int  # of the block's dimension; where it would be if it is squeezed
+    axis: int
+    last: int | None = None
 
     def window(self, shown: Shown, factor: int) -> Shown:
         dims = list(shown.window.dims)
@@ -99,10 +104,20 @@ class _Moved:
             shape[self.place] *= factor
         block = Value(shown.block.ref.with_shape(tuple(shape)), shown.block.name)
         window = replace(shown.window, dims=tuple(dims))
-        return shown._replace(window=window, block=block)
+        index_map = shown.index_map
+        if self.last is not None:
+            index_map = self.falling(index_map, (self.last + 1) // factor - 1)
+        return shown._replace(window=window, index_map=index_map, block=block)
 
-    def view(self, b: Builder, block: Value, number: int) -> Value:
+    def falling(self, old: Block, last: int) -> Block:
+        """An index map with other block numbers along this dimension."""
+        b, yields = Builder(), list(old.yields)
+        yields[self.array_dim] = b.sub(b.index(last), old.params[self.axis])
+        return replace(old, ops=(*old.ops, *b.ops), yields=tuple(yields))
+
+    def view(self, b: Builder, block: Value, number: int, factor: int) -> Value:
         """The part of a block that one of its steps sees."""
+        number = number if self.last is None else factor - 1 - number
         index: list[At | Span] = [Span(0, n) for n in block.ref.shape]
         if self.dim.kind == "squeezed":
             index[self.place] = At(number)
@@ -188,8 +203,22 @@ def followed_dim(shown: Shown, axis: int) -> int | None:
     """
     step = shown.index_map.params[axis % len(shown.index_map.params)]
     yields = shown.index_map.yields
-    places = [n for n, v in enumerate(yields) if v is step or _is_near(shown, v, step)]
+    follows = lambda v: (
+        v is step or _is_near(shown, v, step) or _falls_from(shown, v, step) is not None
+    )
+    places = [n for n, v in enumerate(yields) if follows(v)]
     return places[0] if len(places) == 1 else None
+
+
+def _falls_from(shown: Shown, value: Value, step: Value) -> int | None:
+    """The number that a value is a step below; None: it is something else."""
+    made = {v: op for op in shown.index_map.ops for v in op.results}
+    op = made.get(value)
+    if op is None or op.name != "sub" or op.operands[1] is not step:
+        return None
+    first = made.get(op.operands[0])
+    is_known = first is not None and first.name == "constant"
+    return first.attrs["value"] if first is not None and is_known else None
 
 
 FARTHEST = 1 << 16  # blocks from the index along the axis
@@ -228,6 +257,8 @@ def _near(shown: Shown, axis: int, steps: int) -> _Near | None:
         return None
     axes = len(shown.index_map.params)
     step = shown.index_map.params[axis % axes]
+    if _falls_from(shown, shown.index_map.yields[array_dim], step) is not None:
+        return None
     others = [v for n, v in enumerate(shown.index_map.yields) if n != array_dim]
     if _depends(shown, others, step):
         return None
@@ -254,25 +285,29 @@ def _depends(shown: Shown, values: Sequence[Value], on: Value) -> bool:
 def _moved(shown: Shown, axis: int, steps: int) -> "_Moved | _Near | None":
     """How a window moves along an axis; None: it does not."""
     axes = len(shown.index_map.params)
-    step = shown.index_map.params[axis % axes]
-    places = [n for n, value in enumerate(shown.index_map.yields) if value is step]
-    inside = any(step in op.operands for op in walk(shown.index_map))
-    if not places and not inside:
+    step, yields = shown.index_map.params[axis % axes], shown.index_map.yields
+    starts = {n: _falls_from(shown, value, step) for n, value in enumerate(yields)}
+    falling = [n for n, start in starts.items() if start == steps - 1]
+    places = [n for n, value in enumerate(yields) if value is step] + falling
+    uses = sum(v is step for op in walk(shown.index_map) for v in op.operands)
+    if not places and not uses:
         return None
-    near = _near(shown, axis, steps) if inside else None
+    near = _near(shown, axis, steps) if uses else None
     if near is not None:
         return near
     name = shown.array.name or "a window"
     dims = shown.window.dims
     plain = all(d.kind in ("blocked", "squeezed") for d in dims)
-    if inside or len(places) != 1 or not plain or shown.window.fill is not None:
+    other_uses = uses > len(falling)
+    if other_uses or len(places) != 1 or not plain or shown.window.fill is not None:
         raise CannotReblock(f"{name} does not follow the axis block by block")
     (array_dim,) = places
     dim = dims[array_dim]
     if steps * dim.size > shown.array.ref.shape[array_dim]:
         raise CannotReblock(f"the last block of {name} extends past the edge")
     squeezed = sum(d.kind == "squeezed" for d in dims[:array_dim])
-    return _Moved(array_dim, dim, array_dim - squeezed)
+    last = steps - 1 if falling else None
+    return _Moved(array_dim, dim, array_dim - squeezed, axis % axes, last)
 
 
 def _gathered(
@@ -302,7 +337,7 @@ def _gathered(
         views = [
             how.part(b, each, block, old, starts, factor)
             if isinstance(how, _Near)
-            else how.view(b, block, number)
+            else how.view(b, block, number, factor)
             if how is not None
             else block
             for each, block, how in zip(pipeline.shown, blocks, moved, strict=True)

@@ -18,7 +18,6 @@ from typing import Any
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Span, Value, walk
-from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import substitute, used_values, with_regions
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.memory import Roots, written_refs
@@ -195,9 +194,10 @@ class _Joining:
         found: list[Op] = []
         made, read, written = set(values), set[Value](), set[Value]()
         for op in ops:
-            reads, writes = self.memory(op)
-            if reads is None:
+            touched = self.roots.touched(op)
+            if touched is None:
                 return None
+            reads, writes = touched
             clashes = writes & (read | written) or reads & written
             if clashes or made.intersection(used_values(Block((), (op,)))):
                 found.append(op)
@@ -205,21 +205,6 @@ class _Joining:
                 read |= reads
                 written |= writes
         return found
-
-    def memory(self, op: Op) -> tuple[set[Value] | None, set[Value]]:
-        """The memory that an op reads and writes; None: it has other effects."""
-        reads, writes = set[Value](), set[Value]()
-        for inner in walk(Block((), (op,))):
-            effect = table()[inner.name].effect
-            if inner.name == "load":
-                reads.add(self.roots.of(inner.operands[0]))
-            elif inner.name == "store":
-                writes.add(self.roots.of(inner.operands[0]))
-            elif inner.name == "pipeline" or (
-                effect is not Effect.PURE and not inner.regions
-            ):
-                return None, writes
-        return reads, writes
 
     def uses(self, dots: Sequence[Op], waiting: Sequence[Op]) -> bool:
         """Whether a matmul depends on the results of the others."""

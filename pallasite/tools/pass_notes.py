@@ -18,6 +18,7 @@ WHAT = {
     "unmasked_loops": "iterations without a mask run in a loop of their own",
     "join_branches": "branches of the same form merged into one",
     "join_products": "matmuls with the same right operand merged",
+    "stagger_products": "matmuls moved ahead of the vector code that uses them",
     "idle_windows": "windows do not move in steps that a guard skips",
     "order_dims": "dimensions of block size 1 moved to the front",
     "fit_windows": "blocks reshaped to the chip's tiles",

@@ -42,6 +42,7 @@ from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
 from pallasite.passes.row_strips import row_strips
 from pallasite.passes.scratch_values import scratch_values
+from pallasite.passes.stagger_products import stagger_products
 from pallasite.passes.unmasked_steps import unmasked_steps
 from pallasite.primitive import Call, Checked, bind_call, choose
 from tests.backends.cpu.direct import Guarded, Memory
@@ -126,6 +127,7 @@ def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
         "join_products": partial(
             join_products, few_rows=size(), granule=1, most_bytes=size() * 64
         ),
+        "stagger_products": partial(stagger_products, ahead=size()),
         "canonicalize": canonicalize,
         "consecutive_indices": consecutive_indices,
         "legalize": partial(legalize, native=native, backend="fuzz"),

@@ -98,6 +98,27 @@ def test_blocks_of_calls_alone(mask):
     np.testing.assert_allclose(*tangents, atol=1e-5)
 
 
+@pytest.mark.parametrize("keys", [512, 600])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.Causal(),
+        masks.Causal(-100),  # rows that may look at nothing
+        masks.Window(150, 20),
+        masks.Window(30, 0) | masks.Prefix(200),
+        None,
+    ],
+    ids=str,
+)
+def test_halves_of_blocks(mask, keys):
+    """Without what a mask rules out, last keys first; and gradients as without them."""
+    args = operands(1, 300, keys, 2, 1, 16, 16)
+    config = kernels.AttentionConfig(64, 256, halves_alone=True)
+    operation = functools.partial(kernels.attention, config=config, mask=mask)
+    values_agree(functools.partial(operation, return_log_sum_exp=True), *args)
+    gradients_agree(operation, *args)
+
+
 NARROW = (4, 4096, 32, 64)
 
 

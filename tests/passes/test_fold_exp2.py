@@ -252,3 +252,20 @@ def test_large_masks_beside_rows_from_memory():
         )
         is not None
     )
+
+
+def test_through_columns_side_by_side():
+    """A maximum in all columns of half a tile, as a TPU keeps it, and two of those."""
+    widened = """\
+      %m4: f32[4,4] = broadcast_in_dim %m2 {shape=(4, 4), dims=(0, 1)}
+      %m3: f32[4,8] = concatenate %m4, %m4 {axis=1}"""
+    old = "      %m3: f32[4,8] = broadcast_in_dim %m2 {shape=(4, 8), dims=(0, 1)}"
+    text = RUNNING.replace("%m, %s = for", "%m: f32[4,1], %s: f32[4,1] = for")
+    text = text.replace("MASK", "-1e30").replace("FINISH", LSE).replace(old, widened)
+    kernel = parse_kernel(text)
+    new = folded(kernel)
+    assert "exp" not in names(new) and names(new).count("exp2") == 2
+    x = np.random.default_rng(0).standard_normal((3, 4, 8)).astype(np.float32)
+    limits = np.array([[1], [5], [11], [24]], np.int32)
+    for a, b in zip(run(kernel, x, limits), run(new, x, limits), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)

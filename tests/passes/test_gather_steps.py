@@ -196,3 +196,24 @@ def test_programs_side_by_side_have_scratch_of_their_own(factor: int):
 def test_programs_that_depend_on_each_other_stay_apart():
     with pytest.raises(CannotReblock, match="depend on each other"):
         gather_programs(parse_kernel(HEADS), 1, 2)
+
+
+FALLING = "%l: i32 = constant {value=7} %r: i32 = sub %l, %i yield %z, %r"
+
+
+def test_windows_that_move_backwards():
+    """The first step has the last part of a window, which moves backwards too."""
+    made = kernel(RUNNING, FALLING)
+    new = gathered(made, 2)
+    assert "grid=(4,), windows=(in[8, 8], in[2, 4], out[8, 4])" in new.text
+    loads = [line for line in new.text.splitlines() if "load %xb" in line]
+    assert ["4:+4" in line for line in loads] == [True, False]
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=p.ref.shape).astype(np.float32) for p in made.inputs]
+    for a, b in zip(outputs(made, arrays), outputs(new, arrays), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_windows_that_move_backwards_from_elsewhere_are_refused():
+    with pytest.raises(CannotReblock, match="does not follow the axis"):
+        gather_steps(kernel(RUNNING, FALLING.replace("7", "8"), n=64), 2)

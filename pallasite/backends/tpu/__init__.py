@@ -30,6 +30,9 @@ SUBLANE_GATHER = 5  # the first generation whose cores reorder rows of a registe
 LEAST_MASK = 1 << 14  # elements of a mask that is worth a branch
 FEW_ROWS = 4  # times the rows of a matrix unit: those that wait for it to be loaded
 JOINED_SHARE = 0.2  # of on-chip memory, for a product that was several
+# Multiplications of scores while the vector unit computes those before them: of 512
+# queries and keys, 128 wide. With fewer it falls behind; with more, scores spill.
+AHEAD = 512 * 512 * 128
 MOST_VERSIONS = 64_000  # operations on vector registers in all versions of a body
 
 
@@ -141,23 +144,31 @@ class TpuBackend:
         return (Pass("choose_blocks", blocks), Pass("unroll_rounds", unroll))
 
     def _versions(self, chip: Tpu | None, vmem_bytes: int | None) -> Sequence[Pass]:
-        """Steps without branches between them, where code may grow."""
+        """Steps without branches between them, where code may grow, and their order."""
+        from pallasite.passes.fold_exp2 import fold_exp2
         from pallasite.passes.join_branches import join_branches
         from pallasite.passes.join_products import join_products
+        from pallasite.passes.scratch_values import scratch_values
+        from pallasite.passes.stagger_products import stagger_products
         from pallasite.passes.tpu_blocks import code_size
 
         if chip is None:
             return ()
         size = partial(code_size, chip=chip)
         join = partial(join_branches, size=size, most=MOST_VERSIONS)
-        passes = [Pass("join_branches", join)]
+        passes = [
+            Pass("join_branches", join),
+            Pass("scratch_values", scratch_values),
+            Pass("fold_exp2", fold_exp2),
+        ]
         if chip.mxu_size > LANES:
             few_rows = FEW_ROWS * chip.mxu_size
             allowed = chip.scoped_vmem if vmem_bytes is None else vmem_bytes
             room = int(JOINED_SHARE * allowed)
             rows = partial(join_products, few_rows=few_rows, granule=LANES)
             passes.append(Pass("join_products", partial(rows, most_bytes=room)))
-        return passes
+        stagger = partial(stagger_products, ahead=AHEAD)
+        return (*passes, Pass("stagger_products", stagger))
 
     def stages(self, options: Options) -> Sequence[Stage]:
         from pallasite.backends.tpu.compile import core_of

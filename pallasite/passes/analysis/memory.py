@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
-from pallasite.ir.opdef import table
+from pallasite.ir.opdef import Effect, table
 from pallasite.ir.roles import DotStore, Pipeline
 from pallasite.ops.gpu import NOT_OUTSIDE
 
@@ -107,6 +107,20 @@ class Roots:
         while ref in self.parent:
             ref = self.parent[ref]
         return ref
+
+    def touched(self, op: Op) -> tuple[set[Value], set[Value]] | None:
+        """The memory that an op loads and stores; None: it does more than that."""
+        loaded, stored = set[Value](), set[Value]()
+        for inner in walk(Block((), (op,))):
+            effect = table()[inner.name].effect
+            is_known = effect is Effect.PURE or inner.regions or inner.name == "alloc"
+            if inner.name == "load":
+                loaded.add(self.of(inner.operands[0]))
+            elif inner.name == "store":
+                stored.add(self.of(inner.operands[0]))
+            elif inner.name == "pipeline" or not is_known:
+                return None
+        return loaded, stored
 
     def reached(self, refs: Iterable[Value]) -> set[Value]:
         """Refs with everything they are part of, up to their roots."""

@@ -1,6 +1,7 @@
 """The emitted code means what the kernel means: it is run in numpy and compared."""
 
 from functools import partial
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -205,6 +206,32 @@ def test_masked_attention_for_a_chip_means_the_same(name, chip):
         assert "join_branches" in changed or not branches
         if number == 0:
             assert ("join_products" in changed) == (chip == "v6e")
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masked_attention_alone_is_one_program_without_branches(name, chip):
+    """Halves of blocks that a mask rules out have no products; the others overlap."""
+    x = jax.ShapeDtypeStruct((1, 1536, 1, 128), jnp.float32)
+    run = lambda q, k, v: kernels.attention(q, k, v, mask=MASKS[name])
+    with config.override(target=chip):
+        (call,) = calls_in(run, x, x, x)
+    arrays = harness.random_arrays(call.kernel)
+    compiled = Compiled(get("tpu"), call.kernel, Options(chip=TPUS[chip]))
+    got = harness.run_compiled(compiled, arrays)
+    assert_close(got, harness.emulated(call.kernel, arrays))
+    ops = [op for op in walk(compiled.scheduled.body)]
+    assert not any(op.name in ("cond", "exp") for op in ops)
+    pairs = sum(
+        prod(op.result.tile.shape)
+        for op in ops
+        if op.name == "dot" and op.attrs["contract"] == ((1,), (1,))
+    )
+    # Of 36 quarters of blocks, those with an allowed pair.
+    allowed = {"causal": 21, "window": 15}
+    assert pairs == allowed[name] * 256**2
+    changed = {step.name for step in compiled.steps if step.changed}
+    assert {"scratch_values", "fold_exp2"} <= changed
 
 
 # Of a block of queries and one of keys, by their first and last positions: is any pair
