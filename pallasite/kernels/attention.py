@@ -584,8 +584,7 @@ def _kernel(
         old = max_ref[...]
         new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
         weights, shrink = jnp.exp(scores - new), jnp.exp(old - new)
-        total = jnp.sum(weights, axis=1, keepdims=True)
-        sum_ref[...] = sum_ref[...] * shrink + total
+        sum_ref[...] = sum_ref[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
         if seed_refs is not None:
             seeds = (seed_refs[0][...], seed_refs[1][...])
             stays = dropout.kept(seeds, columns_of, options.dropout_rate)
