@@ -73,7 +73,7 @@ class _Walk(FactsWalk):
 
     def _counts(self, access: Access) -> list[_Count] | None:
         """What each index array counts, if all do and along different dimensions."""
-        arrays = [v for e, v in access.split_index() if isinstance(e, Gather) and v]
+        arrays = _index_arrays(access)
         if not arrays or any(isinstance(e, Span) for e in access.index):
             return None
         counts = [self._count(v) for v in arrays]
@@ -132,6 +132,10 @@ class _Walk(FactsWalk):
         return replace(count, dim=now[wide.index(count.dim)])
 
 
+def _index_arrays(access: Access) -> list[Value]:
+    return [v for e, v in access.split_index() if isinstance(e, Gather) and v]
+
+
 def _sum(x: _Count | None, y: _Count | None) -> _Count | None:
     if x is None or y is None or (x.dim is not None and y.dim is not None):
         return None
@@ -144,7 +148,7 @@ class _Slices:
 
     def __init__(self, b: Builder, op: Op, access: Access, counts: Sequence[_Count]):
         self.b, self.op, self.access = b, op, access
-        arrays = [v for e, v in access.split_index() if isinstance(e, Gather) and v]
+        arrays = _index_arrays(access)
         self.shape = arrays[0].tile.shape
         self.dims = [c.dim for c in counts]
         self.parts = self._parts_of(counts)

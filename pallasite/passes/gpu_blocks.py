@@ -111,12 +111,15 @@ class _WithProducts:
         self.in_registers = [(dot.op.result, 4) for dot in blocks.dots]
         if tiles.keeps_operands:
             sides = [side.value for dot in blocks.dots for side in dot.sides]
-            made = {v: op for op in walk(blocks.body) for v in op.results}
             self.in_registers += [
                 (v, v.tile.dtype.bytes)
                 for v in dict.fromkeys(sides)
-                if not _is_loaded(v, made)
+                if not _is_loaded(v, self._made)
             ]
+
+    @cached_property
+    def _made(self) -> dict[Value, Op]:
+        return {v: op for op in walk(self.blocks.body) for v in op.results}
 
     def kernel(self, tuned: bool) -> Kernel:
         own = self.seconds({})
@@ -142,10 +145,9 @@ class _WithProducts:
         """Whether there is one matmul only, of loaded operands, which is only added."""
         if len(self.blocks.dots) != 1:
             return False
-        (dot,), ops = self.blocks.dots, list(walk(self.blocks.body))
-        made = {v: op for op in ops for v in op.results}
+        (dot,), ops = self.blocks.dots, walk(self.blocks.body)
         users = {op.name for op in ops if dot.op.result in op.operands}
-        loaded = all(_is_loaded(side.value, made) for side in dot.sides)
+        loaded = all(_is_loaded(side.value, self._made) for side in dot.sides)
         return loaded and users <= {"add", "store"}
 
     def _deeper(self, kernel: Kernel, sizes: Sizes) -> Kernel:

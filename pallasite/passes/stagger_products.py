@@ -48,18 +48,20 @@ class _Staggering:
             block = replace(block, ops=ops)
         if sum(op.name == "dot" for op in ops) < 2:
             return block
-        needs = self.needs(ops)
+        operands = _operands(ops)
+        needs = self.needs(ops, operands)
         if needs is None:
             return block
-        places = _Places(ops, self.ahead).all()
+        places = _Places(ops, operands, self.ahead).all()
         if places is None:
             return block
         return replace(block, ops=tuple(_ordered(ops, needs, places)))
 
-    def needs(self, ops: Sequence[Op]) -> list[set[int]] | None:
+    def needs(
+        self, ops: Sequence[Op], operands: Sequence[Sequence[int]]
+    ) -> list[set[int]] | None:
         """The ops that each comes after, by number; None: not all effects are known."""
         found: list[set[int]] = []
-        made: dict[Value, int] = {}
         written: dict[Value, int] = {}  # by the last op that does
         read: dict[Value, set[int]] = {}  # by those since then
         for number, op in enumerate(ops):
@@ -67,7 +69,7 @@ class _Staggering:
             if touched is None:
                 return None
             loaded, stored = touched
-            before = {made[v] for v in used_values(Block((), (op,))) if v in made}
+            before = set(operands[number])
             for root in loaded:
                 before |= {written[root]} if root in written else set()
                 read.setdefault(root, set()).add(number)
@@ -76,19 +78,22 @@ class _Staggering:
                 before |= read.pop(root, set())
                 written[root] = number
             found.append(before - {number})
-            made |= dict.fromkeys(op.results, number)
         return found
+
+
+def _operands(ops: Sequence[Op]) -> list[list[int]]:
+    """The ops whose results each op, or what is inside it, uses, by number."""
+    made = {v: n for n, op in enumerate(ops) for v in op.results}
+    return [[made[v] for v in used_values(Block((), (op,))) if v in made] for op in ops]
 
 
 class _Places:
     """Where the ops of a block go, by the work of the first products before them."""
 
-    def __init__(self, ops: Sequence[Op], ahead: int):
-        self.ops, self.ahead = ops, ahead
-        made = {v: n for n, op in enumerate(ops) for v in op.results}
-        self.operands = [
-            [made[v] for v in used_values(Block((), (op,))) if v in made] for op in ops
-        ]
+    def __init__(
+        self, ops: Sequence[Op], operands: Sequence[Sequence[int]], ahead: int
+    ):
+        self.ops, self.operands, self.ahead = ops, operands, ahead
         self.levels, self.leads_on = self._levels(), self._leads_on()
 
     def _levels(self) -> list[int]:

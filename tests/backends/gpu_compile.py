@@ -133,24 +133,20 @@ def derivative(call: Callable, args: Sequence[Any], kind: str) -> Callable:
     """Of all floating-point operands."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
     is_float = lambda x: jnp.issubdtype(jax.typeof(x).dtype, jnp.floating)
-    places = [n for n, x in enumerate(args) if is_float(x)]
 
-    def changed(*args: Any) -> Any:
-        def of_floats(*floats: Any) -> Any:
-            given = list(args)
-            for n, x in zip(places, floats, strict=True):
-                given[n] = x
-            results = [x for x in jax.tree.leaves(call(*given)) if is_float(x)]
-            return sum(jnp.sin(x.astype(jnp.float32)).sum() for x in results)
+    def total(*args: Any) -> Any:
+        results = [x for x in jax.tree.leaves(call(*args)) if is_float(x)]
+        return sum(jnp.sin(x.astype(jnp.float32)).sum() for x in results)
 
-        floats = [args[n] for n in places]
-        if kind == "jvp":
-            return jax.jvp(of_floats, floats, floats)
-        return jax.grad(of_floats, range(len(floats)))(*floats)
+    def tangent(x: Any) -> Any:
+        return x if is_float(x) else np.zeros(jnp.shape(x), jax.dtypes.float0)
 
-    return changed
+    if kind == "jvp":
+        return lambda *args: jax.jvp(total, args, tuple(map(tangent, args)))
+    return jax.grad(total, tuple(n for n, x in enumerate(args) if is_float(x)))
 
 
 def compile_random(chip: str, family: str, number: int) -> None:
