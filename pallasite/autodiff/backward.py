@@ -44,9 +44,9 @@ from pallasite.ir.rewrite import substitute
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots
-from pallasite.passes.exact_quotients import exact_quotients
 from pallasite.passes.fold_exp2 import fold_exp2
 from pallasite.passes.gpu_blocks import fewer_rows
+from pallasite.passes.known_integers import known_integers
 from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 
@@ -324,7 +324,7 @@ def _plan(
     """See `plan`; `written`: results that the stages also write."""
     if machine.cuts_rows:
         kernel = fewer_rows(kernel)
-    program = _with_exact_limits(step_blocks(program_of(kernel)))
+    program = _with_known_integers(step_blocks(program_of(kernel)))
     if machine.base_two:
         program = _in_base_two(program)
     shared = {o: i for i, o in kernel.aliases}
@@ -367,10 +367,10 @@ def _plan(
     )
 
 
-def _with_exact_limits(program: Program) -> Program:
-    """Replace trip counts that are exact quotients by their value."""
+def _with_known_integers(program: Program) -> Program:
+    """Simplify trip counts and block indices by the ranges of grid indices."""
     facts = facts_of(program.body, program.sizes)
-    return program.with_body(exact_quotients(program.body, facts)).simplified()
+    return program.with_body(known_integers(program.body, facts)).simplified()
 
 
 def _in_base_two(program: Program) -> Program:

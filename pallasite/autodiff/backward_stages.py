@@ -19,6 +19,7 @@ from pallasite.ir.nodes import Block, BlockDim, Op, Value, Window, walk
 from pallasite.ir.rewrite import clone, substitute, used_values
 from pallasite.ir.roles import Loop
 from pallasite.ir.types import INDEX, RefType
+from pallasite.passes.analysis.affine import Forms
 
 MOST_STEPS = 1 << 16  # of a loop with a computed trip count, as a grid axis
 
@@ -60,7 +61,10 @@ def _free_loop(program: Program, op: Op) -> tuple[Program, Op] | None:
     if op.name != "for":
         return None
     loop = Loop.of(op)
-    views = {v.result for v in walk(loop.body) if _moves_with(v, loop.index)}
+    forms = Forms([*program.body.params, loop.index])
+    forms.add_ops(o for o in program.body.ops if not o.regions)
+    forms.add_ops(loop.body.ops)
+    views = {v.result for v in walk(loop.body) if _moves(v, forms)}
     adds = (o for o in _outside_loops(loop.body) if o.name == "atomic_rmw")
     if not any(o.operands[0] in views for o in adds):
         return None
@@ -122,8 +126,15 @@ def _is_before(b: Builder, index: Value, limit: Value, program: Program) -> Valu
     return b.op("lt", index, limit)
 
 
-def _moves_with(op: Op, index: Value) -> bool:
-    return op.name == "block_view" and index in op.operands[1:]
+def _moves(op: Op, forms: Forms) -> bool:
+    """Whether an op shows another block at each step of the loop, one after another.
+
+    The loop's index is the last of `forms`; grid indices may choose where it starts.
+    """
+    if op.name != "block_view":
+        return False
+    found = [forms.of(index).affine for index in op.operands[1:]]
+    return any(f is not None and f.const == 0 and f.coeffs[-1] == 1 for f in found)
 
 
 def trip_count(op: Op, body: Block) -> int | None:

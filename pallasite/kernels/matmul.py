@@ -170,7 +170,13 @@ def _fused(x, y, gate, bias, residual, **how):
     if not x.size or not y.size:  # nothing to multiply, so no kernel
         return _plain(x, y, gate, bias, residual, **how)
     if how["config"].splits > 1:
-        return _by_splits(x, y, gate, bias, residual, **how)
+        # The derivatives with respect to x and y have no long sum to split.
+        whole = {**how, "config": dataclasses.replace(how["config"], splits=1)}
+        return common.differentiated_as(
+            functools.partial(_by_splits, **how),
+            functools.partial(_fused, **whole),
+            *(x, y, gate, bias, residual),
+        )
     if _keeps_factors(x, gate, how) and configs.traced_for(Gpu):
         del how["prologue"]
         return _finished_sums(x, y, gate, bias, residual, tuple(how.items()))

@@ -10,7 +10,9 @@ from pallasite.autodiff.backward_choice import Machine
 from pallasite.autodiff.explain_grad import full_plan
 from pallasite.errors import NoBackwardKernel, SpecError
 from pallasite.ir.nodes import walk
+from pallasite.ir.roles import Pipeline
 from pallasite.ir.verify import verify
+from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.primitive import kernels_in
 from pallasite.target import AVX2, GPUS, Host
 from tests.zoo import all_cases
@@ -67,6 +69,43 @@ def test_a_matmul_has_one_dot_per_step_and_operand():
     # Blocks of dx are chosen by i0 and i2; they are summed along i1, innermost.
     assert "grid=(2, 3, 2)" in dx.text
     assert 'semantics=("parallel", "parallel", "sequential")' in dx.text
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+def test_blocks_that_two_indices_choose_are_not_shown_whole(clamped):
+    """Split-k: block `part * 4 + step` of x and y; their cotangents have such blocks"""
+
+    def kernel(x_ref, y_ref, o_ref):
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        o_ref[...] += x_ref[...] @ y_ref[...]
+
+    def block(part, step):
+        return jnp.minimum(part * 4 + step, 11) if clamped else part * 4 + step
+
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((3, 16, 64), jnp.float32),
+        grid=(2, 3, 4),
+        in_specs=[
+            pl.BlockSpec((16, 8), lambda j, part, step: (0, block(part, step))),
+            pl.BlockSpec((8, 32), lambda j, part, step: (block(part, step), j)),
+        ],
+        out_specs=pl.BlockSpec((None, 16, 32), lambda j, part, step: (part, 0, j)),
+    )
+    x = jax.random.normal(jax.random.key(0), (16, 96))
+    y = jax.random.normal(jax.random.key(1), (96, 64))
+    (made,) = kernels_in(call, x, y)
+    (step,) = full_plan(made).steps
+    pipeline = Pipeline.of(find_pipeline(step.kernel))
+    assert all(block.ref.shape[-2:] != (96, 64) for block in pipeline.blocks)
+    assert {(8, 32), (16, 8)} <= {block.ref.shape for block in pipeline.blocks}
+    of_kernel = jax.grad(lambda *xs: (call(*xs).sum(0) ** 2).sum(), (0, 1))(x, y)
+    of_jnp = jax.grad(lambda x, y: ((x @ y) ** 2).sum(), (0, 1))(x, y)
+    for ours, theirs in zip(of_kernel, of_jnp, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
 
 
 def test_an_epilogue_runs_once():

@@ -168,5 +168,8 @@ def follow(
         found.unlike.append(f"{current} died")
         found.ends["died"] += 1
     elif given:  # it was ended because the time is over, and did not die of this
+        found.unlike.append(
+            f"{current} not finished in {time.monotonic() - began:.0f} s"
+        )
         left.append(given)
     return bool(current)

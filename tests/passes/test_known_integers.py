@@ -1,10 +1,10 @@
-"""Quotients without a remainder. Text in, text out."""
+"""Integers that ranges and factors simplify. Text in, text out."""
 
 import pytest
 
 from pallasite.ir.nodes import Block, walk
 from pallasite.passes.analysis.intervals import Fact, Facts
-from pallasite.passes.exact_quotients import exact_quotients
+from pallasite.passes.known_integers import known_integers
 from tests.passes.texts import program
 
 CONSTANTS = """
@@ -20,7 +20,7 @@ def simplified(code: str, high: int = 3) -> Block:
     facts.note(pipeline.ids[0], Fact(0, high))
     for op in pipeline.body.ops:
         facts.note_op(op)
-    return exact_quotients(pipeline.body, facts)
+    return known_integers(pipeline.body, facts)
 
 
 def made_by(body: Block) -> list[str]:
@@ -78,3 +78,18 @@ def test_as_jnp_rounds():
     (chosen,) = (op for op in body.ops if last in op.results)
     # No step is corrected: the test is a constant, which canonicalize takes away.
     assert chosen.name == "select_n" and made_by(body)[:2] == ["select_n", "constant"]
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    {
+        "%r: i32 = min %i0, %c8": [],
+        "%r: i32 = min %c8, %i0": [],
+        "%r: i32 = max %i0, %c8": ["constant"],
+        "%x: i32 = add %i0, %c8 %r: i32 = max %c8, %x": ["add"],
+        "%r: i32 = min %i0, %c1": ["min"],
+        "%r: i32 = max %c1, %i0": ["max", "constant"],
+    }.items(),
+)
+def test_extremes(code: str, names: list[str]):
+    assert made_by(simplified(code)) == names

@@ -1,9 +1,10 @@
-"""exact_quotients: simplifies divisions without a remainder.
+"""known_integers: simplifies scalar integers by their ranges and factors.
 
 `pl.cdiv((i + 1) * 128, 128)` is `i + 1`. `jnp` rounds quotients towards minus infinity,
 which takes a dozen ops that cannot be solved for `i`. Where facts show that the
 remainder is zero, the correction is dropped and the division cancels the
-multiplication.
+multiplication. `jnp.minimum(part * 8 + step, 63)` is its first operand where neither
+index can exceed seven.
 """
 
 from pallasite.ir.nodes import Block, Op, Value, walk
@@ -12,8 +13,8 @@ from pallasite.ir.types import TileType
 from pallasite.passes.analysis.intervals import Facts
 
 
-def exact_quotients(body: Block, facts: Facts) -> Block:
-    """Fold scalar integers with only one possible value, and quotients of products.
+def known_integers(body: Block, facts: Facts) -> Block:
+    """Fold integers with only one possible value, extremes and quotients of products.
 
     Args:
         body: code.
@@ -21,6 +22,11 @@ def exact_quotients(body: Block, facts: Facts) -> Block:
     """
     wraps = {op.result for op in walk(body) if _is_integer(op) and facts.may_wrap(op)}
     exact = {op.result for op in walk(body) if _is_integer(op) and _is_exact(op, facts)}
+    extremes = {
+        op.result: place
+        for op in walk(body)
+        if _is_integer(op) and (place := _extreme(op, facts)) is not None
+    }
 
     def rewrite(op: Op, b: Rewriter) -> Value | None:
         if not _is_integer(op) or op.name == "constant":
@@ -28,6 +34,8 @@ def exact_quotients(body: Block, facts: Facts) -> Block:
         number = facts.of(op.result).number
         if number is not None and not op.operands[0].is_ref:
             return b.like(number, op.result)
+        if op.result in extremes:
+            return op.operands[extremes[op.result]]
         if op.result not in exact:
             return None
         x, by = op.operands
@@ -49,6 +57,16 @@ def _is_exact(op: Op, facts: Facts) -> bool:
         return False
     x, by = map(facts.of, op.operands)
     return bool(by.number) and x.multiple % by.number == 0
+
+
+def _extreme(op: Op, facts: Facts) -> int | None:
+    """Which operand a minimum or maximum always is; None if that varies."""
+    if op.name not in ("min", "max"):
+        return None
+    x, y = map(facts.of, op.operands)
+    if op.name == "max":
+        x, y = y, x
+    return 0 if x.high <= y.low else 1 if y.high <= x.low else None
 
 
 def _number(b: Rewriter, value: Value) -> int | None:
