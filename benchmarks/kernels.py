@@ -380,7 +380,28 @@ def cache_problems(big: bool, dtype: Any) -> dict[str, Problem]:
             2 * size * kv_heads * width,
             differentiable=False,
         )
+    for small in (jnp.int8, jnp.float8_e4m3fn):
+        found[f"paged_attention, {jnp.dtype(small).name} cache"] = Problem(
+            _scaled_paged_attention,
+            partial(_small_operands, query, paged, lengths, table, kv_heads, small),
+            2 * batch * keys * kv_heads * width,
+            differentiable=False,
+            xla=partial(_scaled_paged_attention, implementation="xla"),
+        )
     return found
+
+
+def _small_operands(query, paged, lengths, table, kv_heads, small):
+    """Pages in a small dtype, with a scale per head."""
+    pages = [(16 * paged()).astype(small) for _ in range(2)]
+    scales = [jnp.full(kv_heads, 1 / 16, jnp.float32)] * 2
+    return [query(), *pages, lengths(), table(), *scales]
+
+
+def _scaled_paged_attention(q, k, v, lengths, table, k_scales, v_scales, **how):
+    return kernels.paged_attention(
+        *(q, k, v, lengths, table), key_scales=k_scales, value_scales=v_scales, **how
+    )
 
 
 def _page_table(batch: int, pages: int) -> jax.Array:
