@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 VERSION = "0.1.0"  # of the package, even if it is not installed
 PACKAGE = Path(__file__).resolve().parent  # the package's source folder
 
@@ -91,6 +93,10 @@ _overrides: ContextVar[dict[str, Any] | None] = ContextVar(
 )
 
 
+# The same as part of the key of JAX's caches: another value traces again.
+_in_cache_keys = jax.make_user_context(())
+
+
 _kept: dict[str, Any] = {}
 
 
@@ -115,12 +121,17 @@ def keep(name: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def override(**values: Any) -> Iterator[None]:
-    """Set knobs for the duration of a `with` block (this thread or task only)."""
+    """Set knobs for the duration of a `with` block (this thread or task only).
+
+    Functions that are called in the block are traced for it.
+    """
     unknown = values.keys() - KNOBS.keys()
     if unknown:
         raise ValueError(f"unknown knobs {sorted(unknown)}; known: {sorted(KNOBS)}")
-    token = _overrides.set({**(_overrides.get() or {}), **values})
+    values = {**(_overrides.get() or {}), **values}
+    token = _overrides.set(values)
     try:
-        yield
+        with _in_cache_keys(tuple(sorted(values.items()))):
+            yield
     finally:
         _overrides.reset(token)

@@ -37,7 +37,7 @@ from pallasite.passes.batch import (
     maps_a_grid_size,
 )
 from pallasite.sharding.rule import Partition
-from pallasite.target import Chip, Host, chip, chip_of_device, host
+from pallasite.target import Chip, Host, chip, chip_of_device, host, named
 
 
 @dataclass(frozen=True)
@@ -430,9 +430,9 @@ def _launch(name: str, call: Call) -> base.Launch:
 
 def _chip(backend: base.Backend) -> Chip | None:
     """The accelerator to compile for: the `target` knob's, else the one present."""
-    named = config.get("target")
-    if named:
-        return chip(named)
+    if config.get("target"):
+        found = named(config.get("target")).chip
+        return None if isinstance(found, Host) else found
     for platform in backend.platforms:
         try:
             return chip_of_device(jax.devices(platform)[0].device_kind)
@@ -447,12 +447,12 @@ def chip_for(backend: str | None) -> Chip | Host:
     Args:
         backend: the backend the call names, if any.
     """
-    named = backend or config.get("backend")
-    if named in base.names():
-        platforms = base.get(named).platforms
-        found = None if "cpu" in platforms else _chip(base.get(named))
+    name = backend or config.get("backend")
+    if name in base.names():
+        platforms = base.get(name).platforms
+        found = None if "cpu" in platforms else _chip(base.get(name))
     elif config.get("target"):
-        return chip(config.get("target"))
+        return named(config.get("target")).chip
     else:
         device = jax.devices()[0]
         platforms, found = (device.platform,), chip_of_device(device.device_kind)

@@ -31,6 +31,7 @@ from pallasite.kernels.decode import (
     scaled_by_token,
 )
 from pallasite.kernels.visits import visits_of_groups
+from pallasite.target import Tpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +106,7 @@ def ragged_paged_attention(
     check_table(operation, page_table, len(lengths))
     common.check_shape(operation, "query_lengths", query_lengths, lengths.shape)
     compute = common.choose(implementation, _streamed, _plain)
-    # Blocks of about 64 rows (new tokens times query heads per key head): with more,
-    # multiplying for a single token takes longer than reading its keys.
-    default = RaggedAttentionConfig(max(64 // (heads // kv_heads), 1))
+    default = _default(len(query), len(lengths), heads // kv_heads)
     operands = (query, key_pages, page_table)
     return attend(
         compute,
@@ -119,6 +118,20 @@ def ragged_paged_attention(
         options=Options.of(operation, width, scale, soft_cap),
         config=configs.tuned(operation, config, default, SPACE, operands),
     )
+
+
+def _default(tokens: int, sequences: int, group: int) -> RaggedAttentionConfig:
+    """Blocks of 64 rows: new tokens times query heads per key head.
+
+    With more, multiplying for a single token takes longer than reading its keys. Not
+    on TPUs, where small tiles cost as much as that: no more tokens than a sequence has
+    on average.
+    """
+    rows = 64
+    if not configs.traced_for(Tpu):
+        mean = pl.cdiv(tokens, max(sequences, 1))
+        rows = min(rows, group << max(mean - 1, 0).bit_length())
+    return RaggedAttentionConfig(max(rows // group, 1))
 
 
 def _places(tokens: int, lengths, query_lengths):

@@ -68,13 +68,13 @@ class TpuInfo:
 
 
 def get_tpu_info() -> TpuInfo:
-    """The properties of this machine's TPU.
+    """The properties of the target TPU.
 
-    On machines without one, those of a v5e with one core, so that a kernel that
-    chooses its blocks by them can run there too.
+    The target is the one the knob `target` names, else this machine's. On other
+    machines it is a v5e with one core, so that a kernel that chooses its blocks by them
+    can run there too.
     """
-    row = target.chip_of_device(jax.devices()[0].device_kind)
-    return _info(row if isinstance(row, target.Tpu) else target.TPUS["v5e"])
+    return _info(_target() or target.TPUS["v5e"])
 
 
 def get_sparse_core_info() -> SparseCoreInfo:
@@ -83,10 +83,7 @@ def get_sparse_core_info() -> SparseCoreInfo:
     The target is the one the knob `target` names, else this machine's. On other
     machines it is a v6e, so that a kernel that splits its work by them can run there.
     """
-    named = config.get("target")
-    row = target.chip(named) if named else None
-    row = row or target.chip_of_device(jax.devices()[0].device_kind)
-    tpu = row if isinstance(row, target.Tpu) else target.TPUS["v6e"]
+    tpu = _target() or target.TPUS["v6e"]
     found = _info(tpu).sparse_core
     if found is None:
         raise SpecError(
@@ -94,6 +91,15 @@ def get_sparse_core_info() -> SparseCoreInfo:
             fix=f"choose a chip that has them: PALLASITE_TARGET={_with_sparse_cores()}",
         )
     return found
+
+
+def _target() -> target.Tpu | None:
+    """The TPU that the knob names, else this machine's; None: neither is one."""
+    if name := config.get("target"):
+        row = target.named(name).chip
+    else:
+        row = target.chip_of_device(jax.devices()[0].device_kind)
+    return row if isinstance(row, target.Tpu) else None
 
 
 def _with_sparse_cores() -> str:

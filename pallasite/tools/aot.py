@@ -5,11 +5,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pallasite.primitive import Site
-from pallasite.tools.explain import kernels_of
+from pallasite.tools.explain import Trace, kernels_of, traced_for
 
 if TYPE_CHECKING:
     from pallasite.tools.report import Report
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
 class Aot:
     """The kernels of a function, to compile for chips that need not be present."""
 
-    sites: tuple[Site, ...]
+    trace: Trace
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The kernel calls, as they are traced for this computer."""
+        return tuple(self.trace())
 
     def compile(
         self,
@@ -49,7 +55,8 @@ class Aot:
         found = []
         for target in [named(each) for each in targets]:
             folder = Path(dump) / target.name.replace(":", "-") if dump else None
-            found += compile_sites(self.sites, target, folder, timeout, progress)
+            sites = traced_for(target, self.trace)
+            found += compile_sites(sites, target, folder, timeout, progress)
         return Report(tuple(found))
 
 
@@ -70,4 +77,4 @@ def aot(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Aot:
     Example:
         `print(pl.aot(f, x).compile("tpu:v5e", "tpu:v6e"))`
     """
-    return Aot(tuple(kernels_of(function, *args, **kwargs)))
+    return Aot(partial(kernels_of, function, *args, **kwargs))

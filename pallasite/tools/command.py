@@ -156,18 +156,18 @@ def _here(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace, line: "_Line") -> Any:
     from pallasite.tools.aot import Aot
-    from pallasite.tools.sources import sites_of
+    from pallasite.tools.sources import trace_of
     from pallasite.tools.timing import explain_sites
 
     targets = [t for t in (options.target or "").split(",") if t]
     _known(targets)
     line.show(f"reading {options.source}")
-    sites = sites_of(options.source, options.args)
+    trace = trace_of(options.source, options.args)
     if options.command == "explain":
         wanted = False if options.no_measure else None
-        return explain_sites(sites, targets, wanted)
+        return explain_sites(trace, targets, wanted)
     dump = Path(options.dump) if options.dump else None
-    return Aot(tuple(sites)).compile(
+    return Aot(trace).compile(
         *targets, dump=dump, timeout=options.timeout, progress=line.show
     )
 
@@ -175,8 +175,10 @@ def _report(options: argparse.Namespace, line: "_Line") -> Any:
 def _explore(options: argparse.Namespace, line: "_Line") -> int:
     from pallasite.errors import SpecError
     from pallasite.language.trace import jaxprs_kept
+    from pallasite.target import named
+    from pallasite.tools.explain import traced_for
     from pallasite.tools.explorer.page import page_of
-    from pallasite.tools.sources import sites_of
+    from pallasite.tools.sources import trace_of
 
     targets = [t for t in (options.target or "").split(",") if t]
     _known(targets)
@@ -189,7 +191,9 @@ def _explore(options: argparse.Namespace, line: "_Line") -> int:
         )
     line.show(f"reading {options.source}")
     with jaxprs_kept() as jaxprs:
-        sites = sites_of(options.source, options.args)
+        trace = trace_of(options.source, options.args)
+        # A page has one list of kernels: those of the first target.
+        sites = traced_for(named(targets[0]), trace) if targets else trace()
     measure = False if options.no_measure else None
     page = page_of(options.source, sites, targets, jaxprs, measure, line.show)
     line.clear()

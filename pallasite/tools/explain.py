@@ -7,15 +7,21 @@ the reports.
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pallasite import config
 from pallasite.errors import SpecError
 from pallasite.ir.nodes import Loc
 from pallasite.language.trace import shorten, user_location
 from pallasite.primitive import Site, sites_in
+from pallasite.target import Named
 
 if TYPE_CHECKING:
     from pallasite.tools.report import Report
+
+
+Trace = Callable[[], Sequence[Site]]  # the kernel calls of a function
 
 
 def explain(
@@ -51,8 +57,8 @@ def explain(
     def explained(*args: Any, **kwargs: Any) -> "Report":
         from pallasite.tools.timing import explain_sites
 
-        sites = kernels_of(function, *args, **kwargs)
-        return explain_sites(sites, wanted, measure)
+        trace = partial(kernels_of, function, *args, **kwargs)
+        return explain_sites(trace, wanted, measure)
 
     return explained
 
@@ -68,6 +74,15 @@ def kernels_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[
             fix="pass a function that calls pl.pallas_call(...)(...)",
         )
     return sites
+
+
+def traced_for(target: Named, trace: Trace) -> Sequence[Site]:
+    """The kernel calls of a function as it is traced for a target.
+
+    `pallasite.kernels` and backward kernels choose blocks by the chip.
+    """
+    with config.override(target=target.name):
+        return trace()
 
 
 def _definition(function: Callable[..., Any]) -> Loc | None:

@@ -8,6 +8,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from pallasite.errors import PallasError, SpecError
 from pallasite.ir.nodes import Loc
 from pallasite.ir.types import DTYPES
 from pallasite.primitive import Site, recorded
-from pallasite.tools.explain import kernels_of
+from pallasite.tools.explain import Trace, kernels_of
 
 _ARRAY = re.compile(r"\s*(\w+)\[([\d,\s]*)\]\s*")
 
 
-def sites_of(source: str, operands: str = "") -> list[Site]:
-    """The kernel calls that a source names.
+def trace_of(source: str, operands: str = "") -> Trace:
+    """Makes the kernel calls that a source names; a script's are made only once.
 
     Args:
         source: "FILE::FUNCTION", or "FILE" for a script, which is run.
@@ -38,15 +39,20 @@ def sites_of(source: str, operands: str = "") -> list[Site]:
         raise SpecError(f"no such file: {name}", fix="FILE.py or FILE.py::FUNCTION")
     if function:
         found, *arguments = _function(path, function, operands)
-        with _blamed(path):
-            return kernels_of(found, *arguments)
+        return partial(_traced, path, found, *arguments)
     with recorded() as calls, contextlib.suppress(SystemExit):  # as scripts end
         _run(path, "__main__")
     if not calls:
         raise SpecError(
             f"{name} calls no kernel", fix="name a function in it: FILE.py::FUNCTION"
         )
-    return [Site(call) for call in calls]
+    sites = [Site(call) for call in calls]
+    return lambda: sites
+
+
+def _traced(path: Path, function: Callable[..., Any], *arguments: Any) -> list[Site]:
+    with _blamed(path):
+        return kernels_of(function, *arguments)
 
 
 @contextlib.contextmanager

@@ -15,22 +15,27 @@ from pallasite.target import Named, Tpu, chip_of_device, measured, named
 from pallasite.target.names import of_chip
 from pallasite.tools.analysis import Analysis, analyse, bound_of
 from pallasite.tools.check import estimated
+from pallasite.tools.explain import Trace, traced_for
 from pallasite.tools.measure import cannot_measure, measure
 from pallasite.tools.report import Report
 
 
 def explain_sites(
-    sites: Sequence[Site], wanted: Sequence[str] | None, measure: bool | None
+    trace: Trace, wanted: Sequence[str] | None, measure: bool | None
 ) -> Report:
     """One report per target and call.
 
     Args:
-        sites: the calls.
+        trace: makes the calls.
         wanted: target names; none: this computer.
         measure: see `pl.explain`.
     """
     targets = [named(each) for each in wanted] if wanted else [this_computer()]
-    found = [explain_site(site, t, measure) for t in targets for site in sites]
+    found = [
+        explain_site(site, target, measure)
+        for target in targets
+        for site in traced_for(target, trace)
+    ]
     return Report(tuple(each.report for each in found))
 
 

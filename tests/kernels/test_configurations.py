@@ -137,6 +137,27 @@ def test_few_sequences_are_divided_on_a_gpu(batch, keys, splits):
         assert defaults() == (splits, splits)
 
 
+@pytest.mark.parametrize(
+    "tokens, sequences, blocks", [(64, 64, 1), (96, 64, 2), (512, 8, 16), (0, 1, 1)]
+)
+def test_a_block_of_ragged_attention_has_no_more_tokens_than_a_sequence(
+    tokens, sequences, blocks
+):
+    pages = ((32, 16, 2, 64), jnp.bfloat16)
+    lengths = ((sequences,), jnp.int32)
+
+    def default():
+        return default_of(
+            kernels.ragged_paged_attention,
+            ((tokens, 8, 64), jnp.bfloat16),
+            *(pages, pages, lengths, ((sequences, 4), jnp.int32), lengths),
+        )["block_q"]
+
+    assert default() == blocks
+    with config.override(target="v5e"):
+        assert default() == 16
+
+
 @pytest.mark.parametrize("extras", [(), ("bias",), ("bias", "residual")])
 @pytest.mark.parametrize("gate", ["gate", None])
 def test_a_finished_product_for_a_gpu_has_derivatives_of_both_modes(gate, extras):

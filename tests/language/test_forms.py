@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import config
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 
@@ -74,6 +75,8 @@ def test_a_call_still_has_to_say_what_it_returns():
 
 def test_chips_say_whether_they_have_sparse_cores():
     assert pltpu.get_tpu_info().sparse_core is None  # a v5e
+    with config.override(target="tpu:v6e"):
+        assert pltpu.get_tpu_info().sparse_core is not None
     six = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V6E, 1).sparse_core
     seven = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_7X, 1).sparse_core
     assert (six.num_cores, six.num_subcores, six.num_lanes) == (2, 16, 8)

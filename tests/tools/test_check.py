@@ -15,7 +15,7 @@ from pallasite import config
 from pallasite.errors import SpecError
 from pallasite.tools import command
 from pallasite.tools.report import KernelReport
-from pallasite.tools.sources import arrays, sites_of
+from pallasite.tools.sources import arrays, trace_of
 from tests.runtime.test_aot import answer, stand_in
 
 S = jax.ShapeDtypeStruct
@@ -180,15 +180,15 @@ def resize(script, shape: str) -> str:
 def test_a_script_that_exits_and_reads_its_own_arguments(script):
     ending = "import sys\nassert sys.argv == [__file__], sys.argv\nsys.exit()\n"
     script.write_text(resize(script, "(5, 77)") + ending)
-    (site,) = sites_of(str(script))
+    (site,) = trace_of(str(script))()
     assert site.call.kernel.inputs[0].ref.shape == (5, 77)
 
 
 def test_kernels_of_a_file(script, capfd):
-    (site,) = sites_of(f"{script}::double", "f32[8,128]")
+    (site,) = trace_of(f"{script}::double", "f32[8,128]")()
     assert site.call.kernel.name == "double_kernel"
     script.write_text(resize(script, "(6, 77)"))
-    (site,) = sites_of(str(script))
+    (site,) = trace_of(str(script))()
     assert site.call.kernel.inputs[0].ref.shape == (6, 77)
     assert capfd.readouterr().out == ""  # what the script prints is no result
 
@@ -204,7 +204,7 @@ def test_kernels_of_a_file(script, capfd):
 )
 def test_wrong_sources(source, operands, message, script):
     with pytest.raises(SpecError, match=message):
-        sites_of(source.format(script), operands)
+        trace_of(source.format(script), operands)()
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_what_a_file_raises_is_said_with_its_line(
     path = tmp_path / "wrong.py"
     path.write_text(text)
     with pytest.raises(SpecError, match=message) as raised:
-        sites_of(source.format(path), "f32[3,4]" if "::" in source else "")
+        trace_of(source.format(path), "f32[3,4]" if "::" in source else "")()
     assert f"{path}:{line}" in str(raised.value)
 
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import pallasite as pl
-from pallasite import config
+from pallasite import config, kernels
 from pallasite.errors import SpecError
 from pallasite.passes.analysis.work import Traffic, Work, short
 from pallasite.target import TPUS, named
@@ -278,3 +278,30 @@ def test_this_computer_follows_the_knob():
     with config.override(target="v6e"):
         assert this_computer().name == "tpu:v6e"
     assert this_computer().name == "cpu"
+
+
+@pytest.mark.parametrize("wrapped", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_a_function_is_traced_for_each_target(wrapped):
+    """The library splits k for few rows on a GPU, and not on a CPU."""
+    function = wrapped(lambda x, y: kernels.matmul(x, y))
+    operands = S((16, 16384), jnp.bfloat16), S((16384, 1024), jnp.bfloat16)
+    targets = ["cpu", "gpu:h200", "cpu"]
+    report = pl.explain(function, targets, measure=False)(*operands)
+    assert [k.name for k in report.kernels] == ["matmul", "matmul_splits", "matmul"]
+    report = pl.aot(function, *operands).compile("gpu:h200")
+    assert [kernel.name for kernel in report.kernels] == ["matmul_splits"]
+
+
+def test_a_jitted_function_is_traced_again_for_other_knobs():
+    traced = []
+
+    @jax.jit
+    def function(x):
+        traced.append(config.get("target"))
+        return x + 1
+
+    for target in ("", "v5e", "", "v5e"):
+        with config.override(target=target):
+            function(1.0)
+    function(2.0)
+    assert traced == ["", "v5e", ""]
