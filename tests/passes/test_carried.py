@@ -18,12 +18,12 @@ STORE = "store %acc[:] = %z\n"
 HALF = "%h: i32[4] = load %half[:]\nstore %acc[0:+4] = %h\n"
 
 
-def at_first(axis: int, code: str) -> str:
+def at_first(axis: int, code: str, later: str = "") -> str:
     return f"""
         %t{axis}: bool = eq %i{axis}, %zero
         %n{axis}: i32 = cast %t{axis} {{dtype=i32}}
         cond %n{axis}
-          branch () {{}}
+          branch () {{ {later} }}
           branch () {{ {code} }}
     """
 
@@ -35,6 +35,14 @@ CASES = {
     "never read": (STORE, 2),
     "reset along the last axis": (at_first(1, STORE) + READ + STORE, 1),
     "reset along the first axis": (at_first(0, STORE) + READ + STORE, 0),
+    "read at later steps": (at_first(1, STORE, READ), 1),
+    "filled once, read later": (at_first(1, at_first(0, STORE), READ), 0),
+    "half is reset, all is read": (at_first(1, HALF, READ), 0),
+    "half is reset and read": (at_first(1, HALF, "%x: i32[4] = load %acc[0:+4]"), 1),
+    "other parts are reset": (
+        at_first(1, "store %acc[%i0] = %i0", "%x: i32 = load %acc[%i0]"),
+        0,
+    ),
     "half is written": (HALF + READ, 0),
     "the same half is written": (HALF + "%x: i32[4] = load %acc[0:+4]", 2),
 }

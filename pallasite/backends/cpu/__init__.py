@@ -18,7 +18,6 @@ from pallasite.backends.base import (
     scheduled_kernel,
 )
 from pallasite.backends.cpu.call import compile as compiler
-from pallasite.backends.cpu.call.own_inputs import own_inputs
 from pallasite.backends.cpu.call.parallel_units import nanoseconds, share_programs
 from pallasite.backends.cpu.dot.fusion import fuse_dot_sums
 from pallasite.backends.cpu.dot.pack_once import pack_once
@@ -35,6 +34,7 @@ from pallasite.passes.legalize import legalize
 from pallasite.passes.matrix_units import write_out
 from pallasite.passes.merge_k_rounds import merge_k_rounds
 from pallasite.passes.merge_k_steps import merge_k_steps
+from pallasite.passes.own_inputs import own_inputs, own_results
 from pallasite.passes.place_windows import place_windows
 from pallasite.passes.row_strips import row_strips
 from pallasite.passes.run import Pass, run
@@ -102,7 +102,6 @@ class CpuBackend:
         key = compiler.short_name(identity)
         address, owner = compiler.load(key, code)
         owning = own_inputs(kernel)
-        more = [out.ref for out in owning.outputs[kernel.num_outputs :]]
         return Launch(
             target=f"pallasite_cpu_{key}",
             config={},
@@ -112,7 +111,7 @@ class CpuBackend:
             has_side_effect=_is_seen(kernel),
             handler=address,
             keep_alive=owner,
-            scratch_results=tuple((ref.shape, ref.dtype.np.name) for ref in more),
+            scratch_results=own_results(owning, kernel.num_outputs),
         )
 
     def resources(self, compiled: Compiled) -> Sequence[Resource]:

@@ -38,6 +38,7 @@ from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.hoist import hoist
 from pallasite.passes.legalize import legalize
 from pallasite.passes.matrix_units import write_out
+from pallasite.passes.own_inputs import own_inputs, own_results
 from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
 from pallasite.passes.row_strips import row_strips
@@ -72,6 +73,7 @@ OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 def passes_for(chip: Gpu) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
     return (
+        Pass("own_inputs", own_inputs),
         Pass("matrix_units", write_out),
         Pass("choose_blocks", partial(for_gpu, chip=chip, tiles=TILES)),
         Pass("canonicalize", canonicalize, if_changed=True),
@@ -149,7 +151,10 @@ class CudaBackend:
             api_version=3,
             symbol=launched.name,
             aliases=compiled.scheduled.aliases,
-            scratch_results=tuple(((n,), "uint8") for n in launched.scratch),
+            scratch_results=(
+                *own_results(compiled.scheduled, compiled.imported.num_outputs),
+                *(((n,), "uint8") for n in launched.scratch),
+            ),
             operands=forms_of(compiled.imported, launched.repacked),
             result_forms=(None,) * len(compiled.imported.outputs),
         )

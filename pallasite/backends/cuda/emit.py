@@ -45,11 +45,7 @@ from pallasite.ir.types import TileType
 from pallasite.passes.analysis.fences import fenced
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.live_tiles import LiveTiles
-from pallasite.passes.analysis.memory import (
-    Roots,
-    accesses_of,
-    check_inputs_are_kept,
-)
+from pallasite.passes.analysis.memory import Roots, accesses_of
 from pallasite.passes.analysis.rounding import rounded_away
 
 MAX_PROGRAMS = (1 << 31) - 1
@@ -119,7 +115,6 @@ class Emitter(TensorMemory):
         self.with_lines = False
         self.program = Pipeline.of(find_pipeline(kernel))
         accesses = accesses_of(kernel)
-        check_inputs_are_kept(kernel, accesses, "cuda")
         self.fenced = fenced(kernel, accesses)
         self.written = _written(accesses)
         self.exchanges = _exchanges(accesses)

@@ -33,6 +33,7 @@ from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.hoist import hoist
 from pallasite.passes.legalize import legalize
 from pallasite.passes.matrix_units import write_out
+from pallasite.passes.own_inputs import own_inputs, own_results
 from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
 from pallasite.passes.run import Pass
@@ -76,6 +77,7 @@ class TritonBackend:
         launch = partial(schedule_launch, params=params, chip=_chip(options))
         return (
             Pass("check_types", partial(check_types, chip=_chip(options))),
+            Pass("own_inputs", own_inputs),
             Pass("matrix_units", write_out),
             Pass("choose_blocks", blocks),
             Pass("canonicalize", canonicalize, if_changed=True),
@@ -110,7 +112,10 @@ class TritonBackend:
             symbol=emit.function_name(scheduled),
             aliases=scheduled.aliases,
             has_side_effect=bool(sites),
-            scratch_results=tuple((s.shape, s.numpy_dtype) for s in scratch),
+            scratch_results=(
+                *own_results(compiled.scheduled, compiled.imported.num_outputs),
+                *((s.shape, s.numpy_dtype) for s in scratch),
+            ),
             log_words=WORDS if sites else 0,
             read_log=reader(sites) if sites else None,
             is_versioned=True,

@@ -25,7 +25,7 @@ from pallasite.ir.types import TileType
 from pallasite.passes.analysis.fences import fenced
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.intervals import Fact
-from pallasite.passes.analysis.memory import accesses_of, check_inputs_are_kept
+from pallasite.passes.analysis.memory import accesses_of
 from pallasite.passes.analysis.rounding import rounded_away
 
 MAX_PROGRAMS = (1 << 31) - 1
@@ -74,7 +74,6 @@ class Emitter(Prints):
         super().__init__()
         self.kernel, self.with_lines = kernel, lines
         accesses = accesses_of(kernel)
-        check_inputs_are_kept(kernel, accesses, "triton")
         self.fenced = fenced(kernel, accesses)
         self.rounded_away = rounded_away(kernel)
         self.several_from_if = any(

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
+
 from pallasite.backends import strided_views
 from pallasite.backends.strided_views import Dim, Edge, StridedViews, dims_of
 from pallasite.backends.triton.core import FLOAT_BITS
@@ -112,7 +114,10 @@ class Memory(Dots, StridedViews[View, Val]):
         if kind != pointer.elem:
             text = f"tt.bitcast {pointer} : {pointer.elem} -> {kind}"
             pointer = self.let(text, (), kind)
-        self.views[op.result] = replace(view, pointer=pointer, dtype=dtype)
+        fill = view.fill
+        if fill is not None:
+            fill = np.array(fill, view.dtype.np).view(dtype.np).item()
+        self.views[op.result] = replace(view, pointer=pointer, dtype=dtype, fill=fill)
 
     # --- where an access goes ---
 

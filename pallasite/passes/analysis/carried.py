@@ -1,19 +1,21 @@
 """Along which grid axes a scratch ref carries contents between steps.
 
 `carried_from(body, ref, ids, sizes)` walks the body as it runs when the last axes are
-at their first step: if the ref is then overwritten before anything reads it, no value
-crosses into that step, so only those last axes carry. Used by `grid.py`.
+at their first step: if the ref is then overwritten before anything reads it, there or
+in a later step, no value crosses into that step, so only those last axes carry. Used by
+`grid.py`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pallasite.ir.nodes import Access, At, Block, Op, Span, Value, walk
+from pallasite.ir.nodes import Access, At, Block, Index, Op, Span, Value, walk
 from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.passes.analysis.affine import Sizes, fold_scalar
 from pallasite.passes.analysis.memory import VIEWS
 
 Known = dict[Value, int | bool]
+Part = tuple[Value, Index, Sequence[Value]]  # a ref, its index, and its operands
 
 
 def carried_from(body: Block, ref: Value, ids: Sequence[Value], sizes: Sizes) -> int:
@@ -24,8 +26,11 @@ def carried_from(body: Block, ref: Value, ids: Sequence[Value], sizes: Sizes) ->
     """
     always: Known = {i: 0 for i, n in zip(ids, sizes, strict=True) if n == 1}
     for start in range(len(ids), 0, -1):
-        known = always | {i: 0 for i in ids[start:]}
-        if not _Reader({ref}, known).may_read_old(body, _State()):
+        known, state = always | {i: 0 for i in ids[start:]}, _State()
+        if _Reader({ref}, known).may_read_old(body, state):
+            continue
+        reader, later = _Reader({ref}, dict(always)), state.at_later_steps(ref)
+        if start == len(ids) or not reader.may_read_old(body, later):
             return start
     return 0
 
@@ -55,10 +60,15 @@ class _State:
     """Which part of the ref is known to be overwritten in this step."""
 
     whole: bool = False
-    parts: set[object] = field(default_factory=set)
+    parts: set[Part] = field(default_factory=set)
 
     def copy(self) -> "_State":
         return _State(self.whole, set(self.parts))
+
+    def at_later_steps(self, ref: Value) -> "_State":
+        """What of it holds in steps where grid indices have other values."""
+        same = {part for part in self.parts if part[0] is ref and not part[2]}
+        return _State(self.whole, same)
 
     def become(self, other: "_State") -> None:
         self.whole, self.parts = other.whole, other.parts

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.roles import DotStore, Pipeline
@@ -212,22 +211,6 @@ def accesses_of(kernel: Kernel) -> dict[Value, list[Op]]:
             root = roots.of(ref)
             accesses.setdefault(same.get(root, root), []).append(op)
     return accesses
-
-
-def check_inputs_are_kept(
-    kernel: Kernel, accesses: Mapping[Value, list[Op]], backend: str
-) -> None:
-    """XLA's operands must not change; there is no copy of them to write to yet."""
-    for operand in kernel.inputs:
-        for op in accesses.get(operand, ()):
-            if op.name in ("store", "atomic_rmw", "atomic_cas"):
-                raise UnsupportedError(
-                    f"backend {backend!r} cannot write to the operand {operand.name!r}",
-                    [("kernel", kernel.name), ("operand", operand.type)],
-                    op.loc or kernel.loc,
-                    "alias it to a result with input_output_aliases, or use "
-                    "interpret=True",
-                )
 
 
 # --- what a GPU's copy engine accesses ---

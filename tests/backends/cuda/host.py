@@ -25,6 +25,7 @@ from pallasite.backends import base
 from pallasite.backends.cuda import emit, functions, hopper
 from pallasite.backends.cuda.repack import forms_of
 from pallasite.ir.nodes import Kernel
+from pallasite.passes.own_inputs import own_inputs
 from tests.backends.cpu.direct import Guarded, Memory
 
 BACKEND = base.get("cuda")
@@ -165,6 +166,8 @@ class Code:
         edit: Callable[[str], str] = str,
     ):
         text = edit(cuda_text(kernel, shared))
+        # With the results that the launch adds for operands it writes.
+        self.results, kernel = kernel.num_outputs, own_inputs(kernel)
         self.kernel, self.launched = kernel, emit.Launched.of(text)
         count = len(kernel.params) + len(self.launched.scratch)
         path = _library(text, self.launched.name, count, folder, optimise)
@@ -205,7 +208,7 @@ class Code:
             *(TIMINGS | LATE_WARPGROUPS)[timing],
         )  # fmt: skip
         assert wrong is None, f"{timing}: {wrong.decode()}"
-        found = [np.array(r) for r in results]
+        found = [np.array(r) for r in results[: self.results]]
         if isinstance(memory, Fenced):
             memory.check()
             memory.release()

@@ -35,17 +35,18 @@ def simulated(
     results = [
         rng.integers(1, 100, p.ref.shape).astype(p.ref.dtype.np) for p in kernel.outputs
     ]
-    for source, target in kernel.aliases:
-        results[target] = inputs[source]
     scratch = [np.full(shape, 77).astype(d) for shape, d in launch.scratch_results]
+    made = [*results, *scratch]
+    for source, target in launch.aliases:
+        made[target] = inputs[source]
     programs = int(launch.config["grid_x"])  # type: ignore[index,call-overload]
     # What a log starts as and the log are one array.
     log = [np.zeros(launch.log_words, np.int32)] if launch.log_words else []
-    arrays = [*inputs, *log, *results, *scratch, *log]
+    arrays = [*inputs, *log, *made, *log]
     simulate.run(outputs["ttir"], arrays, programs, seed)
     if launch.read_log is not None:
         launch.read_log(log[0])
-    return results
+    return made[: len(results)]
 
 
 def whole_kernel(body, inputs: Sequence[TileType], *outputs: TileType) -> Kernel:

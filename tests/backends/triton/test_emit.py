@@ -220,7 +220,7 @@ def test_block_too_large_for_triton_says_so():
     assert "use smaller blocks" in str(error.value)
 
 
-def test_an_operand_is_not_written():
+def test_an_operand_that_is_written_is_a_copy():
     kernel = parse_kernel("""
         kernel @k(%n: ref<i32[4] smem>, %o: ref<i32[4] any>) outputs 1 {
           pipeline %o {grid=(2,), semantics=("arbitrary",), windows=(out[4],)}
@@ -232,8 +232,11 @@ def test_an_operand_is_not_written():
             }
         }
     """)
-    with pytest.raises(UnsupportedError, match="cannot write to the operand 'n'"):
-        compiled(kernel)
+    _, launch = compiled(kernel)
+    assert launch.scratch_results == (((4,), "int32"),) and launch.aliases == ((0, 1),)
+    given = np.arange(4, 8, dtype=np.int32)
+    (result,) = simulated(kernel, [given])
+    assert result.tolist() == [1, 5, 6, 7] and given[0] == 4
 
 
 def test_atomics_on_memory_that_is_accessed_again_are_fenced():
@@ -293,3 +296,20 @@ def test_reshapes_keep_unit_dimensions_where_an_if_has_several_results(results: 
     for n, want in ((1, 1 - x.sum(1) - last), (0, np.ones(16))):
         (got,) = simulated(kernel, [np.array([n], np.int32), x])
         np.testing.assert_array_equal(got, want)
+
+
+def test_the_fill_value_of_a_block_is_viewed_as_its_elements_are():
+    kernel = parse_kernel("""
+        kernel @k(%x: ref<f32[3] any>, %o: ref<i32[4] any>) outputs 1 {
+          pipeline %x, %o {grid=(), semantics=(), windows=(in[4] fill 3.0, out[4])}
+            map () { %z: i32 = constant {value=0} yield %z }
+            map () { %y: i32 = constant {value=0} yield %y }
+            body (%xb: ref<f32[4] block>, %ob: ref<i32[4] block>) {
+              %v: ref<i32[4] block> = bitcast_view %xb {dtype=i32}
+              %t: i32[4] = load %v[:]
+              store %ob[:] = %t
+            }
+        }
+    """)
+    (result,) = simulated(kernel, [np.ones(3, np.float32)])
+    assert result.view(np.float32).tolist() == [1, 1, 1, 3]

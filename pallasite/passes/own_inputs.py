@@ -1,7 +1,10 @@
 """own_inputs: gives an operand that the kernel writes a private copy.
 
-XLA's arrays are immutable; memory aliased with a result is the kernel's own.
+XLA's arrays are immutable; memory aliased with a result is the kernel's own. A launch
+has these results after those of the call (`own_results`).
 """
+
+from collections.abc import Sequence
 
 from pallasite.ir.nodes import Kernel, Value
 from pallasite.passes.analysis.memory import Roots
@@ -22,3 +25,8 @@ def own_inputs(kernel: Kernel) -> Kernel:
         num_outputs=kernel.num_outputs + len(own),
         aliases=(*kernel.aliases, *new),
     )
+
+
+def own_results(kernel: Kernel, count: int) -> Sequence[tuple[tuple[int, ...], str]]:
+    """Shapes and numpy dtypes of the results that a kernel has beside `count`."""
+    return tuple((p.ref.shape, p.ref.dtype.np.name) for p in kernel.outputs[count:])
