@@ -4,8 +4,6 @@ XLA's arrays are immutable; memory aliased with a result is the kernel's own. A 
 has these results after those of the call (`own_results`).
 """
 
-from collections.abc import Sequence
-
 from pallasite.ir.nodes import Kernel, Value
 from pallasite.passes.analysis.memory import Roots
 
@@ -27,6 +25,6 @@ def own_inputs(kernel: Kernel) -> Kernel:
     )
 
 
-def own_results(kernel: Kernel, count: int) -> Sequence[tuple[tuple[int, ...], str]]:
+def own_results(kernel: Kernel, count: int) -> tuple[tuple[tuple[int, ...], str], ...]:
     """Shapes and numpy dtypes of the results that a kernel has beside `count`."""
     return tuple((p.ref.shape, p.ref.dtype.np.name) for p in kernel.outputs[count:])
