@@ -27,6 +27,7 @@ from pallasite.autodiff.backward_windows import (
     place,
 )
 from pallasite.autodiff.edges import harmless_edges
+from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.per_program import Program, kernel_of, main_refs, program_of
@@ -349,6 +350,8 @@ def _plan(
             targets[shared[n]] = ref
     results = list(dict.fromkeys([*targets.values(), *changing.values()]))
     program = split_axes(replace(program, body=made.body), results)
+    if not changing:
+        program = gather_overlaps(program.simplified(), results)
     # Partial sums are for small operands, such as the weights of a norm.
     sums = _Sums.of(kernel, machine)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
