@@ -5,7 +5,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 import pallasite as pl
@@ -74,15 +73,10 @@ def _summed(parts, weights, bias):
 
 def _plain(x, weights, bias, *, activation, config):
     del config  # only kernels have blocks
-    total = _summed(_shifted(x, len(weights)), list(weights), bias)
-    return activation(total).astype(x.dtype)
-
-
-def _shifted(x, taps):
-    """What each tap sees of x; each has x's shape, and so may have its sharding."""
-    zero = jnp.zeros((), x.dtype)
-    shifts = reversed(range(taps))
-    return [lax.pad(x, zero, [(0, 0, 0), (n, -n, 0), (0, 0, 0)]) for n in shifts]
+    taps, length = len(weights), x.shape[1]
+    padded = jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0)))
+    parts = [padded[:, i : i + length] for i in range(taps)]
+    return activation(_summed(parts, list(weights), bias)).astype(x.dtype)
 
 
 def _by_blocks(x, weights, bias, *, activation, config):
@@ -91,11 +85,11 @@ def _by_blocks(x, weights, bias, *, activation, config):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def _convolved(x, weights, bias, activation, config):
-    """The convolution; what a tangent of x adds to its sums is computed by XLA.
+    """The convolution; a kernel of its own adds up what a tangent of x contributes.
 
     Blocks of x overlap: a backward kernel derived from this one adds to x's cotangent
-    in memory, once per tap, one block after another. The sums' cotangent has blocks
-    that do not overlap, and XLA adds its shifted copies in one pass.
+    in memory, once per tap, one block after another. In two steps, one kernel writes
+    the cotangent of the sums, whose blocks do not overlap, and another gathers x's.
     """
     return _kernel(x, weights, bias, activation=activation, config=config)
 
@@ -108,9 +102,9 @@ def _convolved_jvp(activation, config, primals, tangents):
     if isinstance(d_x, SymbolicZero):
         of_weights = functools.partial(call, x, config=config)
         return jax.jvp(of_weights, (weights, bias), d_rest)
-    wide = common.statistics_dtype(x.dtype)
-    shifted = _shifted(d_x.astype(wide), len(weights))
-    d_total = _summed(shifted, list(weights), jnp.zeros(1)).astype(x.dtype)
+    d_total = _kernel(
+        d_x, weights, jnp.zeros_like(bias), activation=lambda x: x, config=config
+    )
     out = _convolved(x, weights, bias, activation, config)
     tangents = (d_total, *d_rest)
     return out, call(x, weights, bias, tangents, config=_for_tangents(config))
