@@ -305,6 +305,12 @@ def vary_alike(values: Sequence[Any]) -> list[Any]:
     ]
 
 
+def summed_as(cotangent: Any, aval: Any) -> Any:
+    """A cotangent summed over the manual mesh axes its operand does not vary over."""
+    shared = manual_axes(aval_of(cotangent)) - manual_axes(aval)
+    return jax.lax.psum(cotangent, tuple(sorted(shared))) if shared else cotangent
+
+
 def _with_manual_axes(aval: Any, axes: frozenset[str]) -> Any:
     kind = aval.manual_axis_type
     update = getattr(kind, "update", None)

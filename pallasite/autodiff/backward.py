@@ -27,6 +27,7 @@ from pallasite.autodiff.backward_windows import (
     place,
 )
 from pallasite.autodiff.edges import harmless_edges
+from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.per_program import Program, kernel_of, main_refs, program_of
@@ -191,8 +192,8 @@ def _run(
     options = replace(call, kernel=step.kernel, cost_estimate=None, partition=rule)
     results = bind_call(options, [arrays[ref] for ref in step.operands])
     whole = [
-        x if parts == 1 else jnp.sum(x, axis=0)
-        for x, parts in zip(results, step.parts, strict=True)
+        jnp.sum(x, axis=tuple(range(x.ndim - ref.ref.rank))) if parts > 1 else x
+        for x, ref, parts in zip(results, step.results, step.parts, strict=True)
     ]
     # An operand that two stages add to gets both sums.
     return {
@@ -349,6 +350,8 @@ def _plan(
             targets[shared[n]] = ref
     results = list(dict.fromkeys([*targets.values(), *changing.values()]))
     program = split_axes(replace(program, body=made.body), results)
+    if not changing:
+        program = gather_overlaps(program.simplified(), results)
     # Partial sums are for small operands, such as the weights of a norm.
     sums = _Sums.of(kernel, machine)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
@@ -498,9 +501,7 @@ def _kernels(
         names = [p.ref.name.removesuffix("_ref") for p in group]
         names = "_".join(dict.fromkeys(names))
         order = grid_order(group, len(stage.sizes))
-        parts = None
-        if not changing:
-            parts = cut_into_parts(group, order, stage.sizes, sums)
+        parts = {} if changing else cut_into_parts(group, order, stage.sizes, sums)
         built.append(build(program, f"{stage.name}_{names}", group, order, parts))
     return built
 
@@ -536,19 +537,42 @@ def grid_order(group: Sequence[Placement], rank: int) -> list[int]:
 
 def cut_into_parts(
     group: Sequence[Placement], order: Sequence[int], sizes: Sequence[int], sums: _Sums
-) -> Parts | None:
-    """Split sums over parts of an axis where the grid has too few parallel programs."""
+) -> Parts:
+    """Split sums over parts of axes where the grid has too few parallel programs."""
     shared = frozenset[int].intersection(*(p.own for p in group))
     programs = prod(sizes[a] for a in shared)
-    rest = [a for a in order if a not in shared and sizes[a] > 1]
-    if programs >= sums.machine.enough_programs or not rest:
-        return None
-    axis = rest[0]
-    taken = sum(_bytes(p.ref) for p in group if axis not in p.own)
+    parts: Parts = {}
+    for axis in (a for a in order if a not in shared and sizes[a] > 1):
+        if programs >= sums.machine.enough_programs:
+            break
+        count = _parts_of(axis, group, sizes, sums, parts)
+        is_whole = count == sizes[axis]
+        if count >= LEAST_PARTS or is_whole:
+            parts[axis] = count
+            programs *= count
+        if not is_whole:
+            break
+    return parts
+
+
+def _parts_of(
+    axis: int,
+    group: Sequence[Placement],
+    sizes: Sequence[int],
+    sums: _Sums,
+    others: Parts,
+) -> int:
+    """How many parts to split an axis into, after others."""
+    taken = sum(
+        _bytes(p.ref) * prod(n for a, n in others.items() if a not in p.own)
+        for p in group
+        if axis not in p.own
+    )
     fits = sums.budget / max(taken, 1)  # parts that would take as much as the operands
-    most = min(MOST_PARTS, max(min(FEW_PARTS, fits / 4), fits * SMALL_SHARE))
+    most = min(
+        MOST_PARTS // prod(others.values()),
+        max(min(FEW_PARTS, fits / 4), fits * SMALL_SHARE),
+    )
     counts = [d for d in range(1, int(most) + 1) if sizes[axis] % d == 0]
     # Devices come in powers of two, and each should have whole parts.
-    count = max(counts, key=lambda d: (d & -d, d), default=1)
-    enough = count >= LEAST_PARTS or count == sizes[axis]
-    return Parts(axis, count) if enough else None
+    return max(counts, key=lambda d: (d & -d, d), default=1)

@@ -48,12 +48,8 @@ class Placement:
     changes: bool = False  # it has an initial value other than zero
 
 
-@dataclass(frozen=True)
-class Parts:
-    """A sequential axis split into parallel parts, each with its own sums."""
-
-    axis: int
-    count: int
+# Sequential axes split into parallel parts, each with its own sums: how many parts.
+Parts = dict[int, int]
 
 
 class IndexCode:
@@ -185,9 +181,10 @@ def build(
         name: of the kernel.
         results: with their placements.
         order: the grid axes, slowest first.
-        parts: an axis to split in two, with the parts first.
+        parts: axes that come first among the sequential ones; each becomes parallel, or
+            two axes, of which that of the parts is.
     """
-    return _Build(program, name, results, order, parts).run()
+    return _Build(program, name, results, order, parts or {}).run()
 
 
 class _Build:
@@ -197,7 +194,7 @@ class _Build:
         name: str,
         results: Sequence[Placement],
         order: Sequence[int],
-        parts: Parts | None,
+        parts: Parts,
     ):
         self.program, self.name, self.parts = program, name, parts
         self.placed = {p.ref: p for p in results}
@@ -214,61 +211,59 @@ class _Build:
 
     # --- the grid ---
 
-    def is_partial(self, placement: Placement) -> bool:
-        return self.parts is not None and self.parts.axis not in placement.own
+    def parts_of(self, placement: Placement) -> Parts:
+        """Those over which a result is summed."""
+        return {a: n for a, n in self.parts.items() if a not in placement.own}
 
     def result_ref(self, placement: Placement) -> Value:
         ref = placement.ref.ref
-        if self.is_partial(placement):
-            assert self.parts is not None
-            ref = ref.with_shape((self.parts.count, *ref.shape))
-        return Value(ref, placement.ref.name)
+        counts = self.parts_of(placement).values()
+        return Value(ref.with_shape((*counts, *ref.shape)), placement.ref.name)
 
     def grid(self) -> list[int]:
         sizes = []
         for axis in self.order:
             n = self.program.sizes[axis]
             if self.is_cut(axis):
-                assert self.parts is not None
-                sizes += [self.parts.count, n // self.parts.count]
+                sizes += [self.parts[axis], n // self.parts[axis]]
             else:
                 sizes.append(n)
         return sizes
 
     def is_cut(self, axis: int) -> bool:
         """Whether an axis is two axes of the kernel: parts, and steps of a part."""
-        if self.parts is None or axis != self.parts.axis:
-            return False
-        return self.program.sizes[axis] > self.parts.count
+        size = self.program.sizes[axis]
+        return size > self.parts.get(axis, size)
 
     def semantics(self) -> list[str]:
         shared = frozenset[int].intersection(*(p.own for p in self.placed.values()))
         found = []
         for axis in self.order:
-            part = self.parts is not None and axis == self.parts.axis
-            found.append("parallel" if axis in shared or part else "sequential")
+            is_parallel = axis in shared or axis in self.parts
+            found.append("parallel" if is_parallel else "sequential")
             if self.is_cut(axis):
                 found.append("sequential")
         return found
 
-    def new_ids(self, b: Builder) -> tuple[list[Value], dict[Value, Value], Value]:
-        """Grid indices of the kernel, those of the program, and the part's number"""
+    def new_ids(
+        self, b: Builder
+    ) -> tuple[list[Value], dict[Value, Value], dict[int, Value]]:
+        """Grid indices of the kernel, those of the program, and the parts' numbers"""
         ids: list[Value] = []
         known: dict[Value, Value] = {}
-        part = None
+        parts: dict[int, Value] = {}
         for axis in self.order:
             old = self.program.body.params[axis]
             ids.append(Value(T.INDEX, old.name or f"i{axis}"))
-            if self.parts is not None and axis == self.parts.axis:
-                part = ids[-1]
+            if axis in self.parts:
+                parts[axis] = ids[-1]
             if not self.is_cut(axis):
                 known[old] = ids[-1]
                 continue
-            assert self.parts is not None
             ids.append(Value(T.INDEX, "step"))
-            length = b.index(self.program.sizes[axis] // self.parts.count)
+            length = b.index(self.program.sizes[axis] // self.parts[axis])
             known[old] = b.add(b.mul(ids[-2], length), ids[-1])
-        return ids, known, part if part is not None else b.index(0)
+        return ids, known, parts
 
     # --- windows ---
 
@@ -287,14 +282,16 @@ class _Build:
         self, ref: Value, window: Window, indices: Sequence[Value | None]
     ) -> None:
         b = Builder()
-        ids, known, part = self.new_ids(b)
+        ids, known, parts = self.new_ids(b)
         yields = [
             b.index(0) if i is None else self.code.emit(b, i, known) for i in indices
         ]
         array = self.result_refs.get(ref, ref)
-        if ref in self.placed and self.is_partial(self.placed[ref]):
-            window = replace(window, dims=(BlockDim(1, "squeezed"), *window.dims))
-            yields = [part, *yields]
+        if ref in self.placed:
+            mine = [parts[axis] for axis in self.parts_of(self.placed[ref])]
+            dims = [BlockDim(1, "squeezed")] * len(mine)
+            window = replace(window, dims=(*dims, *window.dims))
+            yields = [*mine, *yields]
         type_ = T.RefType(window.block_shape, array.ref.dtype, window.space)
         self.arrays.append(array)
         self.window_attrs.append(window)
@@ -407,8 +404,7 @@ class _Build:
             index = next(pending)
             if self.is_cut(axis):
                 index = next(pending)
-            is_parts = self.parts is not None and axis == self.parts.axis
-            alone = is_parts and not self.is_cut(axis)
+            alone = axis in self.parts and not self.is_cut(axis)
             if axis not in placement.own and not alone:
                 found.append(index)
         return found
@@ -443,10 +439,7 @@ class _Build:
         )
         params = (*operands, *starts, *results)
         kernel = kernel.with_(params=params, aliases=aliases)
-        counts = [
-            self.parts.count if self.parts is not None and self.is_partial(p) else 1
-            for p in self.placed.values()
-        ]
+        counts = [prod(self.parts_of(p).values()) for p in self.placed.values()]
         sizes = self.program.sizes
         return Built(
             kernel,

@@ -318,7 +318,11 @@ def transpose_call(cotangents: Sequence[Any], *operands: Any, call: Call) -> lis
         jaxcompat.lying_as(jnp.zeros(x.aval.shape, x.aval.dtype), x.aval) if f else x
         for x, f in zip(operands, linear, strict=True)
     ]
-    return pull_back(call, primals, [_instantiated(c) for c in cotangents], linear)
+    found = pull_back(call, primals, [_instantiated(c) for c in cotangents], linear)
+    return [
+        c if c is None else jaxcompat.summed_as(c, x.aval)
+        for c, x in zip(found, operands, strict=True)
+    ]
 
 
 def _instantiated(cotangent: Any) -> Array | None:

@@ -271,3 +271,13 @@ def differentiated_as(function: Callable, same: Callable, *operands: Any) -> Any
 
     call.defjvp(jvp, symbolic_zeros=True)
     return call(*operands)
+
+
+def instantiated(tangents: Any, primals: Any) -> Any:
+    """Tangents with arrays of zeros for symbolic ones; both are pytrees."""
+
+    def each(tangent: Any, primal: Any) -> Any:
+        is_zero = isinstance(tangent, SymbolicZero)
+        return jnp.zeros_like(primal) if is_zero else tangent
+
+    return jax.tree.map(each, tangents, primals)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite.autodiff import backward
 from pallasite.autodiff.backward_choice import Machine
 from pallasite.autodiff.explain_grad import full_plan
 from pallasite.errors import NoBackwardKernel, SpecError
@@ -134,6 +135,46 @@ def test_sums_are_in_parts_where_programs_leave_multiprocessors_idle():
     }
     # 32 programs, each of which sums over all rows: enough for 16 cores.
     assert parts["cpu"] == (1, 1) and max(parts["h200"]) > 1
+
+
+def test_sums_are_in_parts_of_several_axes(monkeypatch):
+    """Also of a result that shares one of the axes with its blocks."""
+
+    def kernel(x_ref, w_ref, v_ref, o_ref):
+        o_ref[...] = x_ref[...] * w_ref[...] + v_ref[...]
+
+    def run(x, w, v):
+        block = pl.BlockSpec((None, 8, 128), lambda b, j, i: (b, i, j))
+        row = pl.BlockSpec((1, 128), lambda b, j, i: (0, j))
+        row_of_batch = pl.BlockSpec((None, 1, 128), lambda b, j, i: (b, 0, j))
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=(3, 2, 64),
+            in_specs=[block, row, row_of_batch],
+            out_specs=block,
+        )(x, w, v)
+
+    rng = np.random.default_rng(0)
+    shapes = (3, 512, 256), (1, 256), (3, 1, 256)
+    args = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    (made,) = kernels_in(run, *args)
+    (step,) = full_plan(made, machine=Machine.of(GPUS["h200"])).steps
+    names = [ref.name for ref in step.results]
+    # Three steps along b are too few for a GPU: it shares those along i, too.
+    assert dict(zip(names, step.parts, strict=True)) == {
+        "d_x_ref": 1,
+        "d_v_ref": 16,
+        "d_w_ref": 48,
+    }
+    assert "grid=(2, 3, 16, 4)" in step.kernel.text
+    parallel = '"parallel", "parallel", "parallel"'
+    assert f'semantics=({parallel}, "sequential")' in step.kernel.text
+
+    monkeypatch.setattr(backward, "chip_for", lambda _: GPUS["h200"])
+    gradient = lambda f: jax.grad(lambda *a: jnp.sin(f(*a)).sum(), (0, 1, 2))(*args)
+    got, want = gradient(run), gradient(lambda x, w, v: x * w + v)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4), got, want)
 
 
 def test_flash_attention_is_one_kernel_on_two_cores():

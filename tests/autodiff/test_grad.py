@@ -363,6 +363,19 @@ def test_inside_shard_map():
         agree(transformed(gate), transformed(gate_reference))
 
 
+def test_linear_transpose_sums_over_the_devices_that_share_an_operand():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    rows = jnp.arange(256.0).reshape(32, 8)
+
+    def pull_back(f):
+        each = lambda a, d, x: jax.linear_transpose(lambda x: f(a, x), x)(d)[0]
+        specs = (P("d"), P("d"), P())
+        mapped = jax.shard_map(each, mesh=mesh, in_specs=specs, out_specs=P())
+        return jax.jit(mapped)(rows, rows[:, 0], rows[0])
+
+    agree(pull_back(product), pull_back(jnp.dot))
+
+
 def test_second_derivatives_in_a_checked_shard_map():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     x = jnp.tile(X, (4, 1))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallasite import kernels
+from pallasite import config, kernels
 from pallasite.kernels import cross_entropy
 from tests.xla import put
 
@@ -464,6 +464,62 @@ def test_agrees_with_reference(name):
         modes_agree(case.operation, *case.operands)
     if case.sharded is not None:
         shards_agree(case.operation, case.sharded, *case.operands)
+
+
+WITH_TANGENTS = ["group norm", "causal convolution"]
+
+
+@pytest.mark.parametrize("name", WITH_TANGENTS)
+def test_gradients_of_some_operands(name):
+    """A kernel that has no tangent of x, or none of a weight."""
+    operation, operands = CASES[name].operation, CASES[name].operands
+    for kept in ((0,), (1,), (2,), (0, 2)):
+
+        def of_some(*given, kept=kept, **how):
+            known = dict(zip(kept, given, strict=True))
+            return operation(*(known.get(n, x) for n, x in enumerate(operands)), **how)
+
+        gradients_agree(of_some, *(operands[n] for n in kept))
+
+
+@pytest.mark.parametrize("target", ["h200", "a100"])
+@pytest.mark.parametrize("name", WITH_TANGENTS)
+def test_gradients_by_the_blocks_of_a_gpu(name, target):
+    with config.override(target=target):
+        gradients_agree(CASES[name].operation, *CASES[name].operands)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", WITH_TANGENTS)
+def test_gradients_of_narrow_floats(name, dtype):
+    narrow = [x.astype(dtype) for x in CASES[name].operands]
+    gradients_agree(CASES[name].operation, *narrow)
+
+
+@pytest.mark.parametrize("name", WITH_TANGENTS)
+def test_derivatives_of_every_mode(name):
+    operation, operands = CASES[name].operation, CASES[name].operands
+    tangents = tuple(normal(*x.shape, seed=9) for x in operands)
+
+    def forward(*args, **how):
+        return jax.jvp(functools.partial(operation, **how), args, tangents)
+
+    def reverse(*args, **how):
+        total = lambda *args: jnp.sin(operation(*args, **how)).sum()
+        return jax.grad(total, (0, 1, 2))(*args)
+
+    def of_batch(*args, **how):
+        batch = [jnp.stack([x, 2 * x]) for x in args]
+        return jax.vmap(functools.partial(reverse, **how))(*batch)
+
+    def forward_over_reverse(*args, **how):
+        return jax.jvp(functools.partial(reverse, **how), args, tangents)[1]
+
+    for derivative in (forward, of_batch, forward_over_reverse):
+        values_agree(jax.jit(derivative, static_argnames="implementation"), *operands)
+    # Reverse over each of the others.
+    gradients_agree(forward, *operands)
+    gradients_agree(reverse, *operands)
 
 
 PAGES = [normal(5, 4, 2, 8)] * 2
