@@ -164,7 +164,7 @@ class SharedMemory(LiveTiles):
             for user in self.used.get(waiting.pop(), []):
                 others = set(user.operands) - reached
                 if user.regions or not others.isdisjoint(self.from_products):
-                    return True
+                    return bool(self.from_products)
                 waiting += [v for v in user.results if v not in reached]
                 reached.update(user.results)
         return False
