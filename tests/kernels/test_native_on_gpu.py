@@ -169,6 +169,10 @@ CASES = {
         segmented,
         [*qkv(F32, 4096, 16, 128), *of(I32, (1, 4096))],
     ),
+    "attention f32, segments, very wide heads": (
+        segmented,
+        [*qkv(F32, 2048, 8, 576), *of(I32, (1, 2048))],
+    ),
     "attention f16, bias": (
         kernels.attention,
         [*qkv(F16, 4097, 16, 192), *of(F16, (1, 1, 4097, 4097))],
