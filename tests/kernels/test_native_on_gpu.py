@@ -194,7 +194,10 @@ CASES = {
         ],
     ),
     "paged_attention": (kernels.paged_attention, paged(BF16)),
-    "paged_attention f32, wide pages": (kernels.paged_attention, paged(F32, page=256)),
+    "paged_attention f32, large pages": (
+        kernels.paged_attention,
+        paged(F32, page=256, width=256),
+    ),
     "paged_attention, int8": (
         quantised_pages,
         [*paged(BF16, I8), *of(F32, (8,), (8,))],
