@@ -295,3 +295,18 @@ def test_forward_is_native(name):
 @pytest.mark.parametrize("name", sorted(CASES.keys() - WITHOUT_GRADIENTS))
 def test_gradient_is_native(name):
     assert not refusals(*gradient(*CASES[name]))
+
+
+@pytest.mark.parametrize(
+    "operation, widest",
+    [
+        (kernels.softmax, 1 << 18),
+        (kernels.rms_norm, 1 << 18),
+        (kernels.layer_norm, 1 << 18),
+        (kernels.sort, 512),
+    ],
+)
+def test_rows_that_a_program_has_no_room_for_are_left_to_xla(operation, widest):
+    run = lambda x: operation(x)
+    for width, has_kernel in ((widest, True), (2 * widest, False)):
+        assert bool(primitive.calls_in(run, *of(BF16, (8, width)))) == has_kernel
