@@ -4,7 +4,8 @@ Cotangents are accumulated in f32. Storing a block in the operand's own type mov
 the bytes (bf16), and no kernel has to convert the array afterwards. A block that is
 stored and never loaded, as a whole or in parts, is not a sum: it is stored in that
 type. One that the steps of a program add to is accumulated in scratch instead, and
-stored by the last of them.
+stored by the last of them. A block too large for that, such as all pages of a cache,
+stays as it is: its scratch would be in main memory, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import INDEX, DType
 from pallasite.passes.analysis.boxes import box_of
 from pallasite.passes.analysis.carried import covers_whole
+
+MOST_ELEMENTS = 1 << 20  # of a block that is accumulated in scratch
 
 
 def narrow_results(kernel: Kernel, dtypes: Mapping[int, DType]) -> Kernel:
@@ -46,7 +49,7 @@ def _narrowed(kernel: Kernel, result: Value, dtype: DType) -> Kernel:
     if uses and all(_is_plain(op, pipeline.body) for op in uses):
         for op in pipeline.body.ops:
             ops += [op] if op not in uses else _store(op, block, dtype)
-    elif steps and all(map(_is_box, uses)):
+    elif steps and all(map(_is_box, uses)) and block.ref.size <= MOST_ELEMENTS:
         old = shown[0].block
         kept = old.ref.with_shape([n for n in old.ref.shape if n != 1])
         sums = scratch.op("alloc", type=replace(kept, space="vmem"), names=[old.name])

@@ -264,6 +264,28 @@ def _once(d: _Doubling, op: Op) -> None:
     """The kernel itself prints and checks; its tangent need not do so again."""
 
 
+# --- tiles ---
+
+
+@_RULES.rule("dot")
+def _dot(d: _Doubling, op: Op) -> None:
+    """The same matmul with one operand's tangent at a time, in the operands' types.
+
+    JAX's derivative of the emulation would multiply both widened to f32: twice the
+    memory, and on a GPU without the matrix units.
+    """
+    d.keep(op)
+    lhs, rhs = op.operands
+    pairs = [(d.tangent(lhs), rhs), (lhs, d.tangent(rhs))]
+    terms = [
+        d.builder.op("dot", x, y, **op.attrs)
+        for x, y in pairs
+        if x is not None and y is not None
+    ]
+    if terms:
+        d.name_all(op.results, [functools.reduce(d.builder.add, terms)])
+
+
 # --- control ---
 
 

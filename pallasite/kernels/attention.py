@@ -17,6 +17,7 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs, dropout, masks
+from pallasite.target import Gpu
 
 # Where a running maximum starts: finite, so that differences stay finite where a row
 # has seen no allowed key yet.
@@ -302,6 +303,9 @@ def _plain(query, key, value, bias, sinks, seeds, *, mask, sizes, options, confi
 # the time of two.
 THREE, TWO, GAIN = 192, 128, 1.06
 NARROW = 64  # numbers of a value
+# Numbers of a head beyond which fewer rows at a time fit on a GPU: a program and its
+# gradients hold sums of this many elements.
+WIDE, SUMS = 256, 1 << 15
 
 LANES = 128  # what divides half a block's keys: whole vector registers of a TPU
 # Queries and keys of a head, and their width, whose blocks become one program on a TPU
@@ -348,6 +352,9 @@ def _default(sizes: "_Sizes", dtype: Any, mask: masks.Mask | None) -> AttentionC
         one = tpu.cores == 1 and _is_one_program(halves, sizes, mask)
         return halves if one else config
     chip, widths = configs.hopper(), (sizes.width, sizes.value_width)
+    if configs.traced_for(Gpu) and max(widths) > WIDE:
+        most = max(SUMS // pl.next_power_of_2(max(widths)), 16)
+        return AttentionConfig(most, most)
     fits = max(widths) <= NARROW and not any(w % 16 for w in widths)
     fits = fits and jnp.dtype(dtype).itemsize == 2
     arrays = mask.arrays() if mask is not None else ()

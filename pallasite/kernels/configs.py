@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -110,6 +110,19 @@ def tuned_rows(
     if traced_for(Host):
         default = _even(default, operands[0].shape)
     return tuned(kernel, given, default, ROWS, operands)
+
+
+# Columns of a row that a program of a GPU holds, in at most seconds of compilation:
+# XLA's compiler takes 78 for softmax of 2**20, and Triton has no larger tensors.
+WIDEST = 1 << 18
+
+
+def rows_kernel(kernel: Callable, plain: Callable, x: Any, most: int = WIDEST):
+    """The kernel, or the plain form where a program of a GPU has no room for a row.
+
+    XLA passes over such a row several times.
+    """
+    return plain if traced_for(Gpu) and x.shape[-1] > most else kernel
 
 
 def _even(config: common.RowConfig, shape: Sequence[int]) -> common.RowConfig:

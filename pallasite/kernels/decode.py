@@ -137,7 +137,9 @@ def paged_attention(
     )
 
 
-# A step over a paged cache is always one page.
+# A step over a paged cache is one page, or a part of a large one: of so many numbers
+# of a head, whose gradients fit a GPU too.
+MOST_NUMBERS = 1 << 15
 PAGED = {"splits": (1, 2, 4, 8, 16)}
 SPACE = {"block_kv": (64, 128, 256, 512), **PAGED}
 
@@ -321,22 +323,34 @@ def _contiguous(query, key_cache, value_cache, *operands, options, config):
 
 def _paged(query, key_pages, value_pages, *operands, options, config):
     *scales, lengths, page_table = operands
+    parts = _parts(key_pages.shape[1], max(key_pages.shape[3], value_pages.shape[3]))
+
+    def block_of(b, step, lengths_ref, table_ref):
+        page, part = (step, 0) if parts == 1 else (step // parts, step % parts)
+        # A sequence without keys has no page: its table entry may be anything.
+        return jnp.clip(table_ref[b, page], 0, key_pages.shape[0] - 1), part
+
     return _streamed(
         query,
         key_pages,
         value_pages,
         scales,
         [lengths, page_table],
-        block=key_pages.shape[1],
-        steps=page_table.shape[1],
-        # A sequence without keys has no page: its table entry may be anything.
-        block_of=lambda b, step, lengths_ref, table_ref: (
-            jnp.clip(table_ref[b, step], 0, key_pages.shape[0] - 1),
-            0,
-        ),
+        block=key_pages.shape[1] // parts,
+        steps=page_table.shape[1] * parts,
+        block_of=block_of,
         options=options,
         splits=config.splits,
     )
+
+
+def _parts(page: int, width: int) -> int:
+    """Steps over a page: more than one where a GPU has no room for all of it."""
+    if not configs.traced_for(Gpu):
+        return 1
+    most = max(MOST_NUMBERS // pl.next_power_of_2(max(width, 1)), 16)
+    counts = (n for n in range(1, max(page, 1) + 1) if page % n == 0)
+    return next((n for n in counts if page // n <= most), 1)
 
 
 def _streamed(

@@ -60,7 +60,8 @@ def rms_norm(
         The normalised rows in x's dtype; with `residual`, also the sum.
     """
     _check("rms_norm", x, residual, scale=scale)
-    compute = common.choose(implementation, _norm_rows, _plain_norm)
+    kernel = configs.rows_kernel(_norm_rows, _plain_norm, x)
+    compute = common.choose(implementation, kernel, _plain_norm)
     config = configs.tuned_rows("rms_norm", config, x, residual)
     options = _Options("rms_norm", epsilon, scale_offset, centred=False)
     normed, total = compute(x, scale, None, residual, options=options, config=config)
@@ -107,7 +108,8 @@ def layer_norm(
     Arguments and results are those of `rms_norm`; bias is (width,), or None for zeros.
     """
     _check("layer_norm", x, residual, scale=scale, bias=bias)
-    compute = common.choose(implementation, _norm_rows, _plain_norm)
+    kernel = configs.rows_kernel(_norm_rows, _plain_norm, x)
+    compute = common.choose(implementation, kernel, _plain_norm)
     config = configs.tuned_rows("layer_norm", config, x, residual)
     options = _Options("layer_norm", epsilon, scale_offset, centred=True)
     normed, total = compute(x, scale, bias, residual, options=options, config=config)

@@ -40,6 +40,11 @@ def top_k(
     return compute(x, k=k, config=configs.tuned_rows("top_k", config, x))
 
 
+# Columns that a GPU sorts in a kernel: its network of comparisons takes XLA's compiler
+# 16 seconds for these, minutes for more.
+MOST_SORTED = 512
+
+
 def sort(
     x: jax.Array,
     *,
@@ -57,7 +62,8 @@ def sort(
         (..., width) in x's dtype, and (..., width) int32.
     """
     common.check_rows("sort", "x", x)
-    compute = common.choose(implementation, _sorted_rows, _plain_sort)
+    kernel = configs.rows_kernel(_sorted_rows, _plain_sort, x, MOST_SORTED)
+    compute = common.choose(implementation, kernel, _plain_sort)
     if not x.size:
         compute = _plain_sort
     config = configs.tuned_rows("sort", config, x)

@@ -18,7 +18,8 @@ def softmax(
     A row of only -inf gives NaN, as in `jax.nn.softmax`.
     """
     common.check_rows("softmax", "x", x)
-    compute = common.choose(implementation, _softmax_rows, _plain_softmax)
+    kernel = configs.rows_kernel(_softmax_rows, _plain_softmax, x)
+    compute = common.choose(implementation, kernel, _plain_softmax)
     config = configs.tuned_rows("softmax", config, x)
     if not x.size:  # empty rows have no maximum
         return jnp.asarray(x)

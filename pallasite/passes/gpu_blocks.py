@@ -57,6 +57,7 @@ class Tiles:
         padded: whether each side of a tile is padded to a power of two.
         least_side: the smallest side to split to.
         lone: how much longer the matmuls of a warpgroup take if it is alone on its SM.
+        reloads: whether operands that exceed shared memory are multiplied in parts.
     """
 
     register_share: float = 0.5
@@ -65,6 +66,7 @@ class Tiles:
     keeps_operands: bool = False
     least_side: int = LEAST_SIDE
     lone: float = 1.0
+    reloads: bool = True
 
     def elements(self, shape: Sequence[int]) -> int:
         return _physical(shape) if self.padded else prod(shape)
@@ -323,7 +325,9 @@ class _WithProducts:
             value = dot.rhs.value
             shape = blocks.shape(value, smallest)
             needed = _physical(shape) * value.tile.dtype.bytes
-            if needed > available:
+            # What is multiplied in parts still has to fit in registers.
+            most = 4 * self.chip.registers if self.tiles.reloads else available
+            if needed > max(most, available):
                 raise ChipMemoryError(
                     f"a block needs more shared memory than {self.chip.name} has",
                     [

@@ -15,6 +15,7 @@ import pallasite.tpu as pltpu
 from pallasite.autodiff.rules import tangent_p
 from pallasite.autodiff.tangent import tangent_kernel
 from pallasite.errors import UnsupportedError
+from pallasite.ir.nodes import walk
 from pallasite.ir.parse import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.primitive import call_p, kernels_in
@@ -512,3 +513,20 @@ def test_second_derivatives_of_linear_solves(solve, twice):
     size = lambda solve: lambda a: jnp.sum(solve(a, b) ** 2)
     got, want = (jax.jit(TWICE[twice](size(f)))(a) for f in (run, plain))
     agree(got, want)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_tangents_of_matmuls_are_multiplied_in_the_operands_types(dtype):
+    """Widened, they would not run on a GPU's matrix units, and take twice the room."""
+
+    def multiply(x_ref, y_ref, o_ref):
+        o_ref[...] = jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.float32)
+
+    x, y = jnp.ones((8, 16), dtype), jnp.full((16, 4), 2, dtype)
+    out = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    product = pl.pallas_call(multiply, out_shape=out)
+    push = lambda x, y: jax.jvp(product, (x, y), (3 * x, y))
+    made = tangent_kernel(kernels_in(product, x, y)[0], (True, True)).kernel
+    dots = [op for op in walk(made.body) if op.name == "dot"]
+    assert {v.tile.dtype.numpy_name for op in dots for v in op.operands} == {dtype}
+    np.testing.assert_allclose(push(x, y)[1], jnp.full((8, 4), 16 * (3 * 2 + 2)))

@@ -1,13 +1,16 @@
 """Attention over caches, contiguous and paged, of sequences of any length."""
 
 import functools
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallasite import kernels
+from pallasite import config, kernels
+from pallasite.ir.nodes import walk
+from pallasite.primitive import kernels_in
 from tests.xla import put
 
 from .agreement import gradients_agree, modes_agree, values_agree
@@ -116,3 +119,31 @@ def test_a_cache_grows_under_jit():
         )
         np.testing.assert_allclose(step(query, keys, values, lengths), want, atol=1e-5)
     assert len(traced) == 1
+
+
+def test_a_page_larger_than_a_gpu_has_room_for_is_read_in_parts(monkeypatch):
+    module = import_module("pallasite.kernels.decode")
+    monkeypatch.setattr(module, "MOST_NUMBERS", 256)  # 16 keys of 12 numbers, padded
+    pages = [normal(5, 48, 2, 12, seed=n) for n in (1, 2)]
+    lengths = jnp.array([90, 17, 0], jnp.int32)
+    table = jnp.array([[4, 1], [0, 99], [-1, -1]], jnp.int32)
+    operands = (normal(3, 4, 12), *pages, lengths, table)
+    how = dict(config=kernels.DecodeConfig(splits=2))
+
+    def total(query, keys, values, **how):
+        out = kernels.paged_attention(query, keys, values, lengths, table, **how)
+        return jnp.sum(jnp.sin(out))
+
+    with config.override(target="h200"):
+        run = lambda *args: kernels.paged_attention(*args, **how)
+        (kernel,) = kernels_in(run, *operands)
+        (pipeline,) = [op for op in walk(kernel.body) if op.name == "pipeline"]
+        assert pipeline.attrs["grid"][-1] == 3, (
+            "two pages of three parts, in two splits"
+        )
+        got = jax.value_and_grad(functools.partial(total, **how), (0, 1, 2))(
+            *operands[:3]
+        )
+    plain = functools.partial(total, implementation="reference")
+    want = jax.value_and_grad(plain, (0, 1, 2))(*operands[:3])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), got, want)

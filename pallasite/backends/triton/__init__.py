@@ -22,8 +22,10 @@ from pallasite.backends.base import (
     stored_launch,
 )
 from pallasite.backends.triton import emit
+from pallasite.backends.triton.fill_in_parts import fill_in_parts
 from pallasite.backends.triton.launch import STAGES, WARPS, schedule_launch
 from pallasite.backends.triton.prints import WORDS, reader, sites_of
+from pallasite.backends.triton.reload_operands import reload_operands
 from pallasite.backends.triton.schedule import check_types, is_native, plain_copies
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.canonicalize import canonicalize
@@ -59,6 +61,7 @@ PASSES = (
     Pass("canonicalize", canonicalize, if_changed=True),
     Pass("fold_exp2", fold_exp2),
     Pass("sink_loads", sink_loads),
+    Pass("fill_in_parts", fill_in_parts),
 )
 
 
@@ -74,6 +77,7 @@ class TritonBackend:
         params = options.compiler_params
         tuned = bool(params.get("num_warps") or params.get("num_stages"))
         blocks = partial(for_gpu, chip=_chip(options), tuned=tuned)
+        fitted = partial(reload_operands, params=params, chip=_chip(options))
         launch = partial(schedule_launch, params=params, chip=_chip(options))
         return (
             Pass("check_types", partial(check_types, chip=_chip(options))),
@@ -82,6 +86,7 @@ class TritonBackend:
             Pass("choose_blocks", blocks),
             Pass("canonicalize", canonicalize, if_changed=True),
             *PASSES,
+            Pass("reload_operands", fitted),
             Pass("launch", launch),
         )
 

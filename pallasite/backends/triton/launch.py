@@ -27,6 +27,7 @@ from pallasite.passes.analysis.memory import Roots, written_refs
 from pallasite.target import Gpu
 
 WARPS, STAGES, GROUP = "triton.warps", "triton.stages", "triton.group"
+AGAIN = "triton.again"  # on a load that must not be merged with an earlier one
 
 OVERHEAD = 32  # registers of a thread besides its part of the tiles
 COMFORTABLE = 128  # registers per thread with which two matmuls still overlap
@@ -47,12 +48,12 @@ def schedule_launch(kernel: Kernel, params: Mapping[str, Any], chip: Gpu) -> Ker
             into shared memory.
     """
     need = Need.of(kernel)
-    warps = params.get("num_warps") or _warps(need, chip)
-    shared = SharedMemory(kernel, int(warps))
+    warps = chosen_warps(need, params, chip)
+    shared = SharedMemory(kernel, warps)
     if shared.bytes(stages=1) > chip.shared.bytes:
         raise _too_large(shared, chip)
     stages = params.get("num_stages") or _stages(need, shared, chip)
-    notes: dict[str, Any] = {WARPS: int(warps), STAGES: int(stages)}
+    notes: dict[str, Any] = {WARPS: warps, STAGES: int(stages)}
     group = _group(kernel, need, shared, chip)
     if group > 1:
         notes[GROUP] = group
@@ -205,7 +206,10 @@ def _elements(value: Value) -> int:
 # --- choices ---
 
 
-def _warps(need: Need, chip: Gpu) -> int:
+def chosen_warps(need: Need, params: Mapping[str, Any], chip: Gpu) -> int:
+    """The author's number of warps, else the model's."""
+    if params.get("num_warps"):
+        return int(params["num_warps"])
     return _product_warps(need, chip) if need.rows else _stream_warps(need, chip)
 
 
@@ -259,7 +263,7 @@ def _most_stages(shared: SharedMemory, available: int) -> int:
 
 
 def _too_large(shared: SharedMemory, chip: Gpu) -> ChipMemoryError:
-    needed, op = shared.peak(stages=1)
+    needed, op, _ = shared.peak(stages=1)
     is_turned = op is not None and op.name == "transpose"
     what = "a transposed tile does" if is_turned else "the operands of a matmul do"
     facts = [("needed", f"{needed} bytes"), (chip.name, f"{chip.shared.bytes} bytes")]

@@ -16,6 +16,7 @@ from pallasite.backends import strided_views
 from pallasite.backends.strided_views import Dim, Edge, StridedViews, dims_of
 from pallasite.backends.triton.core import FLOAT_BITS
 from pallasite.backends.triton.dots import Dots
+from pallasite.backends.triton.launch import AGAIN
 from pallasite.backends.triton.text import Val, memory_element, physical, type_text
 from pallasite.ir.nodes import Access, At, Gather, Op, Span, Value
 from pallasite.ir.types import DType, RefType
@@ -299,8 +300,13 @@ class Memory(Dots, StridedViews[View, Val]):
                 outside = self.to_memory(other)
             operands = f", {mask}, {outside}"
         pointer_type = type_text(place.shape, place.view.pointer.elem)
+        # Triton merges equal loads, and then keeps what they load in between.
+        again = " {isVolatile = true}" if op.attrs.get(AGAIN) else ""
         loaded = self.let(
-            f"{text}{operands} : {pointer_type}", place.shape, elem, shared=False
+            f"{text}{operands}{again} : {pointer_type}",
+            place.shape,
+            elem,
+            shared=False,
         )
         result = self.from_memory(loaded, place.view.dtype)
         if apart and user is not None and other is not None:

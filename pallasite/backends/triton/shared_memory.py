@@ -16,6 +16,7 @@ observed to take some, with Triton 3.9's own compiler:
 
 from collections.abc import Iterable, Iterator
 from math import prod
+from typing import NamedTuple
 
 from pallasite.backends.triton.text import physical
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -23,6 +24,14 @@ from pallasite.ir.roles import Dot, DotSide
 from pallasite.passes.analysis.live_tiles import LiveTiles
 
 WARP_ROWS = 16  # of a matmul that one warp computes
+
+
+class Peak(NamedTuple):
+    """What a program needs while an op runs, and the operands in shared memory then."""
+
+    bytes: int = 0
+    op: Op | None = None
+    operands: frozenset[Value] = frozenset()
 
 
 class SharedMemory(LiveTiles):
@@ -46,18 +55,16 @@ class SharedMemory(LiveTiles):
 
     def bytes(self, stages: int) -> int:
         """The peak."""
-        return self.peak(stages)[0]
+        return self.peak(stages).bytes
 
-    def peak(self, stages: int) -> tuple[int, Op | None]:
-        """The peak, and the op at which it occurs."""
-        start: tuple[int, Op | None] = 0, None
+    def peak(self, stages: int) -> "Peak":
         needs = self.needs(self.kernel.body, set(), stages, in_loop=False)
-        return max(needs, key=lambda need: need[0], default=start)
+        return max(needs, key=lambda peak: peak.bytes, default=Peak())
 
     def needs(
         self, block: Block, after: set[Value], stages: int, in_loop: bool
-    ) -> Iterator[tuple[int, Op]]:
-        """Bytes at each op of a block, given the operands that are live after it."""
+    ) -> Iterator["Peak"]:
+        """What each op of a block needs, given the operands that are live after it."""
         ahead = self.loaded_ahead(block) if in_loop and stages > 1 else frozenset()
         # A loop's buffers exist in all of its iterations.
         buffers = sum(self.buffer_bytes(load, stages) for load in ahead)
@@ -66,11 +73,12 @@ class SharedMemory(LiveTiles):
         for op in reversed(block.ops):
             live |= self.multiplied(op) - own
             scratch = 0 if op in ahead else self.scratch_bytes(op)
-            yield buffers + sum(self.held[v] for v in live) + scratch, op
+            held = sum(self.held[v] for v in live)
+            yield Peak(buffers + held + scratch, op, frozenset(live))
             for region in op.regions:
                 is_loop = op.name in ("for", "while")
-                for size, inner in self.needs(region, live, stages, is_loop):
-                    yield buffers + size, inner
+                for inner in self.needs(region, live, stages, is_loop):
+                    yield inner._replace(bytes=buffers + inner.bytes)
             live = live.difference(op.results)
 
     def has_loads_ahead(self) -> bool:
@@ -156,7 +164,7 @@ class SharedMemory(LiveTiles):
             for user in self.used.get(waiting.pop(), []):
                 others = set(user.operands) - reached
                 if user.regions or not others.isdisjoint(self.from_products):
-                    return True
+                    return bool(self.from_products)
                 waiting += [v for v in user.results if v not in reached]
                 reached.update(user.results)
         return False

@@ -435,11 +435,13 @@ def test_operands_of_f32_take_shared_memory_too():
 
     def kernel(x_ref, y_ref, o_ref):
         x = x_ref[...]  # all of it is needed in every program
-        o_ref[...] = jnp.dot(x, y_ref[...]) + jnp.sum(x)
+        # Of a batch of products none is divided.
+        product = jnp.einsum("bij,bjk->bik", x, y_ref[...])
+        o_ref[...] = product + jnp.sum(x)
 
     said = "operands of a matmul do not fit in shared memory"
     with pytest.raises(ChipMemoryError, match=said) as caught:
-        large(kernel, (256, 256), (256, 256), (256, 256))["ttir"]
+        large(kernel, (2, 256, 128), (2, 256, 128), (2, 128, 128))["ttir"]
     assert "232448 bytes" in str(caught.value)
 
 

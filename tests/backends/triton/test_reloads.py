@@ -1,0 +1,127 @@
+"""Operands that do not fit in shared memory, and fills of more than a tensor holds."""
+
+from dataclasses import replace
+from importlib import import_module
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite.backends import base
+from pallasite.backends.triton.launch import AGAIN
+from pallasite.ir.nodes import walk
+from pallasite.primitive import kernels_in
+from pallasite.target import GPUS
+from tests.backends.triton import simulate
+from tests.backends.triton.harness import BACKEND, simulated
+
+H200 = GPUS["h200"]
+
+
+def with_shared(size):
+    """A chip with so many bytes of shared memory."""
+    shared = replace(H200.shared, bytes=size)
+    return replace(H200, memories={**H200.memories, "shared": shared})
+
+
+def scheduled(kernel, chip):
+    made = base.Compiled(BACKEND, kernel, base.Options(chip=chip), shared=())
+    simulate.verify_ttir(made["ttir"])
+    return made.scheduled
+
+
+def ops_of(kernel, name):
+    return [op for op in walk(kernel.body) if op.name == name]
+
+
+def several(x_ref, y_ref, z_ref, o_ref):
+    """`x`, and `p`, which is computed, are multiplied first and last."""
+    x, y, z = x_ref[...], y_ref[...], z_ref[...]
+    p = jnp.tanh(x @ y)
+    q = jnp.tanh(z @ y.T)
+    o_ref[...] = p.T @ x + p @ q + jnp.max(p)
+
+
+def one(x_ref, y_ref, z_ref, o_ref):
+    """Neither operand is free to be split: of both there is a sum over all."""
+    x, y = x_ref[...], y_ref[...]
+    o_ref[...] = jnp.sin(x) @ y.T + jnp.sum(x) + jnp.sum(y) + z_ref[...]
+
+
+def kernel_of(body, side=32):
+    square = jax.ShapeDtypeStruct((side, side), jnp.float32)
+    run = lambda *xs: pl.pallas_call(body, out_shape=square)(*xs)
+    (kernel,) = kernels_in(run, square, square, square)
+    return kernel
+
+
+def operands(side=32):
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(side, side)).astype(np.float32) for _ in range(3)]
+
+
+def test_an_operand_is_loaded_again_where_others_need_the_room():
+    kernel = kernel_of(several)
+    assert not any(AGAIN in op.attrs for op in walk(scheduled(kernel, H200).body))
+    tight = with_shared(12 << 10)  # three tiles of 32 x 32
+    made = scheduled(kernel, tight)
+    again = [op for op in ops_of(made, "load") if AGAIN in op.attrs]
+    assert again and ops_of(made, "alloc"), "from its array, or from scratch"
+    how = base.Options(chip=tight)
+    text = base.Compiled(BACKEND, kernel, how, shared=())["ttir"]
+    assert text.count("isVolatile = true") == len(again)
+    (got,), (want,) = (simulated(kernel, operands(), chip=c) for c in (tight, H200))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_matmul_that_does_not_fit_goes_over_parts_of_its_depth():
+    kernel, tight = kernel_of(one), with_shared(7 << 10)  # two operands take 8 KB
+    made = scheduled(kernel, tight)
+    (loop,) = ops_of(made, "for")
+    (product,) = [op for op in walk(loop.regions[0]) if op.name == "dot"]
+    assert {v.tile.size for v in product.operands} == {32 * 16}
+    (got,), (want,) = (simulated(kernel, operands(), chip=c) for c in (tight, H200))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_large_fill_is_a_loop(monkeypatch):
+    def accumulate(x_ref, o_ref):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            o_ref[...] = jnp.ones_like(o_ref)
+
+        row = pl.program_id(0) * 5 % 7
+        o_ref[row] += x_ref[0]
+
+    shape = jax.ShapeDtypeStruct((7, 6, 16), jnp.float32)
+    run = lambda x: pl.pallas_call(
+        accumulate,
+        out_shape=shape,
+        grid=x.shape[0],
+        in_specs=[pl.BlockSpec((1, 6, 16), lambda i: (i, 0, 0))],
+        out_specs=pl.BlockSpec((7, 6, 16), lambda i: (0, 0, 0)),
+    )(x)
+    x = np.random.default_rng(0).normal(size=(5, 6, 16)).astype(np.float32)
+    (kernel,) = kernels_in(run, x)
+    module = import_module("pallasite.backends.triton.fill_in_parts")
+    monkeypatch.setattr(module, "MAX_ELEMENTS", 64)
+    monkeypatch.setattr(module, "PART", 32)
+    fills = [
+        [v.tile.shape for v in op.operands if not v.is_ref and v.tile.rank > 1]
+        for op in ops_of(scheduled(kernel, H200), "store")
+    ]
+    assert [(1, 2, 16)] in fills, "whole rows, and as many as fit"
+    want = np.ones(shape.shape, np.float32)
+    for n, rows in enumerate(x):
+        want[n * 5 % 7] += rows
+    np.testing.assert_allclose(simulated(kernel, [x])[0], want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("side", [32, 48])
+def test_reloads_of_sides_that_are_no_power_of_two(side):
+    kernel, tight = kernel_of(several, side), with_shared(24 << 10)
+    given = operands(side)
+    (got,), (want,) = (simulated(kernel, given, chip=c) for c in (tight, H200))
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
