@@ -194,11 +194,14 @@ def check_count(operation: str, name: str, value: Any, least: int, fix: str) -> 
 
 
 def check_soft_cap(operation: str, soft_cap: Any) -> None:
-    """Checks that a cap is positive: a cap of 0 would make all scores equal."""
+    """Checks that a cap is a positive number.
+
+    A cap of 0 would make all scores equal, and an infinite one NaN.
+    """
     if soft_cap is None:
         return
     check_numbers(operation, soft_cap=soft_cap)
-    if jaxcompat.is_concrete(soft_cap) and not soft_cap > 0:
+    if jaxcompat.is_concrete(soft_cap) and not 0 < soft_cap < math.inf:
         raise SpecError(
             f"{operation}: soft_cap is {soft_cap}",
             fix="pass a positive number, or None for scores without a cap",

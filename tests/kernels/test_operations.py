@@ -574,6 +574,11 @@ REFUSALS = [
         [normal(3, 4), integers(0, 5, 3), normal(4, 5)],
         "soft_cap is 0",
     ),
+    (
+        functools.partial(loss, soft_cap=float("inf")),
+        [normal(3, 4), integers(0, 5, 3), normal(4, 5)],
+        "soft_cap is inf",
+    ),
     (kernels.group_norm, [normal(3, 4), 3], "divisor of channels"),
     (
         functools.partial(kernels.ragged_paged_attention, window=0),
