@@ -272,13 +272,15 @@ def picture(curves: dict[str, list[float]], path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="toy")
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("--steps", type=int, help="1 or more")
     parser.add_argument(
         "--picture",
         type=Path,
         default=Path(tempfile.gettempdir(), "pallasite_loss.svg"),
     )
     options = parser.parse_args(argv)
+    if options.steps is not None and options.steps < 1:
+        parser.error(f"--steps is {options.steps}, not 1 or more")
     model, batch, length, steps, rate = SIZES[options.size]
     texts = batches(batch, length, options.steps or steps)
     count = max(n for n in (1, 2, 4, 8) if n <= len(jax.devices()))
@@ -303,7 +305,8 @@ def main(argv: list[str] | None = None) -> None:
     for name, curve in curves.items():
         off = np.abs(np.array(curve) - reference).mean()
         assert off < 0.05, f"{name}: the loss is off by {off:.3f}"
-    assert reference[-1] < reference[0] - 0.1, "nothing was learned"
+    if len(texts) >= steps:  # fewer may be too few to learn anything
+        assert reference[-1] < reference[0] - 0.1, "nothing was learned"
 
 
 if __name__ == "__main__":

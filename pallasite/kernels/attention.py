@@ -121,7 +121,9 @@ def attention(
             heads / kv_heads of them in turn.
         value: (batch, keys, kv_heads, value_width).
         bias: added to the scaled and capped scores: (batch or 1, heads or 1, queries,
-            keys). A query with -inf for all keys gives zeros.
+            keys). A query with -inf for all keys gives zeros. Use -inf, not a large
+            number, for such queries: where all scores of a query are -1e30 or less,
+            its result lies between zeros and the mean of the values.
         mask: which pairs are allowed (`pallasite.kernels.masks`). A query that may look
             at nothing gives zeros.
         scale: what scores are multiplied by; by default width ** -0.5.
@@ -139,12 +141,14 @@ def attention(
     """
     sizes = _Sizes.of(query, key, value)
     _check(sizes, query, key, value, bias, sinks)
+    if scale is not None:
+        common.check_numbers("attention", scale=scale)
     common.check_soft_cap("attention", soft_cap)
     if mask is not None:
         masks.check_mask("attention", mask)
     dropout.check_rate("attention", dropout_rate, dropout_key)
     options = _Options(
-        scale=sizes.width**-0.5 if scale is None else scale,
+        scale=max(sizes.width, 1) ** -0.5 if scale is None else scale,
         soft_cap=soft_cap,
         dropout_rate=dropout_rate,
         return_log_sum_exp=return_log_sum_exp,
@@ -177,7 +181,7 @@ def attention(
         bias,
         sinks,
         seeds,
-        mask=mask or masks.Everything(),
+        mask=masks.Everything() if mask is None else mask,
         sizes=sizes,
         options=options,
         config=config,

@@ -7,6 +7,7 @@ Every operation takes `implementation=`:
 - "reference": plain jnp in float32 throughout, for comparing results.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -20,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 
 import pallasite as pl
 from pallasite import jaxcompat
-from pallasite.errors import KernelTypeError, SpecError
+from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 
 Implementation = Literal["pallasite", "xla", "reference"]
 
@@ -31,7 +32,7 @@ def choose(implementation: str, kernel: Callable, plain: Callable) -> Callable:
     `plain` computes in the dtypes it is given, so the reference is the same function
     on wider operands.
     """
-    if implementation not in get_args(Implementation):
+    if not _is_one_of(implementation, get_args(Implementation)):
         raise SpecError(
             f"unknown implementation={implementation!r}",
             fix=f"one of {', '.join(map(repr, get_args(Implementation)))}",
@@ -54,7 +55,21 @@ def _of_jax(x: Any) -> Any:
 
 def result_dtype(given: Any, x: Any) -> np.dtype:
     """The requested dtype, or else the operand's."""
-    return jnp.dtype(given or jax.dtypes.canonicalize_dtype(x.dtype))
+    if given is None:
+        return jnp.dtype(jax.dtypes.canonicalize_dtype(x.dtype))
+    return checked_dtype("out_dtype", given)
+
+
+def checked_dtype(name: str, given: Any) -> np.dtype:
+    """A dtype that an option names."""
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(given, jax.Array):  # those convert, with a warning
+            return jnp.dtype(given)
+    raise KernelTypeError(
+        f"{name} is not a dtype",
+        [("is", shown(given))],
+        fix="pass a dtype, such as jnp.bfloat16",
+    )
 
 
 def in_float32(plain: Callable) -> Callable:
@@ -94,17 +109,44 @@ def check_floats(operation: str, **operands: Any) -> None:
 
 
 def check_array(operation: str, name: str, x: Any) -> None:
-    """Checks that an operand is an array, not a list or a number."""
-    if not hasattr(x, "dtype"):
+    """Checks that an operand is an array, not a list, a number or only a shape."""
+    if not hasattr(x, "dtype") or isinstance(x, jax.ShapeDtypeStruct):
         raise KernelTypeError(
             f"{operation}: {name} is not an array",
             [("is of type", type(x).__name__)],
             fix=f"pass {name} as an array: jnp.asarray(...)",
         )
+    if any(not isinstance(size, int | np.integer) for size in x.shape):
+        raise UnsupportedError(
+            f"{operation}: {name} has a symbolic shape",
+            [("has shape", tuple(x.shape))],
+            fix="jax.vmap the call over the symbolic dimension, or export the function "
+            "for each shape it is used with",
+        )
+
+
+def check_arrays(operation: str, **operands: Any) -> None:
+    """Checks that every operand is an array; None is not."""
+    for name, x in operands.items():
+        check_array(operation, name, x)
+
+
+def check_real(operation: str, **operands: Any) -> None:
+    """Checks that every operand has elements that convert to floating point."""
+    check_arrays(operation, **operands)
+    for name, x in operands.items():
+        kinds = (jnp.floating, jnp.integer, jnp.bool_)
+        if not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
+            raise KernelTypeError(
+                f"{operation}: {name} has no real numbers",
+                [("is", shown(x))],
+                fix=f"pass {name} as floating point or integers",
+            )
 
 
 def check_rows(operation: str, name: str, x: Any) -> None:
     """Checks that an operand is rows of floats: it has a last dimension."""
+    check_array(operation, name, x)
     check_floats(operation, **{name: x})
     if not x.ndim:
         raise SpecError(
@@ -114,19 +156,65 @@ def check_rows(operation: str, name: str, x: Any) -> None:
         )
 
 
+def check_numbers(operation: str, **options: Any) -> None:
+    """Checks that every option is one real number, traced or not.
+
+    An array would multiply a block of whatever shape it happens to broadcast to.
+    """
+    for name, value in options.items():
+        if not _is_number(value):
+            raise KernelTypeError(
+                f"{operation}: {name} is not a number",
+                [("is", shown(value))],
+                fix=f"pass {name} as one real number",
+            )
+
+
+def shown(value: Any) -> str:
+    """A value in a message: an array's dtype and shape, anything else as it is."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)}"
+    return repr(value)
+
+
+def _is_number(value: Any) -> bool:
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        kinds = (jnp.floating, jnp.integer)
+        is_real = any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+        return is_real and not value.shape
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_count(operation: str, name: str, value: Any, least: int, fix: str) -> None:
+    """Checks that an option is an integer known at trace time, `least` or more."""
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or value < least:
+        what = repr(value) if jaxcompat.is_concrete(value) else "a traced value"
+        raise SpecError(f"{operation}: {name} is {what}", fix=fix)
+
+
 def check_soft_cap(operation: str, soft_cap: Any) -> None:
-    """Checks that a cap is positive: a cap of 0 would make all scores equal."""
-    if soft_cap is None or not jaxcompat.is_concrete(soft_cap) or soft_cap > 0:
+    """Checks that a cap is a positive number.
+
+    A cap of 0 would make all scores equal, and an infinite one NaN.
+    """
+    if soft_cap is None:
         return
-    raise SpecError(
-        f"{operation}: soft_cap is {soft_cap}",
-        fix="pass a positive number, or None for scores without a cap",
-    )
+    check_numbers(operation, soft_cap=soft_cap)
+    if jaxcompat.is_concrete(soft_cap) and not 0 < soft_cap < math.inf:
+        raise SpecError(
+            f"{operation}: soft_cap is {soft_cap}",
+            fix="pass a positive number, or None for scores without a cap",
+        )
 
 
 def check_shape(operation: str, name: str, x: Any, wanted: Sequence[int]) -> None:
     """Checks that an operand (or None) has the shape the others require."""
-    if x is not None and _shape(x) != tuple(wanted):
+    if x is None:
+        return
+    if not hasattr(x, "shape"):
+        check_array(operation, name, x)
+    if _shape(x) != tuple(wanted):
         raise SpecError(
             f"{operation}: {name} does not match the other operands",
             [("has shape", _shape(x)), ("needs shape", tuple(wanted))],
@@ -136,6 +224,8 @@ def check_shape(operation: str, name: str, x: Any, wanted: Sequence[int]) -> Non
 
 def check_rank(operation: str, name: str, x: Any, layout: str) -> tuple[int, ...]:
     """Checks that an operand has the dimensions `layout` names; returns its shape."""
+    if not hasattr(x, "dequantize"):  # quantised weights are several arrays
+        check_array(operation, name, x)
     shape, rank = _shape(x), len(layout.split(","))
     if len(shape) != rank:
         raise SpecError(
@@ -148,14 +238,12 @@ def check_rank(operation: str, name: str, x: Any, layout: str) -> tuple[int, ...
 
 def _shape(x: Any) -> tuple[int, ...]:
     """The shape of an array, or of quantised weights in its place."""
-    return tuple(x.shape if hasattr(x, "shape") else jnp.shape(x))
+    return tuple(x.shape)
 
 
 def check_integers(operation: str, **operands: Any) -> None:
-    """Checks that every operand given has integer elements."""
+    """Checks that every operand has integer elements."""
     for name, x in operands.items():
-        if x is None:
-            continue
         check_array(operation, name, x)
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise KernelTypeError(
@@ -166,11 +254,16 @@ def check_integers(operation: str, **operands: Any) -> None:
 
 def check_option(operation: str, name: str, value: Any, known: Sequence[Any]) -> None:
     """Checks that an option has one of the values the operation accepts."""
-    if value not in known:
+    if not _is_one_of(value, known):
         raise SpecError(
             f"{operation} has no {name} {value!r}",
             fix=f"one of {', '.join(map(repr, known))}",
         )
+
+
+def _is_one_of(value: Any, known: Sequence[Any]) -> bool:
+    """`value in known`; an array would compare its elements."""
+    return isinstance(value, str | int | np.integer) and value in known
 
 
 def cost(

@@ -74,11 +74,13 @@ def tuned(
     values = {name: getattr(default, name) for name in space}
     site = choices.site_of(kernel, operands, options)
     chosen = choices.choose(site, values, Space(space))
-    return dataclasses.replace(default, **chosen)  # pyright: ignore[reportArgumentType]
+    made = dataclasses.replace(default, **chosen)  # pyright: ignore[reportArgumentType]
+    # Someone may have edited the table.
+    return checked(kernel, made, default, "tune it again: this is from a table")
 
 
-def checked(operation: str, given: C, like: C) -> C:
-    """The caller's configuration, checked: the right class, and positive sizes."""
+def checked(operation: str, given: C, like: C, fix: str | None = None) -> C:
+    """A configuration, checked: the right class, and positive sizes."""
     if not isinstance(given, type(like)):
         raise KernelTypeError(
             f"{operation}: config is not a {type(like).__name__}",
@@ -94,7 +96,7 @@ def checked(operation: str, given: C, like: C) -> C:
             raise SpecError(
                 f"{operation}: {field.name} of its configuration is {value!r}",
                 [("config", given)],
-                fix=f"pass a positive integer for {field.name}",
+                fix=fix or f"pass a positive integer for {field.name}",
             )
     return given
 

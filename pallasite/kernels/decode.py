@@ -178,8 +178,10 @@ class Options:
     def of(
         operation: str, width: int, scale: float | None, soft_cap: float | None
     ) -> "Options":
+        if scale is not None:
+            common.check_numbers(operation, scale=scale)
         common.check_soft_cap(operation, soft_cap)
-        return Options(width**-0.5 if scale is None else scale, soft_cap)
+        return Options(max(width, 1) ** -0.5 if scale is None else scale, soft_cap)
 
 
 def check_heads(operation: str, heads: int, kv_heads: int) -> None:
@@ -201,6 +203,7 @@ def check_table(operation: str, page_table: jax.Array, sequences: int) -> None:
 def _check(operation: str, sizes, query, caches: dict[str, Any], lengths) -> None:
     """Checks that caches are (*sizes, width), the first with the query's width."""
     common.check_floats(operation, query=query)
+    common.check_real(operation, **caches)
     common.check_integers(operation, lengths=lengths)
     common.check_shape(operation, "lengths", lengths, query.shape[:1])
     check_heads(operation, query.shape[1], sizes[2])

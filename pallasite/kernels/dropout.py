@@ -4,12 +4,15 @@ An element's bits depend only on its row's seed and its column. So forward and b
 kernels agree whatever their blocks, on every chip and any number of devices.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from pallasite import jaxcompat
-from pallasite.errors import SpecError
+from pallasite.errors import KernelTypeError, SpecError
+from pallasite.kernels import common
 
 # Integers are signed, as every chip can multiply those; shifts are logical.
 _MULTIPLIERS = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
@@ -17,7 +20,8 @@ _MULTIPLIERS = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
 
 def check_rate(operation: str, rate: float, key: jax.Array | None) -> None:
     """Checks that the rate is between 0 and 1, and has a key if it is above 0."""
-    if not jaxcompat.is_concrete(rate) or not 0 <= rate <= 1:
+    is_number = isinstance(rate, int | float | np.number)
+    if not is_number or not 0 <= rate <= 1:
         raise SpecError(
             f"{operation}: dropout_rate is {rate}",
             fix="pass a Python number from 0 to 1; under jit as a static argument",
@@ -27,6 +31,21 @@ def check_rate(operation: str, rate: float, key: jax.Array | None) -> None:
             f"{operation}: dropout_rate is {rate}, but there is no dropout_key",
             fix="pass dropout_key=jax.random.key(seed), a different one in each step",
         )
+    if rate > 0 and not _is_key(key):
+        raise KernelTypeError(
+            f"{operation}: dropout_key is not one key of jax.random",
+            [("is", common.shown(key))],
+            fix="pass dropout_key=jax.random.key(seed); for several, use jax.vmap",
+        )
+
+
+def _is_key(key: Any) -> bool:
+    """Whether this is one key: a typed one, or its words."""
+    if not hasattr(key, "dtype") or not hasattr(key, "shape"):
+        return False
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return not key.shape
+    return key.dtype == jnp.uint32 and len(key.shape) == 1
 
 
 def row_seeds(key: jax.Array, *shape: int) -> tuple[jax.Array, jax.Array]:

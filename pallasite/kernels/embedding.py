@@ -30,7 +30,8 @@ def embedding_bag(
 
     Args:
         table: (entries, width), floating point.
-        indices: (bags, size) integers. A negative index is padding and adds nothing.
+        indices: (bags, size) integers. A negative index is padding: it adds 0 times
+            entry 0, which must be finite. One past the last entry means the last.
         weights: (bags, size), floating point; by default ones.
         reduction: "mean" divides by the number of indices that are not padding.
 

@@ -11,12 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallasite.errors import SpecError
 from pallasite.kernels import common
 from pallasite.kernels.devices import Ring
 from pallasite.kernels.grouped_matmul import grouped_matmul
 from pallasite.kernels.matmul import MatmulConfig
-from pallasite.kernels.moe import Routing, permute, sort_by_expert, unpermute
+from pallasite.kernels.moe import (
+    Routing,
+    checked_routing,
+    permute,
+    sort_by_expert,
+    unpermute,
+)
 
 
 def expert_parallel_mixture(
@@ -57,16 +62,13 @@ def expert_parallel_mixture(
     for name, w in {"gate": gate, "up": up}.items():
         common.check_shape(operation, name, w, (share, width, hidden))
     common.check_shape(operation, "down", down, (share, hidden, width))
-    weights, chosen = routing
-    common.check_rank(operation, "experts", chosen, "tokens, k")
+    weights, chosen = checked_routing(operation, routing)
     common.check_integers(operation, experts=chosen)
     common.check_shape(operation, "experts", chosen, (tokens, chosen.shape[1]))
     common.check_shape(operation, "weights", weights, chosen.shape)
-    if capacity is not None and capacity < 1:
-        raise SpecError(
-            f"{operation}: capacity={capacity} has no room for any row",
-            fix=f"pass 1 to {chosen.size} (all rows of {tokens} tokens), or None",
-        )
+    if capacity is not None:
+        fix = f"pass 1 to {chosen.size} (all rows of {tokens} tokens), or None"
+        common.check_count(operation, "capacity", capacity, 1, fix)
     ring = Ring.of(operation, axis)
     compute = common.choose(implementation, _exchanged, _plain)
     return compute(

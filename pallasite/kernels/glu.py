@@ -32,7 +32,7 @@ def gated_linear_unit(
             "identity".
     """
     common.check_rows("gated_linear_unit", "gate", gate)
-    common.check_floats("gated_linear_unit", value=value)
+    common.check_rows("gated_linear_unit", "value", value)
     common.check_shape("gated_linear_unit", "value", value, gate.shape)
     common.check_option("gated_linear_unit", "activation", activation, [*ACTIVATIONS])
     compute = common.choose(implementation, _glu_rows, _plain_glu)

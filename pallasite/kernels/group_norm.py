@@ -41,8 +41,12 @@ def group_norm(
     Returns:
         Like x; statistics are float32.
     """
+    common.check_array("group_norm", "x", x)
     common.check_floats("group_norm", x=x, scale=scale, bias=bias)
-    if x.ndim < 2 or groups < 1 or x.shape[-1] % groups:
+    common.check_numbers("group_norm", epsilon=epsilon)
+    fix = "pass a divisor of the channels; under jit, groups is a static argument"
+    common.check_count("group_norm", "groups", groups, 1, fix)
+    if x.ndim < 2 or x.shape[-1] % groups:
         raise SpecError(
             "group_norm: groups do not divide the channels",
             [("x", x.shape), ("groups", groups)],

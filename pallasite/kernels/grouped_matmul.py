@@ -19,7 +19,7 @@ from pallasite.kernels import common, configs
 from pallasite.kernels.glu import ACTIVATIONS, gated_linear_unit
 from pallasite.kernels.grouped_quantized import quantized_product
 from pallasite.kernels.matmul import MatmulConfig, fitted
-from pallasite.kernels.quantized import QuantizedWeights
+from pallasite.kernels.quantized import QuantizedWeights, check_quantized
 from pallasite.kernels.visits import rows_of_groups, visits_of_groups
 from pallasite.target import Host, Tpu
 
@@ -56,6 +56,9 @@ def grouped_matmul(
             [("y", type(y).__name__), ("gate", type(gate).__name__)],
             fix="quantise both with quantize_weights, or neither",
         )
+    for name, w in {"y": y, "gate": gate}.items():
+        if isinstance(w, QuantizedWeights):
+            check_quantized("grouped_matmul", name, w)
     floats = {"x": x} if is_quantized else {"x": x, "y": y, "gate": gate}
     common.check_floats("grouped_matmul", **floats)
     common.check_integers("grouped_matmul", group_sizes=group_sizes)

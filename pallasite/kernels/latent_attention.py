@@ -105,12 +105,14 @@ def latent_attention(
         operation, "latent_pages", latent_pages, "pages, page_size, latent"
     )
     common.check_floats(operation, query=query, query_rotary=query_rotary)
+    common.check_real(operation, latent_pages=latent_pages, rotary_pages=rotary_pages)
     common.check_integers(operation, lengths=lengths)
     common.check_shape(operation, "query_rotary", query_rotary, (batch, heads, rotary))
     common.check_shape(operation, "latent_pages", latent_pages, (pages, size, latent))
     common.check_shape(operation, "rotary_pages", rotary_pages, (pages, size, rotary))
     common.check_shape(operation, "lengths", lengths, (batch,))
     check_table(operation, page_table, batch)
+    common.check_numbers(operation, scale=scale)
     compute = common.choose(implementation, _streamed, _plain)
     return compute(
         query,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallasite.errors import KernelTypeError, SpecError
+from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.kernels import pair_tables
 
 
@@ -88,10 +88,29 @@ class Mask(abc.ABC):
         check_mask("attention", other)
         return _Either(self, other)
 
+    # Called only where the left operand is no mask.
+    __rand__, __ror__ = __and__, __or__
+
+    def __bool__(self) -> bool:
+        raise KernelTypeError(
+            "attention mask: a mask is neither true nor false",
+            [("mask", kind(self))],
+            fix="compose masks with & and |, not `and` and `or`; test `mask is None`",
+        )
+
+    def __invert__(self) -> "Mask":
+        raise UnsupportedError(
+            "attention mask: masks cannot be negated",
+            [("mask", kind(self))],
+            fix="use masks.Blocks(~allowed), of a numpy array of booleans",
+        )
+
 
 def check_mask(operation: str, mask: Any) -> None:
     """Checks that a mask is a `Mask` instance, not a boolean array or a class."""
     if isinstance(mask, Mask):
+        if isinstance(mask, Shifted):
+            check_mask(operation, mask.mask)  # pyright: ignore
         return
     if isinstance(mask, type):
         fix = f"create an instance: masks.{mask.__name__}(...)"
@@ -120,6 +139,17 @@ def _pytree(*arrays: str) -> Callable[[type], type]:
     return register
 
 
+def _check_bounds(mask: Mask, **bounds: Any) -> None:
+    """Checks that bounds are integers (or None) that are known at trace time."""
+    for name, value in bounds.items():
+        if value is not None and not isinstance(value, int | np.integer):
+            raise KernelTypeError(
+                f"attention mask: {name} of {type(mask).__name__} is not an integer",
+                [("is of type", type(value).__name__)],
+                fix=f"pass {name} as a Python int; masks.Shifted takes traced shifts",
+            )
+
+
 @_pytree()
 class Everything(Mask):
     """All pairs."""
@@ -140,6 +170,9 @@ class Causal(Mask):
 
     offset: int = 0
 
+    def __post_init__(self):
+        _check_bounds(self, offset=self.offset)
+
     def allows(self, rows, columns, data):
         return columns <= rows + self.offset
 
@@ -156,6 +189,9 @@ class Window(Mask):
 
     left: int | None = None
     right: int | None = None
+
+    def __post_init__(self):
+        _check_bounds(self, left=self.left, right=self.right)
 
     def allows(self, rows, columns, data):
         near = Everything().allows(rows, columns, data)
@@ -420,7 +456,15 @@ def checked_arrays(
             _check_covers(array, queries, keys)
             found.append((name, side, array))
             continue
-        wanted, array = shapes[side], jnp.asarray(array)
+        wanted = shapes[side]
+        try:
+            array = jnp.asarray(array)
+        except (TypeError, ValueError, OverflowError):  # None, text, lists of lists
+            raise KernelTypeError(
+                f"attention mask: {name} is not an array of integers",
+                [("is", repr(array))],
+                fix=f"pass {name} as int32 with shape {wanted}",
+            ) from None
         if side == "batch" and not array.shape:
             array = jnp.broadcast_to(array, wanted)
         if array.shape != wanted or not jnp.issubdtype(array.dtype, jnp.integer):

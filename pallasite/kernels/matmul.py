@@ -17,7 +17,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.errors import SpecError
+from pallasite.errors import KernelTypeError, SpecError
 from pallasite.kernels import common, configs
 from pallasite.kernels.glu import ACTIVATIONS
 from pallasite.target import Gpu, Host
@@ -65,14 +65,16 @@ def matmul(
         bias: (n,).
         residual: (..., n).
         activation: one of `gated_linear_unit`'s activations.
-        prologue: p, an elementwise function of blocks of x (a dequantisation, an
-            activation), traced into the kernel. By default x is used as it is.
+        prologue: p, an elementwise function of blocks of x (an activation, a
+            conversion of 8-bit floats), traced into the kernel. By default x is used
+            as it is.
         out_dtype: the result's dtype; by default x's.
 
     Returns:
         (..., n). The sums and everything after them are computed in float32.
     """
     k, n = common.check_rank("matmul", "y", y, "k, n")
+    common.check_array("matmul", "x", x)
     common.check_floats("matmul", x=x, y=y, gate=gate, bias=bias, residual=residual)
     common.check_shape("matmul", "x", x, (*x.shape[:-1], k))
     common.check_shape("matmul", "gate", gate, (k, n))
@@ -80,11 +82,17 @@ def matmul(
     common.check_shape("matmul", "residual", residual, (*x.shape[:-1], n))
     common.check_option("matmul", "activation", activation, [*ACTIVATIONS])
     if prologue is not None:
+        if not callable(prologue):
+            raise KernelTypeError(
+                "matmul: prologue is not a function",
+                [("is of type", type(prologue).__name__)],
+                fix="pass an elementwise function of blocks of x, such as jnp.tanh",
+            )
         made = jax.eval_shape(prologue, jax.ShapeDtypeStruct(x.shape, x.dtype))
-        if made.shape != x.shape:
+        if getattr(made, "shape", None) != x.shape:
             raise SpecError(
                 "matmul: prologue is not elementwise",
-                [("of x", x.shape), ("it produces", made.shape)],
+                [("of x", x.shape), ("it produces", getattr(made, "shape", made))],
                 fix="apply functions that change the shape before the call",
             )
     compute = common.choose(implementation, _fused, _plain)

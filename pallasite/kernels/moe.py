@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallasite.errors import KernelTypeError
 from pallasite.kernels import common
 from pallasite.kernels.grouped_matmul import grouped_matmul
 from pallasite.kernels.matmul import MatmulConfig
@@ -21,6 +22,29 @@ class Routing(NamedTuple):
 
     weights: jax.Array  # (tokens, k), floating point
     experts: jax.Array  # (tokens, k), int32
+
+
+def checked_routing(operation: str, routing: Any) -> Routing:
+    """Checks that a routing is one, or two arrays in its place."""
+    if not isinstance(routing, tuple | list) or len(routing) != 2:
+        raise KernelTypeError(
+            f"{operation}: routing is not a Routing",
+            [("is of type", type(routing).__name__)],
+            fix="pass kernels.route(logits, k), or kernels.Routing(weights, experts)",
+        )
+    for name, x in zip(Routing._fields, routing, strict=True):
+        common.check_array(operation, name, x)
+    common.check_rank(operation, "experts", routing[1], "tokens, k")
+    return Routing(*routing)
+
+
+def _check_permutation(operation: str, permutation: Any) -> None:
+    if not isinstance(permutation, Permutation):
+        raise KernelTypeError(
+            f"{operation}: permutation is not a Permutation",
+            [("is of type", type(permutation).__name__)],
+            fix="pass kernels.sort_by_expert(experts, num_experts)",
+        )
 
 
 def route(
@@ -37,6 +61,7 @@ def route(
         normalise: whether a token's weights sum to 1; else they are probabilities.
     """
     common.check_rank("route", "logits", logits, "tokens, experts")
+    common.check_floats("route", logits=logits)
     how: Any = {"implementation": implementation}
     probabilities = softmax(logits, **how)
     weights, experts = top_k_rows(probabilities, top_k, **how)
@@ -68,6 +93,8 @@ def sort_by_expert(experts: jax.Array, num_experts: int) -> Permutation:
     """
     tokens, k = common.check_rank("sort_by_expert", "experts", experts, "tokens, k")
     common.check_integers("sort_by_expert", experts=experts)
+    fix = "pass how many experts there are; under jit, as a static argument"
+    common.check_count("sort_by_expert", "num_experts", num_experts, 0, fix)
     inside = (experts >= 0) & (experts < num_experts)
     flat = jnp.where(inside, experts, num_experts).reshape(-1)
     order = jnp.argsort(flat, stable=True)
@@ -82,6 +109,7 @@ def sort_by_expert(experts: jax.Array, num_experts: int) -> Permutation:
 
 def permute(x: jax.Array, permutation: Permutation) -> jax.Array:
     """Tokens (tokens, width) as sorted rows (tokens * k, width)."""
+    _check_permutation("permute", permutation)
     _, width = common.check_rank("permute", "x", x, "tokens, width")
     common.check_shape("permute", "x", x, (len(permutation.place), width))
     return jnp.take(x, permutation.source, axis=0)
@@ -91,8 +119,10 @@ def unpermute(
     rows: jax.Array, permutation: Permutation, weights: jax.Array
 ) -> jax.Array:
     """Sorted rows back to tokens: the weighted sum of each token's rows."""
+    _check_permutation("unpermute", permutation)
     _, width = common.check_rank("unpermute", "rows", rows, "rows, width")
     common.check_shape("unpermute", "rows", rows, (permutation.place.size, width))
+    common.check_real("unpermute", rows=rows, weights=weights)
     common.check_shape("unpermute", "weights", weights, permutation.place.shape)
     wide = common.statistics_dtype(rows.dtype)
     chosen = rows[permutation.place]  # jnp.take gives another rank if empty
@@ -132,7 +162,7 @@ def mixture_of_experts(
     for name, w in {"gate": gate, "up": up}.items():
         common.check_shape(operation, name, w, (experts, width, hidden))
     common.check_shape(operation, "down", down, (experts, hidden, width))
-    weights, chosen = routing
+    weights, chosen = checked_routing(operation, routing)
     common.check_shape(operation, "experts", chosen, (tokens, chosen.shape[-1]))
     common.check_shape(operation, "weights", weights, chosen.shape)
     permutation = sort_by_expert(chosen, experts)

@@ -30,7 +30,8 @@ def top_k(
         (..., k) in x's dtype, the largest first, and (..., k) int32.
     """
     common.check_rows("top_k", "x", x)
-    if not isinstance(k, int | np.integer) or not 0 < k <= x.shape[-1]:
+    is_integer = isinstance(k, int | np.integer) and not isinstance(k, bool)
+    if not is_integer or not 0 < k <= x.shape[-1]:
         raise SpecError(
             "top_k: k is not an integer from 1 to the length of a row",
             [("k", k), ("x", x.shape)],

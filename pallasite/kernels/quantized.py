@@ -91,7 +91,7 @@ def quantize_weights(
     if weights.ndim < 2:
         common.check_rank("quantize_weights", "weights", weights, "k, n")
     *leading, k, n = weights.shape
-    common.check_option("quantize_weights", "bits", bits, [4, 8])
+    check_bits("quantize_weights", bits)
     rows = k * bits // 8
     if k * bits % 8 or not rows:
         raise SpecError(
@@ -99,16 +99,19 @@ def quantize_weights(
             [("weights", weights.shape), ("bits", bits)],
             fix=f"pass weights with a multiple of {8 // bits} rows, padded with zeros",
         )
-    if group_size < 1 or rows % group_size:
+    fix = f"pass a group_size that divides {rows}"
+    common.check_count("quantize_weights", "group_size", group_size, 1, fix)
+    if rows % group_size:
         raise SpecError(
             "quantize_weights: groups do not divide the rows",
             [("weights", weights.shape), ("group_size", group_size), ("bits", bits)],
-            fix=f"pass a group_size that divides {rows}",
+            fix=fix,
         )
-    is_integer = jnp.dtype(dtype) == jnp.int8
-    if jnp.dtype(dtype).itemsize != 1 or not (is_integer or bits == 8):
+    dtype = common.checked_dtype("quantize_weights: dtype", dtype)
+    is_integer = dtype == jnp.int8
+    if dtype.itemsize != 1 or not (is_integer or bits == 8):
         raise SpecError(
-            f"quantize_weights: {bits} bits as {jnp.dtype(dtype)}",
+            f"quantize_weights: {bits} bits as {dtype}",
             fix="pass dtype=jnp.int8, or with 8 bits an 8-bit float",
         )
     most = 2 ** (bits - 1) - 1 if is_integer else float(jnp.finfo(dtype).max)
@@ -121,6 +124,31 @@ def quantize_weights(
         low, high = values[..., : k // 2, :], values[..., k // 2 :, :]
         values = (high << 4) | (low & 15)
     return QuantizedWeights(values, scales.astype(weights.dtype), bits)
+
+
+def check_bits(operation: str, bits: Any) -> None:
+    """Checks that weights have 4 or 8 bits, which is known at trace time."""
+    common.check_count(operation, "bits", bits, 1, "one of 4, 8, not traced")
+    common.check_option(operation, "bits", bits, [4, 8])
+
+
+def check_quantized(operation: str, name: str, weights: QuantizedWeights) -> None:
+    """Checks that scales and values of weights (..., k, n) belong together."""
+    check_bits(operation, weights.bits)
+    common.check_array(operation, f"{name}.values", weights.values)
+    common.check_floats(operation, **{f"{name}.scales": weights.scales})
+    scales, (*leading, rows, columns) = weights.scales.shape, weights.values.shape
+    fits = len(scales) == len(leading) + 2
+    fits = fits and (*scales[:-2], scales[-1]) == (*leading, columns)
+    # With 4 bits, each half of the bytes has whole groups.
+    groups = scales[-2] * weights.bits // 8 if fits else 0
+    if not groups or rows % groups:
+        raise SpecError(
+            f"{operation}: the scales of {name} do not match its values",
+            [("weights", weights.shape), ("scales", scales), ("bits", weights.bits)],
+            fix=f"pass scales {(*leading, 'k / group_size', columns)}, as from "
+            "quantize_weights",
+        )
 
 
 def halves(packed):
@@ -151,7 +179,8 @@ def weight_only_matmul(
             fix="pass quantize_weights(weights), or use matmul",
         )
     k, _ = common.check_rank("weight_only_matmul", "weights", weights, "k, n")
-    common.check_floats("weight_only_matmul", x=x)
+    check_quantized("weight_only_matmul", "weights", weights)
+    common.check_rows("weight_only_matmul", "x", x)
     common.check_shape("weight_only_matmul", "x", x, (*x.shape[:-1], k))
     compute = common.choose(implementation, _weight_only, _plain_weight_only)
     config = configs.tuned(
@@ -273,6 +302,8 @@ def block_scaled_matmul(
     m, k = common.check_rank(operation, "x", x, "m, k")
     _, n = common.check_rank(operation, "y", y, "k, n")
     common.check_shape(operation, "y", y, (k, n))
+    common.check_real(operation, x=x, y=y)
+    common.check_arrays(operation, x_scales=x_scales, y_scales=y_scales)
     common.check_floats(operation, x_scales=x_scales, y_scales=y_scales)
     _, blocks = common.check_rank(operation, "x_scales", x_scales, "m, k / block")
     if not blocks or k % blocks:
@@ -290,7 +321,7 @@ def block_scaled_matmul(
         y,
         x_scales,
         y_scales,
-        out_dtype=jnp.dtype(out_dtype),
+        out_dtype=common.checked_dtype(f"{operation}: out_dtype", out_dtype),
         # Blocks along n and k are those that share a scale.
         config=configs.tuned(
             operation, config, MatmulConfig(), {"block_m": (64, 128, 256)}, (x, y)

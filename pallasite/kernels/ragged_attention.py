@@ -13,7 +13,6 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
 from pallasite.kernels.decode import (
     PAGES,
@@ -91,18 +90,18 @@ def ragged_paged_attention(
         operation, "value_pages", value_pages, PAGES
     )
     common.check_floats(operation, query=query)
+    common.check_real(operation, key_pages=key_pages, value_pages=value_pages)
     common.check_integers(operation, lengths=lengths, query_lengths=query_lengths)
-    if window is not None and window < 1:
-        raise SpecError(
-            f"{operation}: window is {window}, but a token always attends to itself",
-            fix="pass 1 or more, or None for all previous tokens",
-        )
+    if window is not None:
+        fix = "pass an integer, 1 (the token itself) or more, or None for all tokens"
+        common.check_count(operation, "window", window, 1, fix)
     for name, x, last in (
         ("key_pages", key_pages, width),
         ("value_pages", value_pages, value_width),
     ):
         common.check_shape(operation, name, x, (pages, size, kv_heads, last))
     check_heads(operation, heads, kv_heads)
+    common.check_rank(operation, "lengths", lengths, "sequences")
     check_table(operation, page_table, len(lengths))
     common.check_shape(operation, "query_lengths", query_lengths, lengths.shape)
     compute = common.choose(implementation, _streamed, _plain)

@@ -33,6 +33,9 @@ def zigzag_order(length: int, devices: int) -> np.ndarray:
     `x[:, zigzag_order(length, devices)]`, sharded evenly, is what `ring_attention`
     takes with order="zigzag"; `argsort` of it is the way back.
     """
+    for name, value, least in (("length", length, 0), ("devices", devices, 1)):
+        fix = f"pass an integer, {least} or more"
+        common.check_count("zigzag_order", name, value, least, fix)
     positions = np.arange(length)
     check_divides("zigzag_order", "a sequence", positions, 0, 2 * devices, "parts")
     parts = np.split(positions, 2 * devices)
@@ -121,6 +124,8 @@ def ring_attention(
     for name, x in {"query": query, "key": key, "value": value}.items():
         common.check_rank(operation, name, x, "batch, length, heads, width")
     common.check_option(operation, "order", order, get_args(Order))
+    if scale is not None:
+        common.check_numbers(operation, scale=scale)
     common.check_soft_cap(operation, soft_cap)
     if mask is not None:
         masks.check_mask(operation, mask)
@@ -128,7 +133,8 @@ def ring_attention(
     parts = 2 if order == "zigzag" else 1
     for name, x in {"query": query, "key": key}.items():
         check_divides(operation, name, x, 1, parts, "parts of order='zigzag'")
-    given: masks.Mask = jax.tree.map(jnp.asarray, mask or masks.Everything())
+    given: masks.Mask = masks.Everything() if mask is None else mask
+    given = jax.tree.map(jnp.asarray, given)
     masks.checked_arrays(
         masks.Shifted(given), query.shape[0], query.shape[1], key.shape[1]
     )

@@ -4,10 +4,13 @@ XLA computes a table of cosines and sines per token, once for all heads; the ker
 reads x once and writes it once. The gradient is a generated kernel.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 import pallasite as pl
+from pallasite import jaxcompat
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
 
@@ -42,6 +45,7 @@ def rotary_embedding(
     common.check_integers("rotary_embedding", positions=positions)
     common.check_shape("rotary_embedding", "positions", positions, (batch, length))
     if frequencies is None:
+        _check_base(base)
         frequencies = default_frequencies(width, base)
     if frequencies.ndim != 1 or 2 * len(frequencies) > width:
         raise SpecError(
@@ -59,6 +63,15 @@ def rotary_embedding(
         interleaved=interleaved,
         config=configs.tuned_rows("rotary_embedding", config, x),
     )
+
+
+def _check_base(base: Any) -> None:
+    common.check_numbers("rotary_embedding", base=base)
+    if jaxcompat.is_concrete(base) and not base > 0:
+        raise SpecError(
+            f"rotary_embedding: base is {base}",
+            fix="pass a positive number, such as 10000.0",
+        )
 
 
 def default_frequencies(width: int, base: float = 10_000.0) -> jax.Array:

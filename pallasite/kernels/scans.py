@@ -65,6 +65,7 @@ def linear_recurrence(
     """
     operation = "linear_recurrence"
     batch, _, channels = common.check_rank(operation, "x", x, "batch, length, channels")
+    common.check_array(operation, "decay", decay)
     common.check_floats(operation, decay=decay, x=x, initial=initial)
     common.check_shape(operation, "decay", decay, x.shape)
     common.check_shape(operation, "initial", initial, (batch, channels))
@@ -311,6 +312,7 @@ def state_space_scan(
     )
     layout = "batch, length, groups, state"
     *_, groups, state = common.check_rank(operation, "b", b, layout)
+    common.check_arrays(operation, log_decay=log_decay, c=c)
     common.check_floats(operation, x=x, log_decay=log_decay, b=b, c=c)
     common.check_shape(operation, "log_decay", log_decay, (batch, length, heads))
     for name, value in {"b": b, "c": c}.items():

@@ -18,6 +18,7 @@ def softmax(
     A row of only -inf gives NaN, as in `jax.nn.softmax`.
     """
     common.check_rows("softmax", "x", x)
+    common.check_numbers("softmax", scale=scale)
     kernel = configs.rows_kernel(_softmax_rows, _plain_softmax, x)
     compute = common.choose(implementation, kernel, _plain_softmax)
     config = configs.tuned_rows("softmax", config, x)

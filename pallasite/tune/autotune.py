@@ -63,7 +63,9 @@ def autotune(
     _check("limit", limit, limit > 0, "seconds, more than 0")
     _check("workers", workers, count >= 0, "how many processes, 0 or more")
     _check("share", share, 0 < share <= 1, "a number above 0 and up to 1")
-    _check("tolerance", tolerance, (tolerance or 0) >= 0, "0 or more, or None")
+    is_number = isinstance(tolerance, int | float | None)
+    is_right = is_number and (tolerance or 0) >= 0
+    _check("tolerance", tolerance, is_right, "0 or more, or None")
     if not callable(function):
         raise KernelTypeError(
             "pl.autotune needs a function",

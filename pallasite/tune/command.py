@@ -73,6 +73,12 @@ def _tune(options: argparse.Namespace) -> int:
             fix="pass one per argument; to fix other arguments, tune a function of "
             "your own: FILE.py:NAME",
         ) from None
+    if options.output and not Path(options.output).absolute().parent.is_dir():
+        raise SpecError(
+            "there is no folder for the results",  # said before the search, not after
+            [("--output", options.output)],
+            fix="create it first",
+        )
     found = autotune(
         function,
         target=options.target,

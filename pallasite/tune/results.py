@@ -61,7 +61,14 @@ class Tuned:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what was found to a file for `pl.configs`."""
-        self.table.save(path)
+        try:
+            self.table.save(path)
+        except OSError as error:
+            raise SpecError(
+                "configuration file cannot be written",
+                [("file", path), ("error", error)],
+                fix="save(file) in a folder that exists and is writable",
+            ) from None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with choices.configs(self.table):

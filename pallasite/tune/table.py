@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pallasite import config
-from pallasite.errors import PallasWarning, SpecError
+from pallasite.errors import KernelTypeError, PallasWarning, SpecError
 from pallasite.runtime import cache as cache_files
 from pallasite.tune.locks import exclusive
 
@@ -140,6 +140,12 @@ def load(path: str | os.PathLike[str]) -> Table:
     Raises:
         SpecError: there is no such file, or it is not a table.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise KernelTypeError(
+            "pl.configs takes the path of a file, or a table",
+            [("is of type", type(path).__name__)],
+            fix="pass what Tuned.save(file) wrote, or tuned.table",
+        )
     target = Path(path)
     try:
         state = target.stat()

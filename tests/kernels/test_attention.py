@@ -382,8 +382,50 @@ def test_masks_compose_with_masks_only(other):
     for compose in (operator.and_, operator.or_):
         with pytest.raises(TypeError, match=r"not an object of kernels\.masks"):
             compose(masks.Causal(), other)
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=r"not an object of kernels\.masks"):
             compose(other, masks.Causal())
+
+
+def test_masks_are_neither_true_nor_negated():
+    """`a and b` would be b alone."""
+    with pytest.raises(TypeError, match="neither true nor false"):
+        masks.Causal() and masks.Prefix(3)
+    with pytest.raises(NotImplementedError, match=r"masks\.Blocks\(~allowed\)"):
+        ~masks.Causal()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: masks.Causal("1"), "offset of Causal is not an integer"),
+        (lambda: masks.Window(1.5), "left of Window is not an integer"),
+        (lambda: masks.Segments(None, None), "query_ids is not an array of integers"),
+        (lambda: masks.Prefix("text"), "length is not an array of integers"),
+        (lambda: masks.Shifted(np.ones(3)), "not an object of kernels.masks"),
+        (lambda: masks.Shifted(masks.Causal(), "1"), "rows is not an array"),
+    ],
+)
+def test_masks_of_wrong_numbers(make, message):
+    x = normal(1, 4, 2, 8)
+    with pytest.raises(TypeError) as error:
+        kernels.attention(x, x, x, mask=make())
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "key", [3, np.ones(2), jax.random.split(jax.random.key(0), 2)], ids=type
+)
+def test_dropout_takes_one_key(key):
+    x = normal(1, 4, 2, 8)
+    with pytest.raises(TypeError, match="dropout_key is not one key"):
+        kernels.attention(x, x, x, dropout_rate=0.5, dropout_key=key)
+
+
+def test_heads_of_no_width_weigh_all_keys_alike():
+    query, value = jnp.zeros((1, 3, 2, 0)), normal(1, 4, 2, 8)
+    out = kernels.attention(query, jnp.zeros((1, 4, 2, 0)), value)
+    want = jnp.broadcast_to(value.mean(1, keepdims=True), (1, 3, 2, 8))
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -630,6 +630,11 @@ REFUSALS = [
         [normal(3, 4), integers(0, 5, 3), normal(4, 5)],
         "soft_cap is 0",
     ),
+    (
+        functools.partial(loss, soft_cap=float("inf")),
+        [normal(3, 4), integers(0, 5, 3), normal(4, 5)],
+        "soft_cap is inf",
+    ),
     (kernels.group_norm, [normal(3, 4), 3], "divisor of channels"),
     (
         functools.partial(kernels.ragged_paged_attention, window=0),
@@ -652,6 +657,66 @@ REFUSALS = [
         loss,
         [normal(3, 4), integers(0, 5, 3), normal(4, 5, dtype="bfloat16")],
         "differ in dtype",
+    ),
+    (
+        functools.partial(kernels.softmax, scale=jnp.ones(4)),
+        [normal(3, 4)],
+        "softmax: scale is not a number\n  is   float32[4]\n  fix  pass scale as one",
+    ),
+    (
+        functools.partial(kernels.rms_norm, epsilon="1e-6"),
+        [normal(3, 4)],
+        "rms_norm: epsilon is not a number\n  is   '1e-6'",
+    ),
+    (
+        functools.partial(kernels.rotary_embedding, base=0),
+        [normal(1, 2, 3, 4), jnp.zeros((1, 2), jnp.int32)],
+        "rotary_embedding: base is 0",
+    ),
+    (jax.jit(kernels.group_norm), [normal(3, 4), 2], "groups is a traced value"),
+    (kernels.group_norm, [normal(3, 4), 2.0], "group_norm: groups is 2.0"),
+    (
+        functools.partial(kernels.matmul, out_dtype="floaty"),
+        [normal(3, 4), normal(4, 5)],
+        "out_dtype is not a dtype\n  is   'floaty'",
+    ),
+    (
+        functools.partial(kernels.matmul, prologue=3),
+        [normal(3, 4), normal(4, 5)],
+        "prologue is not a function",
+    ),
+    (
+        kernels.mixture_of_experts,
+        [normal(7, 6), normal(7, 4), *[normal(4, 6, 5)] * 2, normal(4, 5, 6)],
+        "pass kernels.route(logits, k), or kernels.Routing(weights, experts)",
+    ),
+    (kernels.permute, [normal(7, 6), 3], "pass kernels.sort_by_expert"),
+    (
+        kernels.weight_only_matmul,
+        [
+            normal(3, 8),
+            kernels.QuantizedWeights(
+                jnp.ones((8, 6), jnp.int8), jnp.ones((2, 5)), bits=8
+            ),
+        ],
+        "the scales of weights do not match its values",
+    ),
+    (kernels.zigzag_order, [8, 0], "zigzag_order: devices is 0"),
+    (
+        kernels.paged_attention,
+        [normal(2, 4, 8), *PAGES, None, integers(0, 5, 2, 1)],
+        "paged_attention: lengths is not an array",
+    ),
+    (
+        kernels.paged_attention,
+        [
+            normal(2, 4, 8),
+            PAGES[0] + 0j,
+            PAGES[1],
+            jnp.array([1, 1]),
+            integers(0, 5, 2, 1),
+        ],
+        "key_pages has no real numbers",
     ),
 ]
 
@@ -741,6 +806,13 @@ def test_refusals(operation, operands, message):
     with pytest.raises(ValueError) as error:
         operation(*operands)
     assert message in str(error.value)
+
+
+def test_symbolic_shapes_are_refused_by_name():
+    shape = jax.export.symbolic_shape("rows, 8")
+    with pytest.raises(NotImplementedError) as error:
+        jax.eval_shape(kernels.rms_norm, jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert "rms_norm: x has a symbolic shape" in str(error.value)
 
 
 @pytest.mark.parametrize("block_vocab", [64, 256])

@@ -2,6 +2,7 @@
 
 import contextvars
 import json
+import re
 import threading
 import time
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import pallasite as pl
 from benchmarks import tune_tables
 from pallasite import config, kernels
-from pallasite.errors import PallasWarning, SpecError
+from pallasite.errors import KernelTypeError, PallasWarning, SpecError
 from pallasite.target import TPUS
 from pallasite.tune import choices, table
 from pallasite.tune.space import Space
@@ -161,6 +162,23 @@ def test_files_round_trip_and_say_what_is_wrong_with_them(tmp_path):
     path.write_text(json.dumps({"format": 99, "configs": []}))
     with pytest.raises(SpecError, match="format 99"):
         table.load(path)
+    with pytest.raises(KernelTypeError, match="takes the path of a file, or a table"):
+        table.load(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_wrong_value_in_a_file_is_named(tmp_path):
+    x, path = jnp.ones((16, 8)), tmp_path / "found.json"
+    found = pl.autotune(kernels.softmax, keep=False, workers=0)(x)
+    found.save(path)
+    path.write_text(re.sub(r'"block_rows": \d+', '"block_rows": 0', path.read_text()))
+    with pytest.raises(
+        SpecError, match="block_rows of its configuration is 0"
+    ) as error:
+        with choices.configs(path):
+            kernels.softmax(x)
+    assert "tune it again: this is from a table" in str(error.value)
+    with pytest.raises(SpecError, match="configuration file cannot be written"):
+        found.save(tmp_path / "none" / "found.json")
 
 
 def test_a_broken_file_of_the_user_is_no_error():
