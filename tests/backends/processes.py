@@ -76,8 +76,12 @@ def run_in_processes(
     processes: int,
     environment: Mapping[str, str],
     is_report: Callable[[str], bool] = lambda line: False,
+    apart: float = 0,
 ) -> Findings:
-    """What came of `names`; `is_report` picks lines of the output that are kept."""
+    """What came of `names`; `is_report` picks lines of the output that are kept.
+
+    Processes start `apart` seconds after one another.
+    """
     left, found = deque(names), Findings()
     how = (left, time.monotonic() + seconds, found, environment, is_report)
     threads = [
@@ -86,6 +90,7 @@ def run_in_processes(
     ]
     for thread in threads:
         thread.start()
+        time.sleep(apart)
     for thread in threads:
         thread.join()
     found.not_reached = sorted(left)
