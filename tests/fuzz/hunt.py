@@ -223,6 +223,7 @@ class Hunt:
     wrong: Counter[tuple[str, str]] = field(default_factory=Counter)
     reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
     ways: Counter[tuple[str, str]] = field(default_factory=Counter)
+    unfinished: list[Job] = field(default_factory=list)  # when the time was over
 
     def run(self) -> None:
         self.end = time.monotonic() + self.seconds
@@ -242,6 +243,7 @@ class Hunt:
                     if worker.is_stuck() or worker.pipe in ready:
                         workers[n] = self._finished(worker)
         finally:
+            self.unfinished = [w.job for w in workers if w.job is not None]
             for worker in workers:
                 worker.process.kill()
 
@@ -314,6 +316,8 @@ class Hunt:
     def report(self) -> str:
         lines = [self.table(), ""]
         lines += [f"{engine} by {way}: {n}" for (engine, way), n in self.ways.items()]
+        for job in self.unfinished:
+            lines.append(f"not finished: {job.engine}, {job.family}, {job.numbers}")
         lines.append("refused most often:")
         for (engine, reason), count in self.reasons.most_common(10):
             lines.append(f"  {count:6} {engine}: {reason}")

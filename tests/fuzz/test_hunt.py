@@ -105,8 +105,11 @@ def test_processes_that_die_and_end_on_time(
 
     start = time.monotonic()
     monkeypatch.setattr(hunt, "LATE_S", 1.0)
-    Hunt(iter([Job("cpu", "grids", (5,))]), 1, tmp_path, 1, dying, "fork").run()
+    monkeypatch.setattr(hunt, "STUCK_S", 60.0)
+    run = Hunt(iter([Job("cpu", "grids", (5,))]), 1, tmp_path, 1, dying, "fork")
+    run.run()
     assert time.monotonic() - start < 20
+    assert "not finished: cpu, grids, (5,)" in run.report()
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
