@@ -64,9 +64,38 @@ def problems() -> Iterator[tuple[str, Problem]]:
         yield f"attention {length}", (attention, heads)
         yield f"causal attention {length}", (causal_attention, heads)
         yield f"window attention {length}", (_window_attention, heads)
-    rows = Shape((8192, 2048), BF16)
-    yield "rms_norm", (kernels.rms_norm, [rows])
-    yield "softmax", (kernels.softmax, [rows])
+    heads = [Shape((1, 2048, 8, 64), BF16)] * 3
+    yield "attention 2048 x 64", (attention, heads)
+    yield "causal attention 2048 x 64", (causal_attention, heads)
+    heads = [Shape((1, 2048, 4, WIDTH), BF16)] * 3
+    yield "attention gradient", (_gradient(attention), heads)
+    yield "causal attention gradient", (_gradient(causal_attention), heads)
+    for rows in (16, 256):
+        operands = [Shape((rows, 4096), BF16), Shape((4096, 14336), BF16)]
+        yield f"matmul of {rows} rows", (kernels.matmul, operands)
+    matrix = Shape((4096, 2048), BF16), Shape((2048, 8192), BF16)
+    yield "gated matmul", (_gated_matmul, [matrix[0], matrix[1], matrix[1]])
+    for bits in (4, 8):
+        for rows in (16, 256):
+            yield (
+                f"weight_only_matmul {bits} bits, {rows} rows",
+                (_weight_only(bits), _quantised(bits, rows, 4096)),
+            )
+    tokens = Shape((4096, 2048), BF16), Shape((4096,), jnp.int32)
+    yield (
+        "cross entropy gradient",
+        (_loss_gradient, [*tokens, Shape((2048, 32768), BF16)]),
+    )
+    for width in (2048, 8192):
+        rows, weights = Shape((8192, width), BF16), Shape((width,), BF16)
+        yield f"rms_norm {width}", (kernels.rms_norm, [rows, weights])
+        yield f"layer_norm {width}", (kernels.layer_norm, [rows, weights, weights])
+        yield f"softmax {width}", (kernels.softmax, [rows])
+    like_x = Shape((2, 4096, 2048), BF16)
+    states = [Shape((2, 4096, 1, 128), BF16)] * 2
+    scan = [Shape((2, 4096, 32, 64), BF16), Shape((2, 4096, 32), jnp.float32), *states]
+    yield "state_space_scan", (decaying_scan, scan)
+    yield "causal_conv1d", (kernels.causal_conv1d, [like_x, Shape((4, 2048), BF16)])
 
 
 def gpu_problems() -> Iterator[tuple[str, Problem]]:

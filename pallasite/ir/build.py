@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from pallasite.ir import types as T
-from pallasite.ir.nodes import Access, Block, Index, Loc, Op, Value, full_index
+from pallasite.ir.nodes import Access, Block, Index, Loc, Op, Span, Value, full_index
 from pallasite.ir.opdef import table
 
 Scalar = bool | int | float
@@ -142,6 +142,31 @@ def python_scalar(value: Any, dtype: T.DType) -> Scalar:
     if dtype.is_bool:
         return bool(array)
     return float(array) if dtype.is_float else int(array)
+
+
+def part_start(
+    b: Builder, span: Span, start: Value | None, size: int, offset: Value, masked: bool
+) -> Value:
+    """Where the part of a span starts that is `offset` elements into it.
+
+    A part must not be clamped by itself: what an access clamps is the whole span.
+
+    Args:
+        b: where code goes.
+        span: what is divided.
+        start: its operand in the index, if it has one.
+        size: that of the dimension.
+        offset: in elements of the span.
+        masked: the access has a mask, so its elements are clamped one by one.
+    """
+    step = offset if span.stride == 1 else b.mul(offset, b.index(span.stride))
+    if start is None:
+        assert span.start is not None
+        return b.add(b.index(span.start), step) if span.start else step
+    first = b.cast(start, T.INDEX.dtype)
+    if not masked:
+        first = b.clamp(b.index(0), first, b.index(size - span.extent))
+    return b.add(first, step)
 
 
 def access_operands(access: Access) -> tuple[Value, ...]:

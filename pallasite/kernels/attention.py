@@ -20,8 +20,9 @@ from pallasite.kernels import common, configs, dropout, masks
 from pallasite.target import Gpu
 
 # Where a running maximum starts: finite, so that differences stay finite where a row
-# has seen no allowed key yet.
-LOWEST = -1e30
+# has seen no allowed key yet, even times log2(e). Below the numbers that stand for
+# -inf in a bias (-1e9, -1e30): a query with such scores alone has equal weights.
+LOWEST = -2e38
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +123,7 @@ def attention(
         value: (batch, keys, kv_heads, value_width).
         bias: added to the scaled and capped scores: (batch or 1, heads or 1, queries,
             keys). A query with -inf for all keys gives zeros. Use -inf, not a large
-            number, for such queries: where all scores of a query are -1e30 or less,
+            number, for such queries: where all scores of a query are -2e38 or less,
             its result lies between zeros and the mean of the values.
         mask: which pairs are allowed (`pallasite.kernels.masks`). A query that may look
             at nothing gives zeros.

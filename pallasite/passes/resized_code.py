@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from pallasite.ir.build import Builder
+from pallasite.ir.build import Builder, part_start
 from pallasite.ir.nodes import Access, Block, Gather, Index, Op, Span, Value
 from pallasite.ir.opdef import table
 from pallasite.ir.rewrite import writes
@@ -125,8 +125,9 @@ class Part(Resized):
             is_span = isinstance(entry, Span)
             if is_span and at == to:
                 index[d] = Span(None, self.size, entry.stride)
-                last = access.ref.ref.shape[d] - entry.extent
-                start = self._start(b, entry, start, last, access.mask)
+                given = None if start is None else self.new.get(start, start)
+                size, masked = access.ref.ref.shape[d], access.mask is not None
+                start = part_start(b, entry, given, size, self.first, masked)
             at += is_span
             starts += [start] if start is not None else []
         ref, *starts = self.mapped([access.ref, *starts])
@@ -135,20 +136,6 @@ class Part(Resized):
             for v in (access.mask, access.other)
         ]
         return b.load(ref, tuple(index), starts, *tail)
-
-    def _start(
-        self, b: Builder, span: Span, start: Value | None, last: int, mask: Value | None
-    ) -> Value:
-        step = self.first
-        if span.stride != 1:
-            step = b.mul(step, b.index(span.stride))
-        if start is None:
-            assert span.start is not None
-            return b.add(b.index(span.start), step) if span.start else step
-        first = b.cast(self.new.get(start, start), I32)
-        if mask is None:  # with a mask, elements are clamped one by one
-            first = b.clamp(b.index(0), first, b.index(last))
-        return b.add(first, step)
 
 
 @dataclass(frozen=True)

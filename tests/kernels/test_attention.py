@@ -287,6 +287,20 @@ def test_a_bias_may_rule_out_all_keys_of_a_query(implementation):
     assert not gradients[0][0, 3].any() and not gradients[3][0, 0, 3].any()
 
 
+@pytest.mark.parametrize("implementation", ["pallasite", "xla", "reference"])
+def test_a_large_negative_bias_leaves_equal_weights(implementation):
+    """As `jax.nn.dot_product_attention` has it; only -inf and masks exclude keys."""
+    q, k, v = operands(1, 20, 20, 2, 1, 16, 16)
+    bias = jnp.zeros((1, 1, 20, 20)).at[:, :, 3].set(-1e30)
+    out, log_sum_exp = kernels.attention(
+        q, k, v, bias, return_log_sum_exp=True, implementation=implementation
+    )
+    np.testing.assert_allclose(
+        out[0, 3], np.broadcast_to(v[0].mean(0), (2, 16)), atol=1e-6
+    )
+    np.testing.assert_allclose(log_sum_exp[0, :, 3], -1e30)
+
+
 def test_dropout_depends_on_key_and_positions_only():
     """Weights are ones over all keys, and values tell which of them were kept."""
     batch, queries, keys, heads = 2, 40, 60, 3

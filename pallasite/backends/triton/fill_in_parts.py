@@ -8,7 +8,7 @@ from math import prod
 
 from pallasite.backends.triton.core import MAX_ELEMENTS
 from pallasite.backends.triton.text import physical
-from pallasite.ir.build import Builder
+from pallasite.ir.build import Builder, part_start
 from pallasite.ir.nodes import Access, Kernel, Op, Span, Value, walk
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
 from pallasite.ir.types import INDEX, TileType
@@ -67,17 +67,15 @@ class _Fill:
 
     def store(self, b: Builder, starts: list[Value | None]) -> None:
         index, operands = list[Span](), list[Value]()
-        pairs = zip(self.access.split_index(), starts, self.sizes, strict=True)
-        for (entry, begin), start, size in pairs:
+        shape = self.access.ref.ref.shape
+        pairs = zip(self.access.split_index(), starts, self.sizes, shape, strict=True)
+        for (entry, begin), start, size, n in pairs:
             assert isinstance(entry, Span)
             if start is None:
                 index.append(entry)
                 operands += [] if begin is None else [begin]
                 continue
-            if entry.stride != 1:
-                start = b.mul(start, b.index(entry.stride))
-            base = b.index(entry.start or 0) if begin is None else begin
             index.append(Span(None, size, entry.stride))
-            operands.append(b.add(b.cast(base, INDEX.dtype), start))
+            operands.append(part_start(b, entry, begin, n, start, masked=False))
         part = b.constant(self.number, self.tile.with_shape(self.sizes))
         b.store(self.access.ref, part, tuple(index), operands)

@@ -14,7 +14,7 @@ from typing import Any
 
 from pallasite.backends.triton.launch import AGAIN, Need, chosen_warps
 from pallasite.backends.triton.shared_memory import SharedMemory, operand_bytes
-from pallasite.ir.build import Builder, access_operands
+from pallasite.ir.build import Builder, access_operands, part_start
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Span, Value, full_index
 from pallasite.ir.rewrite import dead_code, with_regions
 from pallasite.ir.roles import Dot, DotSide
@@ -211,12 +211,9 @@ class _Rounds(_Edit):
         entries = access.split_index()
         entry, start = entries[dim]
         assert isinstance(entry, Span)
-        if entry.stride != 1:
-            first = b.mul(first, b.index(entry.stride))
-        begin = (
-            b.index(entry.start or 0) if start is None else b.cast(start, INDEX.dtype)
-        )
-        entries[dim] = (Span(None, self.depth, entry.stride), b.add(begin, first))
+        size = access.ref.ref.shape[dim]
+        begin = part_start(b, entry, start, size, first, masked=False)
+        entries[dim] = (Span(None, self.depth, entry.stride), begin)
         part = replace(
             access,
             index=tuple(each for each, _ in entries),

@@ -125,3 +125,49 @@ def test_reloads_of_sides_that_are_no_power_of_two(side):
     given = operands(side)
     (got,), (want,) = (simulated(kernel, given, chip=c) for c in (tight, H200))
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("start", [-3, 2, 1000])
+def test_parts_are_clamped_as_one_whole(start, monkeypatch):
+    """A start out of range moves the whole span, not each part by itself."""
+
+    def fill(s_ref, o_ref):
+        o_ref[...] = jnp.zeros_like(o_ref)
+        o_ref[pl.ds(s_ref[0], 32), pl.ds(s_ref[0], 5)] = jnp.ones((32, 5))
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    shape = jax.ShapeDtypeStruct((40, 9), jnp.float32)
+    run = lambda s: pl.pallas_call(
+        fill, out_shape=shape, in_specs=[anywhere], out_specs=anywhere
+    )(s)
+    s = np.asarray([start], np.int32)
+    (kernel,) = kernels_in(run, s)
+    module = import_module("pallasite.backends.triton.fill_in_parts")
+    monkeypatch.setattr(module, "MAX_ELEMENTS", 64)
+    monkeypatch.setattr(module, "PART", 4)
+    want = np.zeros(shape.shape, np.float32)
+    row, column = np.clip(start, 0, 8), np.clip(start, 0, 4)
+    want[row : row + 32, column : column + 5] = 1
+    np.testing.assert_array_equal(simulated(kernel, [s])[0], want)
+
+
+@pytest.mark.parametrize("start", [-3, 2, 1000])
+def test_operands_loaded_in_parts_are_clamped_as_one_whole(start):
+    def product(x_ref, y_ref, s_ref, o_ref):
+        x, y = x_ref[:, pl.ds(s_ref[0], 32)], y_ref[...]
+        o_ref[...] = x @ y + jnp.sum(x) + jnp.sum(y)
+
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=s).astype(np.float32) for s in ((32, 40), (32, 32)))
+    s = np.asarray([start], np.int32)
+    square = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+    run = lambda *xs: pl.pallas_call(product, out_shape=square)(*xs)
+    (kernel,) = kernels_in(run, x, y, s)
+    tight = with_shared(7 << 10)  # two operands take 8 KB
+    (loop,) = ops_of(scheduled(kernel, tight), "for")
+    assert any(op.name == "load" for op in walk(loop.regions[0]))
+    first = np.clip(start, 0, 8)
+    part = x[:, first : first + 32]
+    want = part @ y + part.sum() + y.sum()
+    (got,) = simulated(kernel, [x, y, s], chip=tight)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
