@@ -1,6 +1,7 @@
 """Kernels through the Triton backend and the simulator, for this folder's tests."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,17 @@ from pallasite.backends import base
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import BlockDim, Kernel, Value, Window
 from pallasite.ir.types import RefType, TileType
-from pallasite.target import Chip
+from pallasite.target import GPUS, Chip, Gpu
 from tests.backends.triton import simulate
 
 BACKEND = base.get("triton")
+
+
+def with_shared(size: int) -> Gpu:
+    """An H200 with so many bytes of shared memory."""
+    chip = GPUS["h200"]
+    shared = replace(chip.shared, bytes=size)
+    return replace(chip, memories={**chip.memories, "shared": shared})
 
 
 def compiled(kernel: Kernel, **params: Any) -> tuple[str, base.Launch]:

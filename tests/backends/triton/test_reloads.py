@@ -1,6 +1,5 @@
 """Operands that do not fit in shared memory, and fills of more than a tensor holds."""
 
-from dataclasses import replace
 from importlib import import_module
 
 import jax
@@ -15,15 +14,9 @@ from pallasite.ir.nodes import walk
 from pallasite.primitive import kernels_in
 from pallasite.target import GPUS
 from tests.backends.triton import simulate
-from tests.backends.triton.harness import BACKEND, simulated
+from tests.backends.triton.harness import BACKEND, simulated, with_shared
 
 H200 = GPUS["h200"]
-
-
-def with_shared(size):
-    """A chip with so many bytes of shared memory."""
-    shared = replace(H200.shared, bytes=size)
-    return replace(H200, memories={**H200.memories, "shared": shared})
 
 
 def scheduled(kernel, chip):
