@@ -113,6 +113,7 @@ class _Reverse:
 
     def run(self) -> Reversed:
         b = Builder()
+        self.check_operands_are_kept()
         self.find_lost(self.body, set())
         for op in self.body.ops:
             is_result = op.name == "store" and self.writes_result(op)
@@ -124,6 +125,16 @@ class _Reverse:
         return Reversed(Block(self.body.params, tuple(b.ops)), self.changing, lost)
 
     # --- the forward part ---
+
+    def check_operands_are_kept(self) -> None:
+        """An operand's cotangent is a sum of addends in any order; a store would take
+        from it what later programs added, and must run between them."""
+        for op in walk(self.body):
+            for ref in written_refs(op):
+                root = self.activity.root(ref)
+                if root in self.targets and root not in self.seeds:
+                    name = root.name or "an operand"
+                    raise NoBackwardKernel(f"{name} is stored to", at=op.loc)
 
     def find_lost(self, block: Block, stored: set[Value]) -> None:
         """Loads of results' memory that may see what this program stored there.

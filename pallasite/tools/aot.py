@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pallasite.primitive import Site
-from pallasite.tools.explain import Trace, kernels_of, traced_for
+from pallasite.tools.traces import Trace, kernels_of, traced_for
 
 if TYPE_CHECKING:
     from pallasite.tools.report import Report

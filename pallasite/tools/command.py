@@ -176,9 +176,9 @@ def _explore(options: argparse.Namespace, line: "_Line") -> int:
     from pallasite.errors import SpecError
     from pallasite.language.trace import jaxprs_kept
     from pallasite.target import named
-    from pallasite.tools.explain import traced_for
     from pallasite.tools.explorer.page import page_of
     from pallasite.tools.sources import trace_of
+    from pallasite.tools.traces import traced_for
 
     targets = [t for t in (options.target or "").split(",") if t]
     _known(targets)

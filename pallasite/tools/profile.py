@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pallasite.errors import SpecError
 from pallasite.language.arguments import Arguments
 from pallasite.language.trace import user_location
-from pallasite.tools.explain import kernels_of
+from pallasite.tools.traces import kernels_of
 
 if TYPE_CHECKING:
     from pallasite.tools.time_profile import Profile

@@ -18,7 +18,7 @@ from pallasite.errors import PallasError, SpecError
 from pallasite.ir.nodes import Loc
 from pallasite.ir.types import DTYPES
 from pallasite.primitive import Site, recorded
-from pallasite.tools.explain import Trace, kernels_of
+from pallasite.tools.traces import Trace, kernels_of
 
 _ARRAY = re.compile(r"\s*(\w+)\[([\d,\s]*)\]\s*")
 

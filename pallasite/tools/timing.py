@@ -15,9 +15,9 @@ from pallasite.target import Named, Tpu, chip_of_device, measured, named
 from pallasite.target.names import of_chip
 from pallasite.tools.analysis import Analysis, analyse, bound_of
 from pallasite.tools.check import estimated
-from pallasite.tools.explain import Trace, traced_for
 from pallasite.tools.measure import cannot_measure, measure
 from pallasite.tools.report import Report
+from pallasite.tools.traces import Trace, traced_for
 
 
 def explain_sites(

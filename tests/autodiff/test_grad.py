@@ -530,3 +530,34 @@ def test_tangents_of_matmuls_are_multiplied_in_the_operands_types(dtype):
     dots = [op for op in walk(made.body) if op.name == "dot"]
     assert {v.tile.dtype.numpy_name for op in dots for v in op.operands} == {dtype}
     np.testing.assert_allclose(push(x, y)[1], jnp.full((8, 4), 16 * (3 * 2 + 2)))
+
+
+@pytest.mark.parametrize("first", ["load", "store"])
+def test_operands_that_are_stored_to(first):
+    """What is stored reaches the programs that see the block later, and no result."""
+
+    def kernel(x_ref, y_ref, o_ref):
+        x = x_ref[...]
+        y = y_ref[...] if first == "load" else 0.0
+        y_ref[1] = jnp.sin(x[0])
+        o_ref[...] = x * (y_ref[...] if first == "store" else y)
+
+    def call(x, y):
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=2,
+            in_specs=[ROWS, pl.BlockSpec((4, 8), lambda i: (0, 0))],
+            out_specs=ROWS,
+        )(x, y)
+
+    def reference(x, y):
+        out = []
+        for block in jnp.split(x, 2):
+            after = y.at[1].set(jnp.sin(block[0]))
+            out.append(block * (y if first == "load" else after))
+            y = after
+        return jnp.concatenate(out)
+
+    gradients = (jax.grad(loss(f), (0, 1))(X, X[4:] * 2) for f in (call, reference))
+    agree(*gradients)
