@@ -33,7 +33,7 @@ class LatentAttentionConfig:
 
     Attributes:
         block_heads: heads per program.
-        block_kv: keys per step; divides the page size.
+        block_kv: keys per step; a whole page where it does not divide the page size.
         splits: parts of a sequence that run concurrently; their results are combined.
         block_latent: columns of the result that a program computes from all scores;
             divides their number. By default all of them.
