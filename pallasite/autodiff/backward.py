@@ -434,8 +434,8 @@ def _alternatives(
         if ref in made.lost:
             op = made.lost[ref]
             raise NoBackwardKernel(
-                "the backward pass needs the value of a result before it was "
-                "overwritten",
+                "the backward pass needs a value that was stored to a result or an "
+                "operand",
                 at=op.loc,
             )
     if made.changing:

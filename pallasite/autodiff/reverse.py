@@ -137,9 +137,10 @@ class _Reverse:
                     raise NoBackwardKernel(f"{name} is stored to", at=op.loc)
 
     def find_lost(self, block: Block, stored: set[Value]) -> None:
-        """Loads of results' memory that may see what this program stored there.
+        """Loads of main memory that may see what this program stored there.
 
-        `stored`: roots that may have been stored to; is extended.
+        The reverse does not repeat those stores. `stored`: roots that may have been
+        stored to; is extended.
         """
         for op in block.ops:
             if op.name in ("for", "while"):
@@ -150,7 +151,8 @@ class _Reverse:
             stored.update(map(self.activity.root, written_refs(op)))
             if op.name == "load":
                 root = self.activity.root(op.operands[0])
-                if root in self.seeds and (root in stored or root not in self.inputs):
+                is_empty = root in self.seeds and root not in self.inputs
+                if is_empty or (root in stored and root not in self.scratch):
                     self.lost_loads[op.result] = op
                     self.stand_ins[op.result] = _stand_in(op)
 

@@ -20,10 +20,11 @@ from tests.zoo import all_cases
 
 BY_NAME = {case.name: case for case in all_cases()}
 # The kernels of the zoo whose cotangents go through the functional form, and why.
-_OVERWRITTEN = "the backward pass needs the value of a result before it was overwritten"
+_STORED = "the backward pass needs a value that was stored to a result or an operand"
 FUNCTIONAL = {
-    "normalise_columns": _OVERWRITTEN,
-    "forward_substitution": _OVERWRITTEN,
+    "normalise_columns": _STORED,
+    "forward_substitution": _STORED,
+    "stored_operands": _STORED,
     "dma_double_buffer": "a loop or branch reads scratch that the program writes",
     "masked_offsets": "a store with index arrays may write an element twice",
     "newton_sqrt": "a while loop has no reverse-mode rule",

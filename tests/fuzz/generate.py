@@ -14,7 +14,7 @@ import numpy as np
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.levels import level_of
-from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Value, Window
+from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Span, Value, Window
 from pallasite.ir.verify import verify
 from tests.fuzz.arithmetic import elementwise
 from tests.fuzz.choices import Choices
@@ -169,6 +169,7 @@ class Maker:
             self.add_accumulator,
             self.add_guarded_steps,
             self.add_alias,
+            self.add_rows_in_place,
             self.add_inner_pipeline,
         )
         for add in features:
@@ -435,6 +436,29 @@ class Maker:
         fill = self.fill_for(type_.dtype, others)
         block = self.add_window(output, others, "out", fill)
         self.keep(block, solid=fill is not None or not hangs_over(others))
+
+    def add_rows_in_place(self) -> None:
+        """Each program changes its row of what it sees whole, by one it may not own.
+
+        Through a result, and through the operand that aliases it.
+        """
+        world, b = self.world, self.body.b
+        if not self.grid or 0 in self.grid:
+            return
+        axis = world.integer(0, len(self.grid) - 1)
+        shape, dtype = (self.grid[axis] + world.integer(0, 1), 4), world.dtype()
+        output = Value(T.RefType(shape, dtype, "any"), "rows")
+        self.outputs.append(output)
+        source = self.alias_new(output)
+        zero = lambda b, _: [b.index(0)]
+        sides = [Side(n, BlockDim(n), zero) for n in shape]
+        seen = self.add_window(source, sides, "in")
+        block = self.add_window(output, sides, "out")
+        index, away = (At(None), Span(0, 4)), b.index(world.pick((-1, 0, 1)))
+        read = seen if world.chance(70) else block
+        row = b.load(read, index, (b.add(self.ids[axis], away),))
+        own = b.load(block, index, (self.ids[axis],))
+        b.store(block, b.max(own, row), index, (self.ids[axis],))
 
     def other_side(self, side: Side) -> Side:
         """Another way to cut the same dimension."""

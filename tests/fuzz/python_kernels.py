@@ -104,8 +104,9 @@ def random_script(
 ) -> Script:
     """Lines of code; numbers name the tiles made so far, the last ones first.
 
-    Where output blocks hang over the edge, only the scratch is read across positions:
-    what an output has past the end is unspecified.
+    Where blocks hang over the edge, only the scratch is read across positions, and no
+    operand is written: what an output has past the end is unspecified, and what an
+    operand has there is its fill value again.
     """
     script: Script = []
     for _ in range(choices.integer(1, 4 if depth else 6)):
@@ -117,7 +118,7 @@ def random_script(
             script.append((kind, pick(choices, names), first, second))
         elif kind in ("put", "get"):
             count = len(PUT if kind == "put" else GET)
-            ref = choices.integer(0, 2)
+            ref = choices.integer(0, 2 if hangs else 4)  # see `program`
             ref = 2 if hangs and kind == "get" else ref
             script.append((kind, choices.integer(0, count - 1), first, ref))
         elif kind == "when":
@@ -178,6 +179,7 @@ MAPS: dict[str, Callable[[int, int], Callable[[Any, Any], tuple[Any, Any]]]] = {
     "columns": lambda m, n: lambda i, j: (0, j),
     "backwards": lambda m, n: lambda i, j: (m - 1 - i, j),
     "shifted": lambda m, n: lambda i, j: (i, j + 1),  # clamped at the end
+    "turns": lambda m, n: lambda i, j: ((i + j) % m, 0),  # returns to each block
 }
 
 
@@ -188,12 +190,14 @@ class RandomCall:
     grid: tuple[int, int]
     shape: tuple[int, int]
     maps: tuple[str, str]
+    running: str  # the map of the running block
     script: Script
     row: int
     arrays: tuple[np.ndarray, ...]
 
     def __repr__(self) -> str:
-        return f"RandomCall({self.grid}, {self.shape}, {self.maps}, {self.script})"
+        maps = (*self.maps, self.running)
+        return f"RandomCall({self.grid}, {self.shape}, {maps}, {self.script})"
 
     def index_map(self, number: int) -> Callable[[Any, Any], tuple[Any, Any]]:
         return MAPS[self.maps[number]](*self.grid)
@@ -201,7 +205,8 @@ class RandomCall:
     def program(self, x: Any, y: Any, out: Any, running: Any, scratch: Any, api: Any):
         i, j = api.program_id(0), api.program_id(1)
 
-        @api.when(j == 0)
+        # At its first visit, if not only then.
+        @api.when((j if self.running == "rows" else i) == 0)
         def _():
             running[...] = jnp.zeros(BLOCK)
 
@@ -212,7 +217,7 @@ class RandomCall:
         tiles = [x[...], y[...]]
         out[...] = tiles[0]
         row = j + self.row
-        run_script(self.script, tiles, (out, running, scratch), row, api)
+        run_script(self.script, tiles, (out, running, scratch, x, y), row, api)
         out[...] += tiles[-1]
         running[...] += tiles[-1] * 0.5
 
@@ -226,7 +231,7 @@ class RandomCall:
             in_specs=specs,
             out_specs=[
                 pl.BlockSpec(BLOCK, MAPS["both"](*self.grid)),
-                pl.BlockSpec(BLOCK, MAPS["rows"](*self.grid)),
+                pl.BlockSpec(BLOCK, MAPS[self.running](*self.grid)),
             ],
             scratch_shapes=[pltpu.VMEM(BLOCK, jnp.float32)],
             interpret=interpret,
@@ -247,7 +252,8 @@ class RandomCall:
                     blocks = [_block(a, self.index_map(k)(i, j), self.grid)
                               for k, a in enumerate(padded)]  # fmt: skip
                     blocks.append(_block(out, (i, j), self.grid))
-                    blocks.append(_block(running, (i, 0), self.grid))
+                    place = MAPS[self.running](m, n)(i, j)
+                    blocks.append(_block(running, place, self.grid))
                     self.program(*blocks, scratch, InPython((i, j)))
         rows, columns = self.shape
         return [out[:rows, :columns], running[:rows]]
@@ -268,5 +274,7 @@ def random_call(choices: Choices, hangs: bool = True) -> RandomCall:
     rng = np.random.default_rng(choices.integer(0, 255))
     arrays = tuple(rng.standard_normal(shape).astype(np.float32) for _ in range(2))
     row = choices.integer(0, 4)
+    visited = grid[0] <= grid[1]  # by the first steps, each of its blocks
+    running = "turns" if visited and chance(choices, 25) else "rows"
     script = random_script(choices, len(grid), any(hang))
-    return RandomCall(grid, shape, maps, script, row, arrays)
+    return RandomCall(grid, shape, maps, running, script, row, arrays)

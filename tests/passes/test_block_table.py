@@ -34,6 +34,17 @@ def test_axes_told_apart(code: str):
     assert told_apart(index_map(code), window, (96,), (4, 3)) == CASES[code]
 
 
+def test_what_a_chip_may_round_another_way_is_not_tried():
+    half = "%x: f32 = cast %i0 {dtype=f32}\n%y: f32 = {op} %x\n%r: i32 = cast %y"
+    half += " {dtype=i32}"
+    window = Window((BlockDim(8),), "out")
+    found = [
+        told_apart(index_map(half.replace("{op}", op)), window, (96,), (4, 3))
+        for op in ("floor", "sqrt")
+    ]
+    assert found == [{0}, None]
+
+
 def test_what_is_not_tried():
     plain = index_map("%r: i32 = add %i0, %zero")
     window = Window((BlockDim(8),), "out")

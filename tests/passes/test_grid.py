@@ -294,6 +294,20 @@ def test_operand_sharing_memory_must_move_with_the_output():
     )
 
 
+def test_accesses_through_an_aliased_operand_count_as_the_outputs():
+    own = "store %ob[%pi:+1, :] = %row"
+    other = "%c1: i32 = constant {value=1} %up: i32 = sub %pi, %c1"
+    row = "%row: f32[1,8] = load %xb[%pi:+1, :]"
+    above = f"{other} %row: f32[1,8] = load %xb[%up:+1, :]"
+    zero = "%a: i32 = constant {value=0} yield %a, %a"
+    in_map = zero.replace("%a", "%b")
+    args = dict(grid="(2,)", semantics='("arbitrary",)', ids="%i: i32", in_map=in_map)
+    aliased = dict(args, aliases="aliases {0: 0}")
+    assert analyze(kernel(zero, f"{above} {own}", **args)).parallel == (0,)
+    assert analyze(kernel(zero, f"{row} {own}", **aliased)).parallel == (0,)
+    assert analyze(kernel(zero, f"{above} {own}", **aliased)).sequential == (0,)
+
+
 def test_no_grid():
     info = analyze(
         kernel(

@@ -367,6 +367,93 @@ def alias_partial_update(x, **call):
     )(x)
 
 
+def decayed_rows_kernel(x_ref, o_ref):
+    """Adds half of the row above, which the program before has changed."""
+    i = pl.program_id(0)
+
+    @pl.when(i > 0)
+    def _():
+        o_ref[pl.ds(i, 1), :] += 0.5 * x_ref[pl.ds(i - 1, 1), :]
+
+
+def decayed_rows_reference(x):
+    rows = [x[0]]
+    for row in x[1:]:
+        rows.append(row + 0.5 * rows[-1])
+    return jnp.stack(rows)
+
+
+@zoo.case(
+    reference=decayed_rows_reference,
+    make_args=lambda rng: (normal(rng, 6, 24),),
+    tags="alias",
+)
+def alias_neighbours(x, **call):
+    whole = pl.BlockSpec(x.shape, lambda i: (0, 0))
+    return pl.pallas_call(
+        decayed_rows_kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=x.shape[:1],
+        in_specs=[whole],
+        out_specs=whole,
+        input_output_aliases={0: 0},
+        **call,
+    )(x)
+
+
+def stored_operands_kernel(x_ref, y_ref, o_ref):
+    """Uses its operands as scratch, also in later steps of the grid."""
+    x_ref[...] += y_ref[...]
+    y_ref[...] *= x_ref[...]
+    o_ref[...] = y_ref[...]
+
+
+def stored_operands_reference(x, y):
+    first = (x + y) * y
+    return jnp.stack([first, (x + y + first) * first])
+
+
+@zoo.case(
+    reference=stored_operands_reference,
+    make_args=lambda rng: (normal(rng, 24, 16), normal(rng, 24, 16)),
+)
+def stored_operands(x, y, **call):
+    rows = pl.BlockSpec((8, 16), lambda step, i: (i, 0))
+    return pl.pallas_call(
+        stored_operands_kernel,
+        out_shape=jax.ShapeDtypeStruct((2, *x.shape), x.dtype),
+        grid=(2, 3),
+        in_specs=[rows, rows],
+        out_specs=pl.BlockSpec((None, 8, 16), lambda step, i: (step, i, 0)),
+        **call,
+    )(x, y)
+
+
+def residues_kernel(x_ref, o_ref):
+    """Adds up what has the same remainder, in blocks that are visited in turn."""
+
+    @pl.when(pl.program_id(0) < 3)
+    def _():
+        o_ref[...] = jnp.zeros_like(o_ref)
+
+    o_ref[...] += x_ref[...]
+
+
+@zoo.case(
+    reference=lambda x: x.reshape(2, 24, 16).sum(0),
+    make_args=lambda rng: (normal(rng, 48, 16),),
+)
+def sums_by_remainder(x, **call):
+    return pl.pallas_call(
+        residues_kernel,
+        out_shape=jax.ShapeDtypeStruct((24, 16), x.dtype),
+        grid=(6,),
+        in_specs=[pl.BlockSpec((8, 16), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((8, 16), lambda i: (i % 3, 0)),
+        **call,
+    )(x)
+
+
 def momentum_kernel(grad_ref, momentum_ref, update_ref, new_momentum_ref):
     """The momentum is updated in place, the update is a new array."""
     momentum = 0.9 * momentum_ref[...] + grad_ref[...].astype(jnp.float32)

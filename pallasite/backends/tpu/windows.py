@@ -6,11 +6,14 @@ can name the operand and a shape that works.
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from pallasite.backends.tpu.views import LANES, SUBLANES
 from pallasite.errors import SpecError, UnsupportedError
 from pallasite.ir.nodes import BlockDim, Kernel, Loc, Value, Window
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import RefType
+from pallasite.passes.analysis.block_table import all_steps, blocks_shown
 from pallasite.passes.analysis.carried import carried_from, is_overwritten
 from pallasite.passes.analysis.grid import WindowMoves, analyze
 from pallasite.passes.analysis.intervals import Fact
@@ -73,52 +76,68 @@ def check_window(
 
 
 def check_left_once(kernel: Kernel, pipeline: Pipeline) -> None:
-    """Reject an output whose blocks are revisited and would have to be kept."""
+    """Reject a written window whose blocks are revisited and would have to be kept."""
     for shown, outer, inner in returned_to(kernel, pipeline):
         name = operand_name(kernel, shown.array)
+        found = "uninitialised" if shown.window.mode == "out" else "as it was given"
+        moves = f"moves along axis {inner}, again in each step of axis {outer}"
+        order = f"make axis {outer} the last axis of the grid"
+        if outer == inner:
+            moves = f"returns along axis {inner}"
+            order = f"visit each block in consecutive steps of axis {inner}"
         raise UnsupportedError(
             f"backend 'tpu' does not support revisiting a block of {name}",
             [
                 ("kernel", kernel.name),
                 ("grid", pipeline.grid),
-                (
-                    "block",
-                    f"moves along axis {inner}, again in each step of axis {outer}",
-                ),
-                ("why", "a revisited block is uninitialised"),
+                ("block", moves),
+                ("why", f"a revisited block is {found}"),
             ],
             at=pipeline.op.loc or kernel.loc,
-            fix=f"make axis {outer} the last axis of the grid, or write the whole block"
-            " at each visit",
+            fix=f"write the whole block at each visit, or {order}",
         )
 
 
 def returned_to(kernel: Kernel, pipeline: Pipeline) -> Iterator[tuple[Shown, int, int]]:
-    """Outputs whose blocks are left, revisited, and needed as they were.
+    """Written windows whose blocks are left, revisited, and needed as they were.
 
-    Mosaic writes a block back when the next step has another one, and a block that a
-    step enters starts uninitialised. That shows unless steps fill the blocks they
-    enter. Each comes with an axis along which the block stays, and one inside it along
-    which it moves.
+    Mosaic writes a result's block back when the next step has another one, and a block
+    that a step enters starts uninitialised, or as the operand was given. That shows
+    unless steps fill the blocks they enter. Each comes with an axis along which the
+    block stays, and one inside it, or the same, along which it moves.
     """
-    aliased = {kernel.outputs[result] for _, result in kernel.aliases}
+    pairs = kernel.aliases
+    aliased = {v for i, o in pairs for v in (kernel.inputs[i], kernel.outputs[o])}
     moves = analyze(kernel).windows
     for shown, move in zip(pipeline.shown, moves, strict=True):
-        if shown.array not in kernel.outputs or shown.array in aliased:
+        is_own = shown.array in kernel.params and shown.array not in aliased
+        if not (is_own and move.written):
             continue
-        found = _entered_again(pipeline.grid, move)
+        found = _entered_again(pipeline.grid, shown, move)
         if found is not None and not _fills(pipeline, shown.block, move):
             yield shown, *found
 
 
 def _entered_again(
-    grid: Sequence[int | None], moves: WindowMoves
+    grid: Sequence[int | None], shown: Shown, moves: WindowMoves
 ) -> tuple[int, int] | None:
-    """An axis along which the window stays, and one inside it along which it moves.
+    """An axis along which the window stays, and one along which it moves in between.
 
-    Or may do so, where the map is a sum of grid indices. Numbers read from operands are
-    taken as the author's promise that visits of a block are consecutive.
+    Or may do so, where the map cannot be enumerated but is a sum of grid indices.
+    Numbers read from operands are taken as the author's promise that visits of a block
+    are consecutive.
     """
+    if not moves.axes:
+        return None
+    if (steps := all_steps(grid)) is not None:
+        blocks = _blocks(shown, grid)
+        if blocks is not None:
+            return _first_return(blocks, steps)
+    for axis, size in enumerate(grid):  # in larger grids: each axis by itself
+        line = [size if a == axis else 1 for a in range(len(grid))]
+        steps, blocks = all_steps(line), _blocks(shown, line)
+        if steps is not None and blocks is not None and _first_return(blocks, steps):
+            return axis, axis
     computed = all(form.affine is not None for form in moves.forms)
     leaving = moves.apart if computed else moves.axes
     moving = moves.axes if computed else moves.apart
@@ -128,6 +147,29 @@ def _entered_again(
             if outer < inner and outer not in leaving and inner in moving:
                 return outer, inner
     return None
+
+
+def _blocks(shown: Shown, grid: Sequence[int | None]) -> np.ndarray | None:
+    """The number of the block that a window shows at each step."""
+    indices = blocks_shown(shown.index_map, shown.window, shown.array.ref.shape, grid)
+    if indices is None:
+        return None
+    return np.unique(indices, axis=1, return_inverse=True)[1].ravel()
+
+
+def _first_return(blocks: np.ndarray, steps: np.ndarray) -> tuple[int, int] | None:
+    """The axis along which a block is first entered again, and that along which it was
+    left; None if the steps of each block are consecutive."""
+    entered = np.flatnonzero(np.diff(blocks, prepend=-1))
+    _, first = np.unique(blocks[entered], return_index=True)
+    again = np.setdiff1d(np.arange(len(entered)), first)
+    if not len(again):
+        return None
+    here = entered[again[0]]
+    before = np.flatnonzero(blocks[:here] == blocks[here])[-1]
+    differ = (steps[:, before] != steps[:, other] for other in (here, before + 1))
+    outer, inner = (int(np.argmax(axes)) for axes in differ)
+    return outer, inner
 
 
 def _fills(pipeline: Pipeline, block: Value, moves: WindowMoves) -> bool:

@@ -10,7 +10,7 @@ from math import inf, prod
 
 import numpy as np
 
-from pallasite.ir.nodes import Block, BlockDim, Window
+from pallasite.ir.nodes import Block, BlockDim, Op, Window
 from pallasite.ir.opdef import table
 from pallasite.ir.types import TileType
 
@@ -83,8 +83,18 @@ def _tells(block: np.ndarray, position: np.ndarray, count: int) -> bool:
     return bool(np.all(low == high))
 
 
+def _is_exact(op: Op) -> bool:
+    row = table()[op.name]
+    if not row.elementwise:
+        return False
+    return not (row.max_ulp and any(v.tile.dtype.is_float for v in op.results))
+
+
 def evaluate_map(index_map: Block, steps: np.ndarray) -> list[np.ndarray] | None:
-    """The block indices at all steps, if the map is plain integer arithmetic."""
+    """The block indices at all steps, if the map is plain arithmetic.
+
+    None also where a chip may round another way: the block may then be another one.
+    """
     values = dict(zip(index_map.params, steps, strict=True))
     for op in index_map.ops:
         row = table()[op.name]
@@ -92,7 +102,7 @@ def evaluate_map(index_map: Block, steps: np.ndarray) -> list[np.ndarray] | None
             tile: TileType = op.attrs["type"]
             full = np.full(steps.shape[1], op.attrs["value"], tile.dtype.np)
             values[op.result] = full
-        elif row.elementwise and row.meaning and all(v in values for v in op.operands):
+        elif _is_exact(op) and row.meaning and all(v in values for v in op.operands):
             with np.errstate(all="ignore"):
                 operands = (values[v] for v in op.operands)
                 result = row.meaning(*operands, **op.own_attrs)

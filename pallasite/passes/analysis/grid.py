@@ -345,8 +345,17 @@ class _Analysis:
             for d in self.window_attrs[number].dims
         ):
             return frozenset()
-        inside = self.access_parts(self.blocks[number])
+        inside = self.access_parts(*self.same_blocks(number))
         return recoverable([*parts, *inside], self.grid)
+
+    def same_blocks(self, number: int) -> list[Value]:
+        """The blocks that show a window's memory: its own, and an aliased operand's.
+
+        Where they do not move together, `aliased_read` finds that.
+        """
+        memory = self.memory(self.refs[number])
+        pairs = zip(self.refs, self.blocks, strict=True)
+        return [block for ref, block in pairs if self.memory(ref) is memory]
 
     def block_parts(
         self, number: int, forms: Sequence[Form], any_size: bool = False
@@ -387,10 +396,15 @@ class _Analysis:
             self.most[axis] = min(most, self.most.get(axis, most))
         return True
 
-    def access_parts(self, ref: Value) -> list[Part]:
-        """Positions inside `ref` that all accesses have in common, per dimension."""
-        uses = [op for op in walk(self.body) if ref in op.operands]
-        if any(op.name not in INDEXED or op.operands[0] is not ref for op in uses):
+    def access_parts(self, *refs: Value) -> list[Part]:
+        """Positions that all accesses have in common, per dimension.
+
+        Several refs show the same memory.
+        """
+        uses = [op for op in walk(self.body) if any(r in op.operands for r in refs)]
+        if any(op.name not in INDEXED or op.operands[0] not in refs for op in uses):
+            return []
+        if len({r.ref.shape for r in refs}) > 1:
             return []
         picks = [self.picks(op) for op in uses]
         columns = [set(column) for column in zip(*picks, strict=True)]

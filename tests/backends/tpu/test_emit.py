@@ -305,8 +305,43 @@ def test_a_block_that_has_to_be_kept_until_it_is_entered_again_is_refused(body):
     text = refusal(sums((2, 3), body, 2048))
     assert "does not support revisiting a block of output 0 ('o_ref')" in text
     assert "moves along axis 1, again in each step of axis 0" in text
-    assert "fix     make axis 0 the last axis of the grid" in text
+    assert "or make axis 0 the last axis of the grid" in text
     verify(mosaic(sums((2, 1), body)))
+
+
+def test_a_block_to_which_one_axis_returns_is_refused():
+    def body(x_ref, o_ref):
+        o_ref[pl.ds(pl.program_id(0) // 2, 1), :] = x_ref[pl.ds(0, 1), :]
+
+    x = array(4 * 2048, 256)
+    call = pl.pallas_call(
+        body,
+        array(2 * 2048, 256),
+        grid=4,
+        in_specs=[pl.BlockSpec((2048, 256), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((2048, 256), lambda i: (i % 2, 0)),
+    )
+    text = refusal(kernel(call, x))
+    assert "returns along axis 0" in text
+    assert "or visit each block in consecutive steps of axis 0" in text
+
+
+def test_an_operand_whose_stored_blocks_are_visited_again_is_refused():
+    def body(x_ref, o_ref):
+        x_ref[...] += 1
+        o_ref[...] = x_ref[...]
+
+    x = array(2 * 2048, 256)
+    call = pl.pallas_call(
+        body,
+        array(2, 2 * 2048, 256),
+        grid=(2, 2),
+        in_specs=[pl.BlockSpec((2048, 256), lambda k, i: (i, 0))],
+        out_specs=pl.BlockSpec((None, 2048, 256), lambda k, i: (k, i, 0)),
+    )
+    text = refusal(kernel(call, x))
+    assert "does not support revisiting a block of input 0 ('x_ref')" in text
+    assert "why     a revisited block is as it was given" in text
 
 
 @pytest.mark.parametrize("body", [add_to_kept, store_once])
