@@ -28,6 +28,7 @@ WHAT = {
     "carry_types": "unsupported element types carried in others",
     "bitcasts": "bitcasts between widths decomposed",
     "inner_pipelines": "inner pipelines turned into loops with async copies",
+    "flat_indices": "gathers and scatters done on flattened tiles",
     "gathers": "gathers turned into loops of slices",
     "dots": "matmuls rewritten in the chip's form",
     "legalize": "unsupported operations decomposed",

@@ -10,7 +10,7 @@ import pallasite as pl
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Loc
 from pallasite.ir.text import parse_kernel
-from pallasite.ir.types import BF16, F32, F64, I32, TileType
+from pallasite.ir.types import BF16, BOOL, F32, F64, I32, U8, TileType
 from pallasite.primitive import kernels_in
 from tests.backends.triton.harness import compiled, simulated, whole_kernel
 
@@ -195,18 +195,18 @@ def test_reduce_ignores_padding(kind: str, axes):
 def test_refusal_names_op_shapes_line_and_fix():
     def body(builder, x):
         builder.loc = Loc("model.py", 88, "route")
-        return builder.op("bitcast", x, dtype=BF16)
+        return builder.op("bitcast", x, dtype=U8)
 
-    tile = TileType((8, 128), F32)
+    tile = TileType((8, 128), BOOL)
     with pytest.raises(UnsupportedError) as error:
-        compiled(whole_kernel(body, [tile], TileType((8, 128, 2), BF16)))
+        compiled(whole_kernel(body, [tile], TileType((8, 128), U8)))
     assert str(error.value) == "\n".join(
         [
-            "backend 'triton' cannot run bitcast on f32[8,128]",
-            "  op   %1: bf16[8,128,2] = bitcast %0 {dtype=bf16}",
-            "  why  the two dtypes differ in width",
+            "backend 'triton' cannot run bitcast on bool[8,128]",
+            "  op   %1: u8[8,128] = bitcast %0 {dtype=u8}",
+            "  why  a bool has one bit in registers",
             "  at   model.py:88 in route",
-            "  fix  bitcast to a dtype of the same width",
+            "  fix  convert it with astype",
         ]
     )
 
