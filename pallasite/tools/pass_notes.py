@@ -30,6 +30,7 @@ WHAT = {
     "inner_pipelines": "inner pipelines turned into loops with async copies",
     "flat_indices": "gathers and scatters done on flattened tiles",
     "gathers": "gathers turned into loops of slices",
+    "integer_dots": "matmuls of integers computed from matmuls of bytes",
     "dots": "matmuls rewritten in the chip's form",
     "legalize": "unsupported operations decomposed",
     "scratch_values": "scratch that every step overwrites turned into values",
