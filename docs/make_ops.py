@@ -19,8 +19,9 @@ Generated from the op table (`docs/make_ops.py`). Every op but `inline_asm` runs
 checked mode, and in the emulation all but that, `roles`, `barrier` and `named_barrier`.
 For the native backends: **native** means that the backend emits it, *decomposed* that
 it is rewritten into ops that the backend has (`gather`, `scatter` and `sort` in their
-simpler forms only), and a blank that it is not supported: the error names the op. `ulp`
-is the error that a backend may make, in units in the last place; 0 is exact.
+simpler forms only; `triton` has all forms of the first two), and a blank that it is not
+supported: the error names the op. `ulp` is the error that a backend may make, in units
+in the last place; 0 is exact.
 
 """
 

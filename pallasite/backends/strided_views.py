@@ -105,13 +105,12 @@ class StridedViews(ABC, Generic[V, N]):
 
     def emit_block_view(self, op: Op) -> None:
         ref, *indices = op.operands
-        view, window = self.views[ref], op.attrs["window"]
-        pending = iter(indices)
+        before, window = self.views[ref], op.attrs["window"]
+        view, pending = before, iter(indices)
         dims: list[Dim] = []
-        edges = dict(view.edges)
-        for dim, whole in zip(window.dims, view.dims, strict=True):
-            if whole.edge is not None:
-                self.refuse(op, "a window on a block that may extend past its array")
+        edges = dict(before.edges)
+        leaves = False  # the ref itself, not only the array that the ref leaves
+        for dim, whole in zip(window.dims, before.dims, strict=True):
             index = next(pending)
             start, low, high = self.block_start(dim, index, whole.size)
             stop: int | N = whole.size
@@ -119,15 +118,46 @@ class StridedViews(ABC, Generic[V, N]):
                 end = self.plus(start, self.whole_number(next(pending)))
                 stop, high = self.at_most(end, whole.size), whole.size
             view = self.stepped(view, whole, start, self.block_multiple(dim, index))
-            edge = None
+            key, edge_step = whole.edge, whole.edge_step
             if low < 0 or high + dim.size > whole.size:
-                edge = max(edges, default=-1) + 1
-                edges[edge] = Edge(start, stop, low < 0)
+                leaves = True
+                if key is not None:
+                    stop = self.nearer_stop(op, before, whole, edges[key], stop)
+                key = max(edges, default=-1) + 1 if key is None else key
+                edges[key], edge_step = Edge(start, stop, low < 0), 1
+            elif key is not None:
+                outer = edges[key]
+                first = self.plus(outer.start, self.times(start, edge_step))
+                edges[key] = replace(outer, start=first)
             if dim.kind != "squeezed":
-                dims.append(replace(whole, size=dim.size, edge=edge, edge_step=1))
+                now = replace(whole, size=dim.size, edge=key, edge_step=edge_step)
+                dims.append(now)
+        fill = self.fill_of_both(op, before, window.fill, leaves)
         edges_now = tuple(edges.items())
-        view = replace(view, dims=tuple(dims), edges=edges_now, fill=window.fill)
+        view = replace(view, dims=tuple(dims), edges=edges_now, fill=fill)
         self.views[op.result] = view
+
+    def nearer_stop(
+        self, op: Op, view: V, dim: Dim, edge: Edge[N], stop: int | N
+    ) -> int | N:
+        """Where a window must stop: where its ref ends or, if nearer, the array."""
+        dims = [d for d in view.dims if d.edge == dim.edge]
+        if edge.below or len(dims) > 1 or dim.edge_step != 1 or stop != dim.size:
+            self.refuse(
+                op, "a window past the end of a block that extends past its array"
+            )
+        left = self.plus(edge.stop, self.times(edge.start, -1))
+        return self.at_most(left, dim.size)
+
+    def fill_of_both(self, op: Op, view: V, fill: Any, leaves: bool) -> Any:
+        """What is read outside a window on a view: where one does not say, anything."""
+        if not view.edges or view.fill is None:
+            return fill if leaves or not view.edges else None
+        if leaves and fill is not None and fill != view.fill:
+            self.refuse(
+                op, "a window and the block it is on have different fill values"
+            )
+        return view.fill
 
     def block_start(
         self, dim: BlockDim, index: Value, size: int

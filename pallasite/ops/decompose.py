@@ -23,6 +23,7 @@ from pallasite.ops.decompose_basic import (
     square,
     stop_gradient,
 )
+from pallasite.ops.decompose_bits import between_widths
 from pallasite.ops.decompose_exp import (
     acosh,
     asinh,
@@ -46,7 +47,10 @@ from pallasite.ops.decompose_trig import acos, asin, atan, atan2, cos, sin, tan
 from pallasite.ops.formula import Lower
 
 # op -> (an op it can be computed from, how)
-SHORTCUTS: dict[str, tuple[tuple[str, Lower], ...]] = decompose_exp.SHORTCUTS
+SHORTCUTS: dict[str, tuple[tuple[str, Lower], ...]] = {
+    **decompose_exp.SHORTCUTS,
+    "bitcast": (("bitcast", between_widths),),
+}
 
 # op -> how it is computed from others
 LOWER: dict[str, Lower] = {

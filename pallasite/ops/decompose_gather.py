@@ -21,13 +21,13 @@ from pallasite.ops.neutral import neutral
 MOST_CANDIDATES = 256
 MOST_UPDATES = 256
 MOST_COMPARED = 1 << 15  # elements of one tile: all updates beside all places
-_REDUCTIONS = {"add": "sum", "mul": "prod"}
+REDUCTIONS = {"add": "sum", "mul": "prod"}
 
 DimensionNumbers = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
-class _Slices:
+class Slices:
     """Which slices of `x` a gather reads, or a scatter updates.
 
     `tile` is what it returns, or the updates: `offset_dims` are the dimensions of a
@@ -73,6 +73,23 @@ class _Slices:
         return {d: place for d, place in found.items() if d != axis}
 
 
+def read_slices(
+    x: TileType, result: TileType, numbers: DimensionNumbers, sizes: Sequence[int]
+) -> Slices:
+    """What a gather with these attributes reads."""
+    return Slices(x, result, tuple(sizes), *map(tuple, numbers))
+
+
+def updated_slices(x: TileType, updates: TileType, numbers: DimensionNumbers) -> Slices:
+    """What a scatter with these attributes updates."""
+    window_dims, inserted, _, batch, _ = numbers
+    dims = [d for d in range(x.rank) if d not in (*inserted, *batch)]
+    sizes = [1] * x.rank
+    for d, place in zip(dims, window_dims, strict=True):
+        sizes[d] = updates.shape[place]
+    return Slices(x, updates, tuple(sizes), *map(tuple, numbers))
+
+
 def gather(
     b: Builder,
     x: Value,
@@ -84,8 +101,7 @@ def gather(
     fill_value: Any,
     type: TileType,
 ) -> Value:
-    numbers = [tuple(each) for each in dimension_numbers]
-    slices = _Slices(x.tile, type, tuple(slice_sizes), *numbers)
+    slices = read_slices(x.tile, type, dimension_numbers, slice_sizes)
     fill = b.constant(fill_value, type) if mode == "fill" else None
     if _is_one(slices, indices):
         starts = _starts(b, slices, indices)
@@ -104,7 +120,7 @@ def gather(
     target = slices.dims_in_tile(axis)
     order = sorted(target, key=lambda d: target[d])
     rows = b.op("transpose", x, perm=(axis, *order))
-    index = _numbers(b, b.op("reshape", indices, shape=indices.tile.shape[:-1]), n)
+    index = index_numbers(b, b.op("reshape", indices, shape=indices.tile.shape[:-1]), n)
     clamped = b.min(b.max(index, b.like(0, index)), b.like(n - 1, index))
     dims = [target[d] for d in order]
     place = b.broadcast(clamped, type.shape, slices.batch_dims)
@@ -130,13 +146,7 @@ def scatter(
     mode: str,
     type: TileType,
 ) -> Value:
-    numbers = [tuple(each) for each in dimension_numbers]
-    window_dims, inserted, _, batch, _ = numbers
-    dims = [d for d in range(x.tile.rank) if d not in (*inserted, *batch)]
-    sizes = [1] * x.tile.rank
-    for d, place in zip(dims, window_dims, strict=True):
-        sizes[d] = updates.tile.shape[place]
-    slices = _Slices(x.tile, updates.tile, tuple(sizes), *numbers)
+    slices = updated_slices(x.tile, updates.tile, dimension_numbers)
     if _is_one(slices, indices):
         starts = _starts(b, slices, indices)
         old = b.op("dynamic_slice", x, *starts, sizes=slices.sizes)
@@ -154,7 +164,7 @@ def _scattered_rows(
     x: Value,
     indices: Value,
     updates: Value,
-    slices: _Slices,
+    slices: Slices,
     kind: str,
     mode: str,
 ) -> Value:
@@ -171,7 +181,7 @@ def _scattered_rows(
         raise NotApplicable(f"supports at most {MOST_UPDATES} updates along the axis")
     n = x.tile.shape[axis]
     index = b.op("reshape", indices, shape=indices.tile.shape[:-1])
-    index = _numbers(b, index, n)
+    index = index_numbers(b, index, n)
     if mode != "fill":
         index = b.min(b.max(index, b.like(0, index)), b.like(n - 1, index))
     if kind != "set" and count * x.tile.size <= MOST_COMPARED:
@@ -180,8 +190,8 @@ def _scattered_rows(
         place = b.broadcast(index, shape, slices.batch_dims)
         update = b.broadcast(updates, shape, range(rank - 1))
         hit = b.eq(positions(b, update, rank - 1), place)
-        update = b.select(hit, update, b.constant(_neutral(kind, x), update.tile))
-        name = _REDUCTIONS.get(kind, kind)
+        update = b.select(hit, update, b.constant(left_alone(kind, x), update.tile))
+        name = REDUCTIONS.get(kind, kind)
         total = b.op("reduce", update, kind=name, axes=tuple(single))
         found = [*sorted(target, key=lambda d: target[d]), axis]
         perm = tuple(found.index(d) for d in range(x.tile.rank))
@@ -196,40 +206,40 @@ def _scattered_rows(
         update = b.broadcast(_row(b, rows, k), x.tile.shape, order)
         hit = b.eq(position, place)
         if kind != "set":  # x has one use: compilers follow every use, at every step
-            update = b.select(hit, update, b.constant(_neutral(kind, x), x.tile))
+            update = b.select(hit, update, b.constant(left_alone(kind, x), x.tile))
             x = b.op(kind, x, update)
         else:
             x = b.select(hit, update, x)
     return x
 
 
-def _neutral(kind: str, x: Value) -> int | float:
+def left_alone(kind: str, x: Value) -> int | float:
     """What an element is combined with where nothing is scattered to it."""
     dtype = x.tile.dtype
     if kind == "add" and dtype.is_float:
         return -0.0  # 0.0 would change the sign of -0.0
     if kind in ("min", "max") and dtype.is_float and dtype.bits < 16:
         raise NotApplicable("supports only types with infinities")
-    return neutral(_REDUCTIONS.get(kind, kind), dtype)
+    return neutral(REDUCTIONS.get(kind, kind), dtype)
 
 
-def _is_one(slices: _Slices, indices: Value) -> bool:
+def _is_one(slices: Slices, indices: Value) -> bool:
     is_one = prod(indices.tile.shape[:-1]) == 1 and not slices.operand_batch
     return is_one and bool(slices.x.size)
 
 
-def _starts(b: Builder, slices: _Slices, indices: Value) -> list[Value]:
+def _starts(b: Builder, slices: Slices, indices: Value) -> list[Value]:
     """Of the only slice, per dimension of x; those outside stay outside."""
     count = len(slices.index_map)
     line = b.op("reshape", indices, shape=(count,))
     starts = [b.index(0)] * slices.x.rank
     for k, d in enumerate(slices.index_map):
         start = b.op("reshape", take_range(b, line, 0, k, k + 1), shape=())
-        starts[d] = _numbers(b, start, slices.x.shape[d])
+        starts[d] = index_numbers(b, start, slices.x.shape[d])
     return starts
 
 
-def _is_inside(b: Builder, slices: _Slices, starts: Sequence[Value]) -> Value:
+def _is_inside(b: Builder, slices: Slices, starts: Sequence[Value]) -> Value:
     inside = None
     for d in slices.index_map:
         last = slices.x.shape[d] - slices.sizes[d]
@@ -240,7 +250,7 @@ def _is_inside(b: Builder, slices: _Slices, starts: Sequence[Value]) -> Value:
     return inside
 
 
-def _numbers(b: Builder, index: Value, n: int) -> Value:
+def index_numbers(b: Builder, index: Value, n: int) -> Value:
     """Indices along a dimension of size n as i32; those outside stay outside."""
     lowest, highest = index.tile.dtype.limits
     if highest > I32.limits[1]:

@@ -23,6 +23,8 @@ from pallasite.backends.base import (
 )
 from pallasite.backends.triton import emit
 from pallasite.backends.triton.fill_in_parts import fill_in_parts
+from pallasite.backends.triton.flat_indices import flat_indices
+from pallasite.backends.triton.integer_dots import integer_dots
 from pallasite.backends.triton.launch import STAGES, WARPS, schedule_launch
 from pallasite.backends.triton.prints import WORDS, reader, sites_of
 from pallasite.backends.triton.reload_operands import reload_operands
@@ -49,6 +51,8 @@ NATIVE_OPS = frozenset(emit.RULES)
 PASSES = (
     Pass("place_windows", place_windows),
     Pass("plain_copies", plain_copies),
+    Pass("flat_indices", flat_indices),
+    Pass("integer_dots", integer_dots),
     Pass(
         "legalize",
         partial(legalize, native=partial(is_native, NATIVE_OPS), backend="triton"),

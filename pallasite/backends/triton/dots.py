@@ -22,6 +22,7 @@ SMALLEST = 16
 BYTES = ("i8", "f8E4M3FN", "f8E5M2")  # tensor cores need a depth of 32 for these
 # Below this many multiplications, operands are multiplied and summed elementwise.
 FEW_PRODUCTS = 1 << 14
+MOST_MULTIPLIED = 1 << 18  # elementwise, where there is no matrix instruction
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class Dots(Tiles):
         rhs = cast_value(self, op, rhs, kind, accumulator)
         axis = len(lhs.shape) - 1
         shape = (*lhs.shape, rhs.shape[-1])
-        if prod(shape) > 1 << 18:
+        if prod(shape) > MOST_MULTIPLIED:
             self.refuse(
                 op,
                 f"{kind} has no matrix instruction: the matmul would take "

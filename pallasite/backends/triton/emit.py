@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from pallasite.backends.triton import dots, four_bits, memory, prints, tiles
+from pallasite.backends.triton import atomics, dots, four_bits, memory, prints, tiles
 from pallasite.backends.triton.elementwise import NATIVE
 from pallasite.backends.triton.launch import GROUP, STAGES
 from pallasite.backends.triton.memory import Number
@@ -21,7 +21,7 @@ from pallasite.backends.triton.text import Val, memory_element
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.roles import Cond, Loop, Pipeline, While
-from pallasite.ir.types import TileType
+from pallasite.ir.types import DType, TileType
 from pallasite.passes.analysis.fences import fenced
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.intervals import Fact
@@ -52,10 +52,16 @@ def program_grid(kernel: Kernel) -> tuple[int, ...]:
 def scratch_of(kernel: Kernel) -> tuple[Scratch, ...]:
     """Scratch refs that stay in memory: one part per program, contiguous."""
     programs = prod(program_grid(kernel))
+    refs = [op.result.ref for op in _allocs(kernel)]
     return tuple(
-        Scratch((programs * op.result.ref.size,), op.result.ref.dtype.numpy_name)
-        for op in _allocs(kernel)
+        Scratch((_even(programs * ref.size, ref.dtype),), ref.dtype.numpy_name)
+        for ref in refs
     )
+
+
+def _even(size: int, dtype: DType) -> int:
+    """With one more for atomics, which swap two bytes at a time."""
+    return size + size % 2 if dtype.bits == 8 else size
 
 
 def _allocs(kernel: Kernel) -> list[Op]:
@@ -386,6 +392,7 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
     **tiles.RULES,
     **dots.RULES,
     **memory.RULES,
+    **atomics.RULES,
     **four_bits.RULES,
     **prints.RULES,
     "pipeline": Emitter.emit_pipeline,

@@ -7,13 +7,14 @@ a byte per element and never written: the other half could be another thread's.
 
 from dataclasses import replace
 
-from pallasite.backends.triton.memory import Memory, Place
+from pallasite.backends.triton.atomics import Atomics
+from pallasite.backends.triton.memory import Place
 from pallasite.backends.triton.text import Val, type_text
 from pallasite.ir.nodes import Access, Op, Span
 from pallasite.ir.types import DType
 
 
-class FourBits(Memory):
+class FourBits(Atomics):
     """Emits loads and stores of any width."""
 
     def emit_any_load(self, op: Op) -> None:
@@ -109,18 +110,9 @@ class FourBits(Memory):
 
     def load_each(self, place: Place, mask: Val | None, dtype: DType) -> Val:
         """The byte of every element, and the half of it."""
-        view, shape = place.view, place.shape
-        numbers = self.spread(self.scalar(view.offset, view.wide), shape)
-        for dim, spot in place.spots:
-            if view.wide:
-                spot = self.convert("arith.extsi", spot, "i64")
-            step = self.spread(self.scaled("arith.muli", spot, dim.stride), shape)
-            numbers = self.apply("arith.addi", numbers, step)
+        shape, numbers = place.shape, self.numbers(place)
         byte = self.apply("arith.shrui", numbers, self.like(1, numbers))
-        kind = view.pointer.elem
-        base = self.spread(view.pointer, shape)
-        text = f"tt.addptr {base}, {byte} : {base.type}, {byte.type}"
-        pointers = self.let(text, shape, kind)
+        pointers = self.elements_at(place.view.pointer, byte)
         operands = ""
         if mask is not None:
             mask = self.spread(mask, shape)

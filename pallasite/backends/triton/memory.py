@@ -14,7 +14,6 @@ import numpy as np
 
 from pallasite.backends import strided_views
 from pallasite.backends.strided_views import Dim, Edge, StridedViews, dims_of
-from pallasite.backends.triton.core import FLOAT_BITS
 from pallasite.backends.triton.dots import Dots
 from pallasite.backends.triton.launch import AGAIN
 from pallasite.backends.triton.text import Val, memory_element, physical, type_text
@@ -35,7 +34,7 @@ class View(strided_views.View[Val]):
 
 
 class Memory(Dots, StridedViews[View, Val]):
-    """Emits views, loads, stores and atomics."""
+    """Emits views, loads and stores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,65 +342,6 @@ class Memory(Dots, StridedViews[View, Val]):
     def from_memory(self, x: Val, dtype: DType) -> Val:
         return self.compare("ne", x, self.like(0, x)) if dtype.is_bool else x
 
-    def emit_atomic_rmw(self, op: Op) -> None:
-        access = Access.of(op)
-        assert access.value is not None
-        dtype, kind = access.ref.ref.dtype, op.attrs["kind"]
-        by_sign = dtype.is_float and kind in ("max", "min") and dtype.bits >= 32
-        name = _ATOMICS.get((kind, dtype.kind))
-        narrow = dtype.bits < 16 or (dtype.bits == 16 and name != "fadd")
-        if not by_sign and (name is None or narrow):
-            self.refuse(
-                op,
-                f"Triton does not support atomic {kind} of {dtype}",
-                "use 32 or 64 bits, or interpret=True",
-            )
-        place = self.place(op, access, access.value.tile.shape)
-        user = None if access.mask is None else self.env[access.mask]
-        value = self.env[access.value]
-        mask = self.both(place.mask, user)
-        mask = self.spread(mask or self.const(True, "i1"), place.shape)
-        with self.between_fences(place.view):
-            if by_sign:
-                old = self.float_extreme(kind, place.pointers, value, mask)
-            else:
-                assert name is not None
-                old = self.atomic(name, place.pointers, value, mask)
-        if place.view.edges and place.view.fill is not None and place.mask is not None:
-            old = self.select(place.mask, old, self.like(place.view.fill, old))
-        self.env[op.result] = old
-
-    def atomic(self, name: str, pointers: Val, value: Val, mask: Val) -> Val:
-        types = f"({pointers.type}, {value.type}, {mask.type}) -> {value.type}"
-        text = f"tt.atomic_rmw {name}, acq_rel, gpu, {pointers}, {value}, {mask}"
-        return self.let(f"{text} : {types}", value.shape, value.elem, shared=False)
-
-    def float_extreme(self, kind: str, pointers: Val, value: Val, mask: Val) -> Val:
-        """The maximum or minimum of floats, by integer atomics.
-
-        The bits of floats without sign are ordered like the floats; with sign, in
-        reverse. So the sign of the new value determines which of two integer atomics is
-        right. NaN gets the sign with which it wins; a NaN in memory wins only with that
-        sign.
-        """
-        whole = f"i{FLOAT_BITS[value.elem]}"
-        sign = 1 << (FLOAT_BITS[value.elem] - 1)
-        numbers = self.bits(value, whole)
-        is_nan = self.compare("uno", value, value)
-        nan = self.bits(self.like(float("nan"), value), whole)
-        if kind == "min":
-            nan = self.apply("arith.ori", nan, self.like(sign, nan))
-        numbers = self.select(is_nan, nan, numbers)
-        negative = self.compare("slt", numbers, self.like(0, numbers))
-        positive = self.apply("arith.xori", negative, self.like(True, negative))
-        places = self.retyped(pointers, whole)
-        names = ("max", "umin") if kind == "max" else ("min", "umax")
-        old = [
-            self.atomic(name, places, numbers, self.apply("arith.andi", mask, signed))
-            for name, signed in zip(names, (positive, negative), strict=True)
-        ]
-        return self.bits(self.select(negative, old[1], old[0]), value.elem)
-
     def bits(self, x: Val, elem: str) -> Val:
         """The same bits as another type of equal width."""
         if x.elem == elem:
@@ -410,26 +350,25 @@ class Memory(Dots, StridedViews[View, Val]):
         return self.let(f"tt.bitcast {x} : {x.type} -> {to}", x.shape, elem)
 
     def retyped(self, pointers: Val, elem: str) -> Val:
-        """Pointers to elements of another type of equal width."""
+        """Pointers to elements of another type."""
         return self.bits(pointers, f"!tt.ptr<{elem}>")
 
-    def emit_atomic_cas(self, op: Op) -> None:
-        access = Access.of(op)
-        assert access.value is not None and access.compare is not None
-        place = self.place(op, access, access.value.tile.shape)
-        if place.mask is not None or access.ref.ref.dtype.bits < 16:
-            self.refuse(
-                op, "atomic_cas does not support masks, nor dtypes under 16 bits"
-            )
-        value, old = self.env[access.value], self.env[access.compare]
-        whole = f"i{access.ref.ref.dtype.bits}"  # floats are compared bit by bit
-        pointers = self.retyped(place.pointers, whole)
-        new, seen = self.bits(value, whole), self.bits(old, whole)
-        types = f"({pointers.type}, {seen.type}, {new.type}) -> {new.type}"
-        text = f"tt.atomic_cas acq_rel, gpu, {pointers}, {seen}, {new}"
-        with self.between_fences(place.view):
-            found = self.let(f"{text} : {types}", new.shape, new.elem, shared=False)
-        self.env[op.result] = self.bits(found, value.elem)
+    def numbers(self, place: "Place") -> Val:
+        """The number of each element of an access in its array."""
+        view, shape = place.view, place.shape
+        numbers = self.spread(self.scalar(view.offset, view.wide), shape)
+        for dim, spot in place.spots:
+            if view.wide:
+                spot = self.convert("arith.extsi", spot, "i64")
+            step = self.spread(self.scaled("arith.muli", spot, dim.stride), shape)
+            numbers = self.apply("arith.addi", numbers, step)
+        return numbers
+
+    def elements_at(self, pointer: Val, numbers: Val) -> Val:
+        """Pointers to the elements with these numbers, counted from a pointer."""
+        base = self.spread(pointer, numbers.shape)
+        text = f"tt.addptr {base}, {numbers} : {base.type}, {numbers.type}"
+        return self.let(text, numbers.shape, pointer.elem)
 
 
 RULES = {
@@ -438,8 +377,6 @@ RULES = {
     "bitcast_view": Memory.emit_bitcast_view,
     "load": Memory.emit_load,
     "store": Memory.emit_store,
-    "atomic_rmw": Memory.emit_atomic_rmw,
-    "atomic_cas": Memory.emit_atomic_cas,
 }
 
 
@@ -452,19 +389,6 @@ class Place:
     shape: tuple[int, ...]
     view: View
     spots: tuple[tuple[Dim, Val], ...]  # positions along dimensions that are tiles
-
-
-_ATOMICS = {
-    ("add", "float"): "fadd",
-    ("add", "int"): "add",
-    ("add", "uint"): "add",
-    ("max", "int"): "max",
-    ("max", "uint"): "umax",
-    ("min", "int"): "min",
-    ("min", "uint"): "umin",
-    **{(k, n): k for k in ("and", "or", "xor") for n in ("int", "uint")},
-    **{("xchg", n): "exch" for n in ("float", "int", "uint")},
-}
 
 
 def _split_and_merge(

@@ -6,6 +6,7 @@ ops stay as they are, `plain_copies` turns async copies into plain ones.
 
 from collections.abc import Sequence
 
+from pallasite.backends.triton.flat_indices import ELEMENTS
 from pallasite.errors import UnsupportedError
 from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import Kernel, Op, Value, walk
@@ -53,6 +54,10 @@ def is_native(native: frozenset[str], op: Op) -> bool:
     if op.name == "pow" and integers:
         return False
     if op.name == "integer_pow" and integers and op.attrs["y"] < 0:
+        return False
+    if op.name == "bitcast" and op.result.tile.shape != op.operands[0].tile.shape:
+        return False
+    if op.name == "gather" and ELEMENTS not in op.attrs:
         return False
     if op.name == "scan" and op.attrs["kind"] == "logsumexp":
         return False

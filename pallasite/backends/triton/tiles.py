@@ -15,6 +15,8 @@ from pallasite.ir.nodes import Op
 from pallasite.ir.types import DType
 from pallasite.ops.neutral import neutral
 
+MOST_GATHERED = 1 << 16  # bytes; the smallest GPU has 99 KiB of shared memory
+
 Combine = Callable[[Sequence[Val], Sequence[Val]], Sequence[Val]]
 
 
@@ -223,6 +225,24 @@ class Tiles(Elementwise):
             update = self.select(self.spread(inside, x.shape), update, x)
         self.env[op.result] = update
 
+    def emit_gather(self, op: Op) -> None:
+        """Elements of a vector; `flat_indices.py` makes no other gathers."""
+        x, index = (self.env[v] for v in op.operands)
+        shape, _ = self.layout(op.result.tile, op)
+        held = x.shape[0] * max(op.operands[0].tile.dtype.bits, 8) // 8
+        if held > MOST_GATHERED:
+            self.refuse(
+                op,
+                f"the {held} bytes it picks from would be in shared memory; the limit "
+                f"is {MOST_GATHERED}",
+                "use smaller blocks, or index the ref",
+            )
+        index = self.reshape(index, (prod(shape),))
+        last = op.operands[0].tile.size - 1
+        index = self.apply("arith.maxsi", index, self.like(0, index))
+        index = self.apply("arith.minsi", index, self.like(last, index))
+        self.env[op.result] = self.reshape(self.gather(x, index, 0), shape)
+
     # --- reductions and scans ---
 
     def fold(
@@ -380,6 +400,7 @@ RULES = {
     "pad": Tiles.emit_pad,
     "dynamic_slice": Tiles.emit_dynamic_slice,
     "dynamic_update_slice": Tiles.emit_dynamic_update_slice,
+    "gather": Tiles.emit_gather,
     "reduce": Tiles.emit_reduce,
     "arg_reduce": Tiles.emit_arg_reduce,
     "scan": Tiles.emit_scan,

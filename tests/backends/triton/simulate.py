@@ -293,8 +293,13 @@ class _Machine:
         return [old]
 
     def do_tt_atomic_cas(self, op: Node, pointer: Any, compare: Any, value: Any):
-        old = np.array(pointer.buffer[pointer.offset])
-        pointer.buffer[pointer.offset] = np.where(old == compare, value, old)
+        self.check(pointer, None, op)
+        old = np.zeros(np.shape(value), pointer.buffer.dtype)
+        for position in np.ndindex(np.shape(value)):
+            at = np.asarray(pointer.offset)[position]
+            old[position] = pointer.buffer[at]
+            if old[position] == np.asarray(compare)[position]:
+                pointer.buffer[at] = np.asarray(value)[position]
         return [old]
 
     def do_gpu_barrier(self, op: Node) -> Any:

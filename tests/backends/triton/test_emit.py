@@ -10,7 +10,7 @@ import pallasite as pl
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Loc
 from pallasite.ir.text import parse_kernel
-from pallasite.ir.types import BF16, F32, F64, I32, TileType
+from pallasite.ir.types import BF16, BOOL, DTYPES, F32, F64, I32, U8, TileType
 from pallasite.primitive import kernels_in
 from tests.backends.triton.harness import compiled, simulated, whole_kernel
 
@@ -128,8 +128,6 @@ DOTS = {
 @pytest.mark.parametrize("dtype", [F32, BF16, F64, I32], ids=str)
 def test_dot(name: str, dtype):
     lhs, rhs, contract, batch = DOTS[name]
-    if dtype is I32 and np.prod(lhs) * rhs[-1] > 1 << 18:
-        pytest.skip("too many products for integers")
     rng = np.random.default_rng(0)
     x, y = (rng.integers(-4, 5, s).astype(dtype.np) for s in (lhs, rhs))
     out = I32 if dtype is I32 else F64 if dtype is F64 else F32
@@ -139,6 +137,45 @@ def test_dot(name: str, dtype):
     kernel = whole_kernel(lambda b, x, y: b.op("dot", x, y, **attrs), types, free)
     (got,) = simulated(kernel, [x, y])
     np.testing.assert_array_equal(got, _dot(x, y, contract, batch))
+
+
+INTEGERS = [
+    ("i32", "i32", "i32"),
+    ("u32", "u32", "u32"),
+    ("u8", "i8", "i32"),
+    ("u8", "u8", "i32"),
+    ("i8", "i8", "i16"),
+    ("i16", "i16", "i32"),
+    ("u16", "i8", "u16"),
+    ("i64", "i64", "i64"),
+    ("u32", "i8", "i64"),
+    ("u4", "u8", "i32"),
+]
+
+
+@pytest.mark.parametrize(("left", "right", "out"), INTEGERS)
+def test_large_dots_of_integers_are_of_bytes(left: str, right: str, out: str):
+    kinds = [DTYPES[name] for name in (left, right, out)]
+    attrs = dict(contract=((1,), (0,)), batch=((), ()), dtype=kinds[2], precision=None)
+    types = [TileType((60, 64), kinds[0]), TileType((64, 128), kinds[1])]
+    tile = TileType((60, 128), kinds[2])
+    kernel = whole_kernel(lambda b, x, y: b.op("dot", x, y, **attrs), types, tile)
+    rng = np.random.default_rng(0)
+    ends = [[d.limits[0], d.limits[1], 0] for d in kinds[:2]]
+    x, y = (
+        np.where(
+            rng.integers(0, 4, t.shape) == 0,
+            rng.choice(np.array(some, dtype=object), t.shape),
+            rng.integers(*(max(min(e, 2**62), -(2**62)) for e in some[:2]), t.shape),
+        )
+        for t, some in zip(types, ends, strict=True)
+    )
+    text, _ = compiled(kernel)
+    assert all("tensor<64x64xi8> *" in s for s in text.splitlines() if "tt.dot" in s)
+    got = simulated(kernel, [x.astype(kinds[0].np), y.astype(kinds[1].np)])[0]
+    unit = 1 << kinds[2].bits
+    want = x.astype(object) @ y.astype(object) % unit
+    np.testing.assert_array_equal(got.astype(object) % unit, want)
 
 
 def _result(types, attrs):
@@ -195,18 +232,18 @@ def test_reduce_ignores_padding(kind: str, axes):
 def test_refusal_names_op_shapes_line_and_fix():
     def body(builder, x):
         builder.loc = Loc("model.py", 88, "route")
-        return builder.op("bitcast", x, dtype=BF16)
+        return builder.op("bitcast", x, dtype=U8)
 
-    tile = TileType((8, 128), F32)
+    tile = TileType((8, 128), BOOL)
     with pytest.raises(UnsupportedError) as error:
-        compiled(whole_kernel(body, [tile], TileType((8, 128, 2), BF16)))
+        compiled(whole_kernel(body, [tile], TileType((8, 128), U8)))
     assert str(error.value) == "\n".join(
         [
-            "backend 'triton' cannot run bitcast on f32[8,128]",
-            "  op   %1: bf16[8,128,2] = bitcast %0 {dtype=bf16}",
-            "  why  the two dtypes differ in width",
+            "backend 'triton' cannot run bitcast on bool[8,128]",
+            "  op   %1: u8[8,128] = bitcast %0 {dtype=u8}",
+            "  why  a bool has one bit in registers",
             "  at   model.py:88 in route",
-            "  fix  bitcast to a dtype of the same width",
+            "  fix  convert it with astype",
         ]
     )
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import tpu as pltpu
 from pallasite import triton as plt
 from pallasite.errors import FallbackWarning, KernelTypeError, UnsupportedError
 from pallasite.passes.run import run as run_passes
@@ -141,6 +142,15 @@ ATOMICS = {
     },
     **{("xchg", d): 1 for d in ("float32", "float64")},
 }
+NARROW = [
+    *((k, d) for k in ("max", "min", "xchg") for d in ("float16", "bfloat16")),
+    *((k, "float8_e5m2") for k in ("add", "max", "min", "xchg")),
+    *(
+        (k, d)
+        for k in ("add", "max", "min", "and", "or", "xor", "xchg")
+        for d in ("int8", "uint8", "int16", "uint16")
+    ),
+]
 MEANING = {
     "add": np.add,
     "max": np.maximum,
@@ -166,7 +176,7 @@ def wide_types():
 
 
 @pytest.mark.parametrize("scalar", [False, True], ids=["tile", "scalar"])
-@pytest.mark.parametrize(("kind", "name"), ATOMICS, ids=str)
+@pytest.mark.parametrize(("kind", "name"), [*ATOMICS, *NARROW], ids=str)
 def test_atomic(kind, name, scalar, wide_types):
     atomic = getattr(plt, f"atomic_{kind}")
 
@@ -182,7 +192,8 @@ def test_atomic(kind, name, scalar, wide_types):
     )
     x, start = numbers(0, dtype), numbers(1, dtype)
     kernel = only_kernel(call, x, start)
-    compiled(kernel)
+    text, _ = compiled(kernel)
+    assert ("atomic_cas" in text) == ((kind, name) in NARROW)
     got, old = simulated(kernel, [x, start.copy()])
     want = MEANING[kind](start, x).astype(dtype)
     if scalar:
@@ -209,7 +220,10 @@ def test_atomic_order_of_signs_zeros_and_nan(kind):
     np.testing.assert_array_equal(got, MEANING[kind](start, x))
 
 
-@pytest.mark.parametrize("name", ["int32", "float32", "int64"])
+EVERY_WIDTH = ["int8", "uint8", "int16", "bfloat16", "int32", "float32", "int64"]
+
+
+@pytest.mark.parametrize("name", EVERY_WIDTH)
 def test_atomic_cas(name, wide_types):
     def kernel(_, o_ref, old_ref):
         old_ref[...] = plt.atomic_cas(
@@ -227,18 +241,83 @@ def test_atomic_cas(name, wide_types):
     np.testing.assert_array_equal(got, np.where(start == 3, 7, start))
 
 
-def test_atomic_that_triton_lacks():
+@pytest.mark.parametrize("name", EVERY_WIDTH)
+def test_atomic_cas_where_lanes_have_no_element(name, wide_types):
+    """Padding, and blocks that extend past the array's edge: nothing is touched."""
+
+    def kernel(_, o_ref, old_ref):
+        same = jnp.full((5,), 3, o_ref.dtype)
+        old_ref[...] = plt.atomic_cas(o_ref, same, jnp.full((5,), 7, o_ref.dtype))
+
+    dtype = jnp.dtype(name)
+    block = pl.BlockSpec((5,), lambda i: (i,))
+    call = pl.pallas_call(
+        kernel,
+        out_shape=[shape((18,), dtype)] * 2,
+        grid=(4,),
+        in_specs=[block],
+        out_specs=[block, block],
+        input_output_aliases={0: 0},
+    )
+    start = (np.arange(18) % 5).astype(dtype)
+    got, old = simulated(only_kernel(call, start), [start.copy()])
+    np.testing.assert_array_equal(old, start)
+    np.testing.assert_array_equal(got, np.where(start == 3, 7, start))
+
+
+@pytest.mark.parametrize("name", ["int8", "uint16", "bfloat16"])
+def test_atomics_of_lanes_that_meet_or_are_out_of_range(name):
+    """Many lanes change one word; indices outside change nothing."""
+
+    def kernel(i_ref, x_ref, _, o_ref):
+        i = i_ref[...]
+        plt.atomic_max(o_ref, (i,), x_ref[...], mask=i < 9)
+
+    dtype = jnp.dtype(name)
+    i = np.array([0, 1, 0, 1, 5, 5, -3, 8, 9, 77, 4, 4], np.int32)
+    x = np.arange(12).astype(dtype)[::-1].copy()
+    start = np.full(10, 3, dtype)
+    call = whole(kernel, ((10,), dtype), input_output_aliases={2: 0})
+    (got,) = simulated(only_kernel(call, i, x, start), [i, x, start.copy()])
+    want = start.astype(np.int32)
+    for where, value in zip(i, x.astype(np.int32), strict=True):
+        if where < 9:  # negative ones count from the end
+            want[where] = max(want[where], value)
+    np.testing.assert_array_equal(got.astype(np.int32), want)
+
+
+def test_atomics_on_scratch_of_an_odd_number_of_bytes():
+    def kernel(x_ref, o_ref, scratch):
+        scratch[...] = jnp.zeros(3, jnp.int8)
+        plt.atomic_add(scratch, (slice(1, 3),), x_ref[:2])
+        o_ref[...] = scratch[...]
+
+    block = pl.BlockSpec((3,), lambda i: (i,))
+    call = pl.pallas_call(
+        kernel,
+        out_shape=shape((9,), jnp.int8),
+        grid=(3,),
+        in_specs=[block],
+        out_specs=block,
+        scratch_shapes=[pltpu.VMEM((3,), jnp.int8)],
+    )
+    x = np.arange(1, 10, dtype=np.int8)
+    (got,) = simulated(only_kernel(call, x), [x])
+    np.testing.assert_array_equal(got, [0, 1, 2, 0, 4, 5, 0, 7, 8])
+
+
+def test_atomic_on_the_last_byte_of_an_odd_array():
     def kernel(x_ref, _, o_ref):
         plt.atomic_max(o_ref, (slice(None),), x_ref[...])
 
-    call = whole(kernel, ((64,), jnp.float16), input_output_aliases={1: 0})
-    x = np.zeros(64, np.float16)
-    with pytest.raises(UnsupportedError, match="does not support atomic max of f16"):
+    call = whole(kernel, ((63,), jnp.int8), input_output_aliases={1: 0})
+    x = np.zeros(63, np.int8)
+    with pytest.raises(UnsupportedError, match="hardware swaps 16 bits"):
         compiled(only_kernel(call, x, x))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "name"), ATOMICS, ids=str)
+@pytest.mark.parametrize(("kind", "name"), [*ATOMICS, *NARROW], ids=str)
 def test_atomic_on_the_gpu(kind, name, wide_types):
     atomic = getattr(plt, f"atomic_{kind}")
 

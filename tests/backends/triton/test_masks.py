@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite.errors import UnsupportedError
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, BlockDim, Gather, Kernel, Span, Value, Window
 from pallasite.ir.types import BOOL, I8, I32, I64, TileType
 from pallasite.passes.run import run as run_passes
 from pallasite.primitive import kernels_in
 from tests.backends.cpu.running import with_refs
+from tests.backends.cuda import host
 from tests.backends.triton.harness import compiled, simulated
 from tests.fuzz.agreement import run_numpy
 from tests.ir.kernels import blocked, emit_pipeline, main_ref
@@ -241,3 +244,55 @@ def test_blocks_rounded_up_to_powers_of_two_are_masked_and_no_more():
     text, _ = compiled(run_passes(traced))
     assert "arith.minsi" not in text and "arith.maxsi" not in text
     assert text.count("arith.cmpi") == 2  # the author's
+
+
+# --- windows on blocks that extend past their arrays ---
+
+
+def sums_of_parts(n: int, part: int, fills: tuple[float | None, float | None]):
+    """Blocks of 16 rows of n, and parts of them to which the sum of the part is added.
+
+    What is read outside is summed, too: `fills` are of the blocks and of the parts.
+    """
+    outer, inner = ({} if value is None else {"fill": value} for value in fills)
+
+    def kernel(x_ref, o_ref):
+        def add_sum(part_ref, out_ref):
+            part = part_ref[...]
+            out_ref[...] = part + part.sum(axis=0, keepdims=True)
+
+        spec = pl.BlockSpec((part, 8), lambda i: (i, 0), **inner)
+        grid = (pl.cdiv(16, part),)
+        pltpu.emit_pipeline(add_sum, grid=grid, in_specs=[spec], out_specs=[spec])(
+            x_ref, o_ref
+        )
+
+    spec = pl.BlockSpec((16, 8), lambda i: (i, 0), **outer)
+    call = pl.pallas_call(
+        kernel,
+        jax.ShapeDtypeStruct((n, 8), jnp.float32),
+        grid=(pl.cdiv(n, 16),),
+        in_specs=[spec],
+        out_specs=spec,
+    )
+    x = np.arange(8 * n, dtype=np.float32).reshape(n, 8)
+    (made,) = kernels_in(call, x)
+    return run_passes(made), x
+
+
+@pytest.mark.parametrize("engine", [simulated, host.simulated], ids=["triton", "cuda"])
+@pytest.mark.parametrize(
+    "part, fills",
+    [(4, (2.0, None)), (4, (2.0, 9.0)), (16, (2.0, None)), (6, (3.0, 3.0))],
+)
+def test_windows_on_a_block_that_extends_past_its_array(part: int, fills, engine):
+    """Parts that divide the block are outside where it is; others leave it, too."""
+    kernel, x = sums_of_parts(37, part, fills)
+    (got,) = engine(kernel, [x])
+    np.testing.assert_array_equal(got, run_numpy(kernel, [x])[0])
+
+
+def test_two_fill_values_are_refused():
+    kernel, _ = sums_of_parts(37, 6, (2.0, 3.0))
+    with pytest.raises(UnsupportedError, match="different fill values"):
+        compiled(kernel)

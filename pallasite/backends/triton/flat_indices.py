@@ -1,0 +1,221 @@
+"""flat_indices: gathers and scatters along several axes, of windows, or of many.
+
+In: any kernel. Out: those that `ops/decompose_gather.py` rejects are done on a flat
+tile, the others are left to it. Indices become positions in the flat tile; one outside
+is clamped, or -1. A gather is then one of elements of a vector, which Triton has. In a
+scatter all updates are compared with all positions, some updates at a time: that needs
+no memory, and where updates meet, the result does not depend on chance.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+from pallasite.backends.triton.text import power_of_two
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Kernel, Op, Value
+from pallasite.ir.opdef import table
+from pallasite.ir.rewrite import Rewriter, map_ops
+from pallasite.ir.types import DTYPES, I32, INDEX, TileType
+from pallasite.ops.decompose_gather import (
+    REDUCTIONS,
+    Slices,
+    index_numbers,
+    left_alone,
+    read_slices,
+    updated_slices,
+)
+from pallasite.ops.decompose_tile import positions, take_range
+from pallasite.ops.formula import NotApplicable
+
+ELEMENTS = "triton.elements"  # a gather that `tiles.py` has
+AT_ONCE = 1 << 14  # elements of the tile in which updates are compared with positions
+MOST_COMPARED = 1 << 26  # in all: about a millisecond
+_ONE_BY_ONE = ((), (0,), (0,), (), ())  # dimension numbers
+
+
+def flat_indices(kernel: Kernel) -> Kernel:
+    """The kernel without gathers and scatters that have no other decomposition."""
+    return map_ops(kernel, _flattened)
+
+
+def _flattened(op: Op, b: Rewriter) -> Value | None:
+    if op.name not in ("gather", "scatter") or _is_decomposed(op):
+        return None
+    if not all(v.tile.size for v in (*op.operands, *op.results)):
+        return None
+    return _gather(b, op) if op.name == "gather" else _scatter(b, op)
+
+
+def _is_decomposed(op: Op) -> bool:
+    lower = table()[op.name].lower
+    assert lower is not None
+    try:
+        lower(Builder(), *op.operands, **op.own_attrs)
+    except NotApplicable:
+        return False
+    return True
+
+
+# --- gather ---
+
+
+def _gather(b: Builder, op: Op) -> Value:
+    x, indices = op.operands
+    result, attrs = op.result.tile, op.own_attrs
+    numbers, sizes = attrs["dimension_numbers"], attrs["slice_sizes"]
+    slices = read_slices(x.tile, result, numbers, sizes)
+    place, inside = _places(b, slices, indices)
+    found = elements(b, b.op("reshape", x, shape=(x.tile.size,)), place)
+    if attrs["mode"] != "fill":
+        return found
+    return b.select(inside, found, b.constant(attrs["fill_value"], result))
+
+
+def elements(b: Builder, x: Value, place: Value) -> Value:
+    """The elements of a vector at positions in range."""
+    dtype, shape = x.tile.dtype, place.tile.shape
+    x = as_bytes(b, x)
+    found = b.op(
+        "gather",
+        x,
+        b.op("reshape", place, shape=(*shape, 1)),
+        dimension_numbers=_ONE_BY_ONE,
+        slice_sizes=(1,),
+        mode="clip",
+        fill_value=0,
+        type=TileType(shape, x.tile.dtype),
+        **{ELEMENTS: True},
+    )
+    return b.cast(found, dtype)
+
+
+def as_bytes(b: Builder, x: Value) -> Value:
+    """4-bit numbers, each in its own byte; others as they are."""
+    dtype = x.tile.dtype
+    if dtype.bits != 4:
+        return x
+    return b.cast(x, DTYPES["i8" if dtype.is_signed_int else "u8"])
+
+
+# --- scatter ---
+
+
+def _scatter(b: Builder, op: Op) -> Value | None:
+    x, indices, updates = op.operands
+    kind, attrs, dtype = op.attrs["kind"], op.own_attrs, x.tile.dtype
+    if x.tile.size * power_of_two(updates.tile.size) > MOST_COMPARED:
+        return None
+    if kind in ("min", "max") and dtype.is_float and dtype.bits < 16:
+        return None  # not every such type has infinities
+    slices = updated_slices(x.tile, updates.tile, attrs["dimension_numbers"])
+    place, inside = _places(b, slices, indices)
+    if attrs["mode"] == "fill":
+        place = b.select(inside, place, b.like(-1, place))
+    # The order in which updates meet is that of the indices.
+    order = (*slices.batch_dims, *slices.offset_dims)
+    place, updates = (_in_line(b, v, order) for v in (place, updates))
+    flat = b.op("reshape", x, shape=(x.tile.size,))
+    flat, updates = as_bytes(b, flat), as_bytes(b, updates)
+    if kind == "set":
+        new = _replaced(b, flat, place, updates)
+    else:
+        new = _compared(b, flat, place, updates, kind, left_alone(kind, flat))
+    return b.op("reshape", b.cast(new, dtype), shape=x.tile.shape)
+
+
+def _in_line(b: Builder, tile: Value, order: Sequence[int]) -> Value:
+    turned = b.op("transpose", tile, perm=tuple(order))
+    return b.op("reshape", turned, shape=(tile.tile.size,))
+
+
+def _replaced(b: Builder, x: Value, place: Value, updates: Value) -> Value:
+    """Each element becomes the last update that has its position."""
+    number = positions(b, place, 0)
+    none = b.constant(-1, x.tile.with_dtype(I32))
+    last = _compared(b, none, place, number, "max", -1)
+    found = elements(b, updates, b.max(last, b.like(0, last)))
+    return b.select(b.ge(last, b.like(0, last)), found, x)
+
+
+def _compared(
+    b: Builder,
+    x: Value,
+    place: Value,
+    updates: Value,
+    kind: str,
+    no_update: int | float,
+) -> Value:
+    """`x` combined with the updates that have the positions of its elements.
+
+    `no_update` changes no element. As many updates at a time as a tile may have.
+    """
+    size, count = x.tile.size, place.tile.size
+    step = min(power_of_two(count), max(1, AT_ONCE // power_of_two(size)))
+    rounds = -(-count // step)
+    pairs = (step, size)
+
+    def one_round(b: Builder, x: Value, place: Value, updates: Value) -> Value:
+        where = b.broadcast(place, pairs, (0,))
+        hit = b.eq(b.op("iota", type=where.tile, dim=1), where)
+        update = b.broadcast(updates, pairs, (0,))
+        update = b.select(hit, update, b.like(no_update, update))
+        name = REDUCTIONS.get(kind, kind)
+        return b.op(kind, x, b.op("reduce", update, kind=name, axes=(0,)))
+
+    place, updates = (_lengthened(b, v, n, rounds * step) for v, n in
+                      ((place, -1), (updates, 0)))  # fmt: skip
+    if rounds == 1:
+        return one_round(b, x, place, updates)
+    inside, number, carried = Builder(b.loc), Value(INDEX, "round"), Value(x.type)
+    first = inside.mul(number, inside.index(step))
+    parts = [
+        inside.op("dynamic_slice", v, first, sizes=(step,)) for v in (place, updates)
+    ]
+    new = one_round(inside, carried, *parts)
+    body = inside.block([number, carried], [new])
+    bounds = [b.index(n) for n in (0, rounds, 1)]
+    (x,) = b.emit("for", *bounds, x, regions=(body,))
+    return x
+
+
+def _lengthened(b: Builder, x: Value, value: int, count: int) -> Value:
+    more = count - x.tile.size
+    if not more:
+        return x
+    end = b.constant(value, TileType((), x.tile.dtype))
+    return b.op("pad", x, end, low=(0,), high=(more,), interior=(0,))
+
+
+# --- positions ---
+
+
+def _places(b: Builder, slices: Slices, indices: Value) -> tuple[Value, Value]:
+    """Where each element of the slices is in a flat x, and whether its slice is in x.
+
+    A slice that is not is moved to the nearest place.
+    """
+    shape, batch = slices.tile.shape, slices.batch_dims
+    strides = [prod(slices.x.shape[d + 1 :]) for d in range(slices.x.rank)]
+    tile = slices.tile.with_dtype(I32)
+    place = b.constant(0, tile)
+    inside: Value | None = None
+
+    def add(place: Value, step: Value, d: int) -> Value:
+        return b.add(place, b.mul(step, b.like(strides[d], step)))
+
+    for k, d in enumerate(slices.index_map):
+        column = take_range(b, indices, indices.tile.rank - 1, k, k + 1)
+        column = b.op("reshape", column, shape=indices.tile.shape[:-1])
+        start = index_numbers(b, column, slices.x.shape[d])
+        last = b.like(slices.x.shape[d] - slices.sizes[d], start)
+        near = b.min(b.max(start, b.like(0, start)), last)
+        place = add(place, b.broadcast(near, shape, batch), d)
+        valid = b.eq(start, near)
+        inside = valid if inside is None else b.and_(inside, valid)
+    for d, k in zip(slices.operand_batch, slices.index_batch, strict=True):
+        place = add(place, b.op("iota", type=tile, dim=batch[k]), d)
+    for d, along in zip(slices.window, slices.offset_dims, strict=True):
+        place = add(place, b.op("iota", type=tile, dim=along), d)
+    if inside is None:
+        return place, b.constant(True, tile.with_dtype(DTYPES["bool"]))
+    return place, b.broadcast(inside, shape, batch)

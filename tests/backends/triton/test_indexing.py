@@ -1,0 +1,223 @@
+"""Gathers and scatters of values, and bitcasts between widths, on the simulator."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import pallasite as pl
+from pallasite.errors import UnsupportedError
+from pallasite.ir.types import DTYPES, F32, I32, TileType
+from pallasite.passes.run import run
+from pallasite.primitive import kernels_in
+from tests.backends.triton.harness import compiled, simulated, whole_kernel
+from tests.ops.sampling import evaluate
+
+EVERY_TYPE = [
+    *("bool", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64", "i4", "u4"),
+    *("f8e4m3fn", "f8e5m2", "bf16", "f16", "f32", "f64"),
+]
+
+
+def numbers(shape, name="f32", seed=0) -> np.ndarray:
+    dtype = DTYPES[name]
+    found = np.random.default_rng(seed).integers(0, 2 if dtype.is_bool else 7, shape)
+    return found.astype(dtype.np)
+
+
+def assert_simulated(kernel, operands) -> str:
+    """The outputs are those of the evaluator, exactly; the emitted text."""
+    text, _ = compiled(kernel)
+    for got, want in zip(
+        simulated(kernel, operands), evaluate(kernel, operands), strict=True
+    ):
+        np.testing.assert_array_equal(got, want, strict=True)
+    return text
+
+
+def made_by(op: str, types, attrs):
+    """A kernel of one op; a result of 4-bit numbers, which need even rows, is wider."""
+    result: TileType = attrs["type"]
+    if result.dtype.bits > 4:
+        return whole_kernel(lambda b, *v: b.op(op, *v, **attrs), types, result)
+    make = lambda b, *v: b.cast(b.op(op, *v, **attrs), I32)
+    return whole_kernel(make, types, result.with_dtype(I32))
+
+
+def indexed(body, out: np.ndarray, *operands):
+    """The kernel of a function of values, traced as authors write it."""
+
+    def kernel(*refs):
+        *inputs, o_ref = refs
+        o_ref[...] = body(*(ref[...] for ref in inputs))
+
+    made = pl.pallas_call(kernel, jax.ShapeDtypeStruct(out.shape, out.dtype))
+    return run(*kernels_in(made, *operands))
+
+
+# --- gathers ---
+
+# In range, past both ends, and equal ones.
+ROWS = np.array([[0, 4, -9], [2, 99, 4]], np.int32)
+COLUMNS = np.array([[6, 0, 3], [-1, 8, 3]], np.int32)
+
+
+@pytest.mark.parametrize("name", EVERY_TYPE)
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_points_along_two_axes(name: str, mode: str):
+    dtype = DTYPES[name]
+    attrs = dict(
+        dimension_numbers=((), (0, 1), (0, 1), (), ()),
+        slice_sizes=(1, 1),
+        mode=mode,
+        fill_value=1,
+        type=TileType(ROWS.shape, dtype),
+    )
+    types = [TileType((5, 7), dtype), TileType((*ROWS.shape, 2), I32)]
+    kernel = made_by("gather", types, attrs)
+    points = np.stack([ROWS, COLUMNS], axis=-1)
+    text = assert_simulated(kernel, [numbers((5, 7), name), points])
+    assert text.count("tt.gather") <= 4  # two for the two indices of a point
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_windows_of_batches_with_their_dimensions_between(mode: str):
+    attrs = dict(
+        dimension_numbers=((1, 3), (), (1, 2), (0,), (0,)),
+        slice_sizes=(1, 2, 3),
+        mode=mode,
+        fill_value=-5.0,
+        type=TileType((3, 2, 4, 3), F32),
+    )
+    types = [TileType((3, 5, 7), F32), TileType((3, 4, 2), I32)]
+    kernel = made_by("gather", types, attrs)
+    starts = np.random.default_rng(1).integers(-2, 8, (3, 4, 2)).astype(np.int32)
+    assert_simulated(kernel, [numbers((3, 5, 7)), starts])
+
+
+def test_rows_of_a_table_longer_than_is_compared():
+    table, rows = numbers((300, 3)), np.array([299, 0, -1, 77, 300], np.int32)
+    kernel = indexed(lambda t, i: t[i], numbers((5, 3)), table, rows)
+    (got,) = simulated(kernel, [table, rows])
+    np.testing.assert_array_equal(got, np.asarray(jnp.asarray(table)[rows]))
+
+
+@pytest.mark.parametrize("kind", ["i8", "u32", "i64", "u64"])
+def test_indices_of_other_types(kind: str):
+    dtype = DTYPES[kind]
+    low, high = dtype.limits
+    points = np.array([[0, low], [4, 6], [high, 2], [3, high]], dtype.np)
+    attrs = dict(
+        dimension_numbers=((), (0, 1), (0, 1), (), ()),
+        slice_sizes=(1, 1),
+        mode="fill",
+        fill_value=-1.0,
+        type=TileType((4,), F32),
+    )
+    types = [TileType((5, 7), F32), TileType((4, 2), dtype)]
+    kernel = made_by("gather", types, attrs)
+    assert_simulated(kernel, [numbers((5, 7)), points])
+
+
+def test_a_tile_that_shared_memory_does_not_hold():
+    x, rows = np.zeros((1024, 32), np.float32), np.zeros(4, np.int32)
+    kernel = indexed(lambda x, i: x[i, i], x[:4, 0], x, rows)
+    with pytest.raises(UnsupportedError, match="cannot run gather") as refusal:
+        compiled(kernel)
+    assert "131072 bytes" in str(refusal.value)
+
+
+# --- scatters ---
+
+
+@pytest.mark.parametrize("name", EVERY_TYPE)
+@pytest.mark.parametrize("kind", ["set", "add", "mul", "min", "max"])
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_points_are_updated_along_two_axes(name: str, kind: str, mode: str):
+    dtype = DTYPES[name]
+    if dtype.is_bool and kind in ("add", "mul"):
+        pytest.skip("bools have no arithmetic")
+    tile = TileType((5, 7), dtype)
+    points = np.stack([ROWS, COLUMNS], axis=-1)
+    attrs = dict(dimension_numbers=((), (0, 1), (0, 1), (), ()), kind=kind, mode=mode)
+    types = [tile, TileType(points.shape, I32), TileType(ROWS.shape, dtype)]
+    kernel = made_by("scatter", types, attrs | {"type": tile})
+    operands = [numbers((5, 7), name), points, numbers(ROWS.shape, name, 1)]
+    if dtype.bits == 8 and dtype.is_float and kind in ("min", "max"):
+        with pytest.raises(UnsupportedError, match="cannot run scatter"):
+            compiled(kernel)
+        return
+    assert_simulated(kernel, operands)
+
+
+@pytest.mark.parametrize("kind", ["set", "add", "max"])
+def test_windows_that_overlap_are_updated_in_the_order_of_the_indices(kind: str):
+    attrs = dict(dimension_numbers=((0, 2), (), (0, 1), (), ()), kind=kind, mode="fill")
+    tile = TileType((6, 9), I32)
+    types = [tile, TileType((4, 2), I32), TileType((2, 4, 3), I32)]
+    starts = np.array([[0, 0], [1, 1], [5, 0], [0, 1]], np.int32)
+    updates = np.arange(24, dtype=np.int32).reshape(2, 4, 3)
+    kernel = made_by("scatter", types, attrs | {"type": tile})
+    assert_simulated(kernel, [numbers((6, 9), "i32"), starts, updates])
+
+
+@pytest.mark.parametrize("kind", ["set", "add", "min"])
+@pytest.mark.parametrize("count", [300, 1000])
+def test_many_updates_are_compared_in_rounds(count: int, kind: str):
+    bins = np.random.default_rng(0).integers(-3, 103, count).astype(np.int32)
+    updates = numbers((count,), "i32", 2)
+
+    def update(bins, updates):
+        start = jnp.full(100, 3, jnp.int32)
+        return getattr(start.at[bins], kind)(updates, mode="drop")
+
+    kernel = indexed(update, numbers((100,), "i32"), bins, updates)
+    assert "scf.for" in assert_simulated(kernel, [bins, updates])
+
+
+# --- bitcasts ---
+
+
+WIDTHS = [
+    ("f32", "bf16"),
+    ("f32", "u8"),
+    ("u32", "i16"),
+    ("u32", "u4"),
+    ("i16", "i4"),
+    ("f64", "f32"),
+    ("i64", "f16"),
+    ("u64", "i8"),
+]
+
+
+@pytest.mark.parametrize(("wide", "narrow"), WIDTHS)
+@pytest.mark.parametrize("shape", [(), (3, 5)])
+def test_bitcasts_between_widths(wide: str, narrow: str, shape):
+    old, new = DTYPES[wide], DTYPES[narrow]
+    if new.bits == 4 and shape:
+        shape = (4, 2)  # whole bytes are stored
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 256, (*shape, old.bits // 8)).astype(np.uint8)
+    if old.is_float:  # no NaN, whose bits need not stay
+        words[..., -1] = 0x3F
+    words = words.view(old.np)[..., 0]
+    tile = TileType(shape, old)
+    parts = TileType((*shape, old.bits // new.bits), new)
+    cut = whole_kernel(lambda b, x: b.op("bitcast", x, dtype=new), [tile], parts)
+    (found,) = simulated(cut, [words])
+    assert found.tobytes() == evaluate(cut, [words])[0].tobytes()
+    join = whole_kernel(lambda b, x: b.op("bitcast", x, dtype=old), [parts], tile)
+    (back,) = simulated(join, [found])
+    assert back.tobytes() == words.tobytes()
+
+
+def test_bitcast_as_authors_write_it():
+    x = np.arange(24, dtype=np.uint32).reshape(3, 8) * 0x01234567
+    kernel = indexed(
+        lambda x: lax.bitcast_convert_type(x, jnp.uint8).reshape(3, 32),
+        np.zeros((3, 32), np.uint8),
+        x,
+    )
+    (got,) = simulated(kernel, [x])
+    np.testing.assert_array_equal(got, x.view(np.uint8))
