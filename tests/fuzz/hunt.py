@@ -33,6 +33,7 @@ from tests.fuzz.generate import BYTES, FAMILIES, random_kernel
 from tests.fuzz.placement import placed_kernel
 from tests.fuzz.running import check, emulated
 from tests.fuzz.test_frontend import check_python
+from tests.fuzz.test_gradients import check_gradient
 
 Target = Callable[[Connection], None]
 
@@ -41,6 +42,7 @@ BATCH = 8
 OWN_CHECKS: dict[str, tuple[Callable[[Stream, str], str | None], tuple[str, ...]]] = {
     "python": (check_python, ("cpu", "emulation", "triton", "tpu", "cuda", "gpu")),
     "fusion": (check_fusion, ("cpu", "emulation", "gpu")),
+    "gradient": (check_gradient, ("cpu", "emulation", "gpu")),
 }
 EACH_FAMILY = (*FAMILIES, "edges", "placement", *OWN_CHECKS)
 PER_SEED = 1_000_000  # kernels

@@ -68,9 +68,11 @@ class InPython:
 
 
 class Block:
-    """A numpy array indexed as a ref is: starts from values are clamped."""
+    """A part of an array, indexed as a ref is: starts from values are clamped."""
 
-    def __init__(self, data: np.ndarray):
+    xp: Any = np
+
+    def __init__(self, data: Any):
         self.data, self.shape, self.dtype = data, data.shape, data.dtype
 
     def __getitem__(self, index: Any) -> Any:
@@ -79,11 +81,27 @@ class Block:
     def __setitem__(self, index: Any, value: Any) -> None:
         self.data[self._places(index)] = np.asarray(value)
 
+    def put_back(self, array: Any, place: Any) -> Any:
+        """The array whose part this is."""
+        return array  # it was a view
+
     def _places(self, index: Any) -> Any:
         if index is Ellipsis:
             return ...
         index = index if isinstance(index, tuple) else (index,)
         return tuple(map(_place, index, self.shape))
+
+
+class JaxBlock(Block):
+    """The same without changing an array, so that JAX can differentiate the code."""
+
+    xp = jnp
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.data = self.data.at[self._places(index)].set(value)
+
+    def put_back(self, array: Any, place: Any) -> Any:
+        return array.at[place].set(self.data)
 
 
 def _place(entry: Any, n: int) -> Any:
@@ -239,29 +257,37 @@ class RandomCall:
 
     def in_python(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """The results of running the programs one after another."""
-        m, n = self.grid
-        padded_shape = (m * ROWS, n * COLUMNS)
-        padding = [(0, a - b) for a, b in zip(padded_shape, self.shape, strict=True)]
-        padded = [np.pad(a, padding, constant_values=0.5) for a in arrays]
-        out = np.full(padded_shape, np.nan, np.float32)
-        running = np.full((padded_shape[0], COLUMNS), np.nan, np.float32)
-        scratch = Block(np.full(BLOCK, np.nan, np.float32))
+        return self._in_order(arrays, Block)
+
+    def in_jax(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """The same, as JAX can differentiate it."""
+        return tuple(self._in_order(arrays, JaxBlock))
+
+    def _in_order(self, arrays: Sequence[Any], block: type[Block]) -> list[Any]:
+        (m, n), xp = self.grid, block.xp
+        whole = (m * ROWS, n * COLUMNS)
+        padding = [(0, a - b) for a, b in zip(whole, self.shape, strict=True)]
+        padded = [xp.pad(a, padding, constant_values=0.5) for a in arrays]
+        shapes = whole, (whole[0], COLUMNS), BLOCK
+        *made, scratch = (xp.full(shape, np.nan, np.float32) for shape in shapes)
+        seen, scratch = [*padded, *made], block(scratch)
+        maps = [*map(self.index_map, range(2))]
+        maps += [MAPS[name](m, n) for name in ("both", self.running)]
         with jax.disable_jit():
-            for i in range(m):
-                for j in range(n):
-                    blocks = [_block(a, self.index_map(k)(i, j), self.grid)
-                              for k, a in enumerate(padded)]  # fmt: skip
-                    blocks.append(_block(out, (i, j), self.grid))
-                    place = MAPS[self.running](m, n)(i, j)
-                    blocks.append(_block(running, place, self.grid))
-                    self.program(*blocks, scratch, InPython((i, j)))
-        rows, columns = self.shape
+            for i, j in np.ndindex(m, n):
+                places = [_slices(index_map(i, j), self.grid) for index_map in maps]
+                blocks = [block(x[at]) for x, at in zip(seen, places, strict=True)]
+                self.program(*blocks, scratch, InPython((i, j)))
+                parts = zip(blocks, seen, places, strict=True)
+                seen = [each.put_back(x, at) for each, x, at in parts]
+        (rows, columns), (*_, out, running) = self.shape, seen
         return [out[:rows, :columns], running[:rows]]
 
 
-def _block(array: np.ndarray, place: tuple[int, int], grid: tuple[int, int]) -> Block:
-    i, j = (min(p, g - 1) for p, g in zip(place, grid, strict=True))
-    return Block(array[i * ROWS : (i + 1) * ROWS, j * COLUMNS : (j + 1) * COLUMNS])
+def _slices(place: tuple[int, int], grid: tuple[int, int]) -> tuple[slice, ...]:
+    numbers = (min(p, g - 1) for p, g in zip(place, grid, strict=True))
+    pairs = zip(numbers, BLOCK, strict=True)
+    return tuple(slice(k * n, (k + 1) * n) for k, n in pairs)
 
 
 def random_call(choices: Choices, hangs: bool = True) -> RandomCall:

@@ -1,0 +1,55 @@
+"""Derivatives of random Python kernels, against those of the same code as plain JAX.
+
+Half of the calls run in the emulation, half on the platform's own backend.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.fuzz.batches import each_batch
+from tests.fuzz.choices import Stream
+from tests.fuzz.python_kernels import RandomCall, random_call
+
+BYTES = 96
+BATCH = 2
+TOLERANCE = 2e-3  # of the largest number
+
+
+@pytest.mark.parametrize(("engine", "batches"), [("emulation", 2), ("cpu", 5)])
+def test_derivatives_of_python_kernels(engine: str, batches: int):
+    def check(streams: list[bytes]) -> None:
+        for stream in streams:
+            check_gradient(Stream(stream), engine)
+
+    each_batch(check, 0, batches, BATCH, BYTES)
+
+
+def check_gradient(choices: Stream, engine: str) -> None:
+    """The cotangents of both operands and a tangent of both results."""
+    call = random_call(choices)
+    run = functools.partial(call, interpret=engine == "emulation")
+    rng = np.random.default_rng(choices.integer(0, 255))
+    like = lambda x: rng.standard_normal(x.shape).astype(np.float32)
+    cotangents = tuple(map(like, jax.eval_shape(run, *call.arrays)))
+    tangents = tuple(map(like, call.arrays))
+
+    def derivatives(function: Any) -> Any:
+        _, pull = jax.vjp(function, *call.arrays)
+        return pull(cotangents), jax.jvp(function, call.arrays, tangents)
+
+    got = jax.jit(derivatives, static_argnums=0)(run)
+    with jax.disable_jit():
+        wanted = derivatives(call.in_jax)
+    _assert_close(got, wanted, call)
+
+
+def _assert_close(got: Any, wanted: Any, call: RandomCall) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        most = max(1.0, float(np.max(np.abs(b), initial=0)))
+        np.testing.assert_allclose(
+            a, b, rtol=TOLERANCE, atol=TOLERANCE * most, err_msg=repr(call)
+        )
