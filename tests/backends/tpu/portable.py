@@ -610,3 +610,17 @@ def product_or_not(x, matrix):
         o_ref[...] = lax.cond(m_ref[0, 0] > 0, product, lambda v: v, x_ref[...])
 
     return call(kernel, x, x, matrix)
+
+
+@case(array(12, 12), name="steps_until_large")
+def steps_until_large(x):
+    def kernel(x_ref, o_ref):
+        def step(_, state):
+            y, steps = state
+            small = y < 4
+            return jnp.where(small, y * y + x_ref[...], y), steps + small.astype(I32)
+
+        state = (jnp.zeros_like(x_ref[...]), jnp.zeros(x_ref.shape, I32))
+        o_ref[...] = lax.fori_loop(0, 20, step, state)[1]
+
+    return call(kernel, array(12, 12, dtype=I32), x)
