@@ -53,6 +53,7 @@ class TpuBackend:
         from pallasite.backends.tpu.aliased import join_aliased
         from pallasite.backends.tpu.bitcasts import bitcasts_of_one_width
         from pallasite.backends.tpu.carried_types import carry_types
+        from pallasite.backends.tpu.carry_rows import carry_rows
         from pallasite.backends.tpu.compile import core_of
         from pallasite.backends.tpu.cores import share_between_cores
         from pallasite.backends.tpu.device_numbers import ask_for_device_numbers
@@ -111,6 +112,7 @@ class TpuBackend:
             Pass("repeats", join_repeats),
             Pass("dots", partial(plain_dots, chip=chip)),
             Pass("legalize", partial(legalize, native=is_native, backend=self.name)),
+            Pass("carry_rows", carry_rows),
         )
 
     def _sparse_passes(self, chip: Tpu | None) -> Sequence[Pass]:

@@ -128,11 +128,12 @@ class Control(Remote):
 
         libtpu stores a tile that does not vary along a dimension only once along it,
         and assumes that a carried value has the layout of its initial value. If an iota
-        makes the loop yield tiles that vary along one dimension only, it then fails to
-        reconcile the two. So an initial value is made to look as if it varied.
+        makes the loop yield tiles that vary along one dimension only, or if a mask of
+        one carried value selects another, it then fails to reconcile the two. So an
+        initial value is made to look as if it varied.
         """
         names = self._carry_all([self.name(v) for v in inits], inits)
-        if not self.counts_places:
+        if not self.varies_starts:
             return names
         pairs = zip(names, inits, strict=True)
         return [self._as_if_varying(n, self._carried(v)) if v in self.repeated else n

@@ -22,7 +22,7 @@ class Core:
         self.names: dict[Value, str] = {}
         self.constants: dict[Value, float | int | bool] = {}
         self.repeated: set[Value] = set()  # tiles that do not vary along all dims
-        self.counts_places = False  # whether the kernel has an iota
+        self.varies_starts = False  # whether loops start with tiles as if varying
         self.turns_columns = False  # whether (n, 1) becomes (n,) by a transpose
         self.op: Op | None = None  # being emitted: what an error points at
 

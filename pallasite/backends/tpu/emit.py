@@ -51,6 +51,11 @@ def emit_module(
     return _Module(_KernelPlan(kernel, turns_columns), with_locations, core).text()
 
 
+def _is_mask(value: Value) -> bool:
+    is_tile = not value.is_ref and bool(value.tile.shape)
+    return is_tile and value.tile.dtype.is_bool
+
+
 @dataclass(frozen=True)
 class _KernelPlan:
     """A kernel, decomposed: the grid, and what each parameter is to Mosaic."""
@@ -117,8 +122,12 @@ class _KernelPlan:
         return tuple(p for p in self.kernel.params if p not in apart)
 
     @cached_property
-    def counts_places(self) -> bool:
-        return any(op.name == "iota" for op in walk(self.kernel.body))
+    def varies_starts(self) -> bool:
+        """Whether there are tiles of positions or masks, see `Control._starts`."""
+        return any(
+            op.name == "iota" or any(map(_is_mask, op.results))
+            for op in walk(self.kernel.body)
+        )
 
     @property
     def is_called_once(self) -> bool:
@@ -331,7 +340,7 @@ class _Function(Control):
     def __init__(self, plan: _KernelPlan, with_locations: bool):
         super().__init__(with_locations)
         self.plan = plan
-        self.counts_places = plan.counts_places
+        self.varies_starts = plan.varies_starts
         self.turns_columns = plan.turns_columns
         self.grid_names = [f"%i{axis}" for axis in range(len(plan.steps))]
         self._taken: set[str] = set()

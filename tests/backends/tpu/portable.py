@@ -575,3 +575,52 @@ def prints(x):
 
     spec = pl.BlockSpec((5, 50), lambda i: (i, 0))
     return call(kernel, x, x, grid=(4,), in_specs=[spec], out_specs=spec)
+
+
+# --- vectors that change their layout on the way ---
+
+
+@case(array(6), array(6, 6), name="power_iteration")
+@case(array(128), array(128, 128), name="power_iteration_of_whole_lanes")
+def power_iteration(x, matrix):
+    def kernel(x_ref, m_ref, o_ref):
+        step = lambda _, v: (v[None] * m_ref[...]).sum(1)
+        o_ref[...] = lax.fori_loop(0, 5, step, x_ref[...])
+
+    return call(kernel, x, x, matrix)
+
+
+@case(array(6), array(6, 6), name="best_path")
+def best_path(x, scores):
+    def kernel(x_ref, s_ref, o_ref):
+        def step(state):
+            best, n = state
+            return jnp.max(best[:, None] + s_ref[...], 0), n + 1
+
+        state = (x_ref[...], jnp.int32(0))
+        o_ref[...] = lax.while_loop(lambda state: state[1] < 5, step, state)[0]
+
+    return call(kernel, x, x, scores)
+
+
+@case(array(6), array(6, 6), name="product_or_not")
+def product_or_not(x, matrix):
+    def kernel(x_ref, m_ref, o_ref):
+        product = lambda v: (v[None] * m_ref[...]).sum(1)
+        o_ref[...] = lax.cond(m_ref[0, 0] > 0, product, lambda v: v, x_ref[...])
+
+    return call(kernel, x, x, matrix)
+
+
+@case(array(12, 12), name="steps_until_large")
+def steps_until_large(x):
+    def kernel(x_ref, o_ref):
+        def step(_, state):
+            y, steps = state
+            small = y < 4
+            return jnp.where(small, y * y + x_ref[...], y), steps + small.astype(I32)
+
+        state = (jnp.zeros_like(x_ref[...]), jnp.zeros(x_ref.shape, I32))
+        o_ref[...] = lax.fori_loop(0, 20, step, state)[1]
+
+    return call(kernel, array(12, 12, dtype=I32), x)
