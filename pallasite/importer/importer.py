@@ -99,6 +99,8 @@ class Importer:
     def constant(self, value: Any, aval: Any) -> Value:
         type_ = tile_type(aval, self.where)
         array: Any = np.asarray(value)
+        if not array.size:
+            return self.captured(value)
         if array.ndim and array.size > 1 and not (array == array.flat[0]).all():
             return self.captured(value)
         return self.builder.constant(array.flat[0] if array.ndim else array, type_)
@@ -117,6 +119,9 @@ class Importer:
             )
         if jaxcompat.is_key_dtype(getattr(value, "dtype", None)):
             value = jax.random.key_data(value)
+        if 0 in np.shape(value):  # nothing to load, and a chip has no such operands
+            type_ = T.TileType(np.shape(value), value_dtype(value))
+            return self.builder.constant(0, type_)
         return self.builder.load(self.captures.ref(value), **notes)
 
     def hidden_scratch(self, name: str, type_: T.RefType) -> Value:

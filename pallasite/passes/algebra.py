@@ -5,6 +5,7 @@ Only bit-exact rewrites are here: `x + 0` for integers, but `x + -0.0` for float
 """
 
 from collections.abc import Callable
+from math import prod
 
 import numpy as np
 
@@ -353,6 +354,16 @@ def replaced_whole(op: Op, b: Rewriter) -> Value | None:
     return update if update.type == x.type else None
 
 
+def without_index(op: Op, b: Rewriter) -> Value | None:
+    """A gather or scatter without index components (`x.at[:].add(y)`): one slice."""
+    x, indices = (v.tile for v in op.operands[:2])
+    if not x.size or indices.shape[-1:] != (0,) or prod(indices.shape[:-1]) != 1:
+        return None
+    lower = table()[op.name].lower
+    assert lower is not None
+    return lower(b, *op.operands, **op.own_attrs)
+
+
 _REARRANGING = ("broadcast_in_dim", "reshape", "transpose", "slice", "rev")
 
 PATTERNS: tuple[Pattern, ...] = (
@@ -389,4 +400,5 @@ PATTERNS: tuple[Pattern, ...] = (
     ("pad", padding_alone),
     ("dynamic_slice", dynamic_slice),
     ("dynamic_update_slice", replaced_whole),
+    *((name, without_index) for name in ("gather", "scatter")),
 )

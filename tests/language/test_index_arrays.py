@@ -9,6 +9,7 @@ from jax import lax
 import pallasite as pl
 from pallasite.ir.nodes import walk
 from pallasite.primitive import kernels_in
+from tests.backends.tpu import harness as tpu
 from tests.backends.triton.harness import simulated
 
 S = jax.ShapeDtypeStruct
@@ -220,3 +221,26 @@ def _added_selects(kernel) -> int:
     x, n = jnp.ones(1009), jnp.arange(4, dtype=jnp.int32)
     (imported,) = kernels_in(call, x, n, n.astype(jnp.uint32))
     return sum(op.attrs.get("value") == 1009 for op in walk(imported.body))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.at[:].add(1),
+        lambda x: x.at[...].multiply(x),
+        lambda x: x.at[:, :].set(2 * x),
+        lambda x: x.at[:].max(5),
+        lambda x: x.at[...].get(mode="fill", fill_value=7) - x.at[:].get(),
+    ],
+)
+def test_updates_of_a_whole_tile_have_no_indices(change):
+    """JAX has an index array of no elements for them, which no chip takes."""
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = change(x_ref[...])
+
+    want = np.asarray(change(jnp.asarray(X)))
+    agree_everywhere(kernel, want, X)
+    (imported,) = kernels_in(pl.pallas_call(kernel, S(X.shape, X.dtype)), X)
+    assert len(imported.inputs) == 1
+    np.testing.assert_array_equal(tpu.simulated(imported, [X])[0], want)
