@@ -44,7 +44,8 @@ class _CutSums(Divided):
     def __init__(self, found: LoopDims, dim: LoopDim, parts: int):
         reason = why_not_in_rounds(found, dim)
         pipeline = found.pipeline
-        steps, last = pipeline.grid[-1], len(pipeline.grid) - 1
+        last = len(pipeline.grid) - 1
+        steps = pipeline.grid[last] if pipeline.grid else None
         if reason is None and (steps is None or last not in found.info.sequential):
             reason = "the last axis is not sequential"
         if reason is not None or steps is None:

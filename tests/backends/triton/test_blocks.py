@@ -135,6 +135,16 @@ def test_a_product_without_steps_along_k_gets_a_loop():
     assert (m, n) == (128, 256) and k <= 64
 
 
+@pytest.mark.parametrize("size", [100, 144])
+def test_a_product_without_a_grid_is_as_shallow(size):
+    """Its depth has a part that is shallow enough, but no axis to step through it."""
+    product = lambda b, x, y: b.op("dot", x, y, **CONTRACT)
+    square = TileType((size, size), F32)
+    x, y = np.random.default_rng(0).normal(size=(2, size, size)).astype(np.float32)
+    (found,) = simulated(whole_kernel(product, [square] * 2, square), [x, y])
+    np.testing.assert_allclose(found, x @ y, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("size, block", [(96, (48, 96, 96)), (100, (64, 48, 52))])
 def test_products_of_other_blocks_are_right(size, block, monkeypatch):
     """With so little registers and shared memory that everything must be cut."""
