@@ -24,7 +24,7 @@ _STORED = "the backward pass needs a value that was stored to a result or an ope
 FUNCTIONAL = {
     "normalise_columns": _STORED,
     "forward_substitution": _STORED,
-    "stored_operands": _STORED,
+    "stored_operands": "x_ref is stored to",
     "dma_double_buffer": "a loop or branch reads scratch that the program writes",
     "masked_offsets": "a store with index arrays may write an element twice",
     "newton_sqrt": "a while loop has no reverse-mode rule",

@@ -89,7 +89,8 @@ def test_decomposition_to_the_bottom_meets_the_bound(row: OpDef, dtype: DType):
 @pytest.mark.parametrize("dtype", [DTYPES[n] for n in FLOAT_NAMES], ids=str)
 @pytest.mark.parametrize(
     ("name", "through"),
-    [(n, t) for n, ways in decompose.SHORTCUTS.items() for t, _ in ways],
+    # Bitcasts between widths, through others, are tested with the backend's gathers.
+    [(n, t) for n, ways in decompose.SHORTCUTS.items() for t, _ in ways if t != n],
 )
 def test_shortcut_meets_the_bound(name: str, through: str, dtype: DType):
     row, lower = table()[name], dict(decompose.SHORTCUTS[name])[through]

@@ -407,3 +407,24 @@ def guards_of(kernel: Kernel) -> set[tuple[int, int]]:
         for step in range(steps)
         if number(guard.operands[0], {i: row, j: step})
     }
+
+
+def test_windows_of_elements_stay_whole():
+    """Their index counts elements: a part does not start at a multiple of its size."""
+    kernel = parsed("""
+    kernel @k(%x: ref<f32[12,4] any>, %o: ref<f32[8,4] any>) outputs 1 {
+      pipeline %x, %o {grid=(1,), windows=(in[element 8, 4], out[8, 4]),
+          semantics=("arbitrary",)}
+        map (%i: i32) { %a: i32 = constant {value=3} yield %a, %i }
+        map (%j: i32) { yield %j, %j }
+        body (%s: i32, %xb: ref<f32[8,4] block>, %ob: ref<f32[8,4] block>) {
+          %v: f32[8,4] = load %xb[:, :]
+          store %ob[:, :] = %v
+        }
+    }""")
+    for place in ((0, 0), (1, 0)):
+        with pytest.raises(CannotReblock, match="a window indexes it by element"):
+            cut(kernel, place, 2)
+    x = np.arange(48, dtype=np.float32).reshape(12, 4)
+    (found,) = outputs(cut(kernel, (0, 1), 2), [x])
+    np.testing.assert_array_equal(found, x[3:11])

@@ -151,6 +151,7 @@ class _Joined:
         members: dict[_Node, list[_Node]] = defaultdict(list)
         for node in self.nodes():
             members[self.root(node)].append(node)
+        places = self.places()  # which may hold some, too
         whole: dict[_Node, str] = {}
         for node, reason in self.held:
             whole.setdefault(self.root(node), reason)
@@ -160,7 +161,6 @@ class _Joined:
         spans: dict[_Node, set[Op]] = defaultdict(set)
         for node, op in self.spans:
             spans[self.root(node)].add(op)
-        places = self.places()
         for root, nodes in members.items():
             windows = tuple(places[node] for node in nodes if node in places)
             size = root[0].type.shape[root[1]]
