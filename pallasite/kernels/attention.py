@@ -158,7 +158,9 @@ def attention(
     if dropout_rate and dropout_key is not None:
         rows = (sizes.batch, sizes.heads, sizes.queries)
         seeds = dropout.row_seeds(dropout_key, *rows)
-    compute = common.choose(implementation, _streamed, _plain)
+    # With nothing to multiply there is no kernel.
+    kernel = _streamed if query.size and value.size else _plain
+    compute = common.choose(implementation, kernel, _plain)
     default = _default(sizes, query.dtype, mask)
     if bias is not None or dropout_rate:  # tiles beside the scores
         default = dataclasses.replace(default, block_q_alone=None, halves_alone=False)

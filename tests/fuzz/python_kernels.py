@@ -273,7 +273,8 @@ class RandomCall:
         seen, scratch = [*padded, *made], block(scratch)
         maps = [*map(self.index_map, range(2))]
         maps += [MAPS[name](m, n) for name in ("both", self.running)]
-        with jax.disable_jit():
+        # One op at a time: on a GPU each would be compiled and launched by itself.
+        with jax.default_device(jax.devices("cpu")[0]), jax.disable_jit():
             for i, j in np.ndindex(m, n):
                 places = [_slices(index_map(i, j), self.grid) for index_map in maps]
                 blocks = [block(x[at]) for x, at in zip(seen, places, strict=True)]
