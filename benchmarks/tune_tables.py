@@ -87,15 +87,8 @@ def problems() -> Iterator[tuple[str, Problem]]:
         (_loss_gradient, [*tokens, Shape((2048, 32768), BF16)]),
     )
     for width in (2048, 8192):
-        rows, weights = Shape((8192, width), BF16), Shape((width,), BF16)
-        yield f"rms_norm {width}", (kernels.rms_norm, [rows, weights])
-        yield f"layer_norm {width}", (kernels.layer_norm, [rows, weights, weights])
-        yield f"softmax {width}", (kernels.softmax, [rows])
-    like_x = Shape((2, 4096, 2048), BF16)
-    states = [Shape((2, 4096, 1, 128), BF16)] * 2
-    scan = [Shape((2, 4096, 32, 64), BF16), Shape((2, 4096, 32), jnp.float32), *states]
-    yield "state_space_scan", (decaying_scan, scan)
-    yield "causal_conv1d", (kernels.causal_conv1d, [like_x, Shape((4, 2048), BF16)])
+        yield from _of_rows(8192, width)
+    yield from _of_sequences(2)
 
 
 def gpu_problems() -> Iterator[tuple[str, Problem]]:
@@ -156,14 +149,23 @@ def gpu_problems() -> Iterator[tuple[str, Problem]]:
         ),
     )
     for number, width in ((32768, 2048), (8192, 8192)):
-        rows, weights = Shape((number, width), BF16), Shape((width,), BF16)
-        yield f"rms_norm {width}", (kernels.rms_norm, [rows, weights])
-        yield f"layer_norm {width}", (kernels.layer_norm, [rows, weights, weights])
-        yield f"softmax {width}", (kernels.softmax, [rows])
-    like_x = Shape((8, 4096, 2048), BF16)
-    states = [Shape((8, 4096, 1, 128), BF16)] * 2
-    scan = [Shape((8, 4096, 32, 64), BF16), Shape((8, 4096, 32), jnp.float32), *states]
+        yield from _of_rows(number, width)
+    yield from _of_sequences(8)
+
+
+def _of_rows(number: int, width: int) -> Iterator[tuple[str, Problem]]:
+    rows, weights = Shape((number, width), BF16), Shape((width,), BF16)
+    yield f"rms_norm {width}", (kernels.rms_norm, [rows, weights])
+    yield f"layer_norm {width}", (kernels.layer_norm, [rows, weights, weights])
+    yield f"softmax {width}", (kernels.softmax, [rows])
+
+
+def _of_sequences(batch: int) -> Iterator[tuple[str, Problem]]:
+    lead = (batch, 4096)
+    states = [Shape((*lead, 1, 128), BF16)] * 2
+    scan = [Shape((*lead, 32, 64), BF16), Shape((*lead, 32), jnp.float32), *states]
     yield "state_space_scan", (decaying_scan, scan)
+    like_x = Shape((*lead, 2048), BF16)
     yield "causal_conv1d", (kernels.causal_conv1d, [like_x, Shape((4, 2048), BF16)])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Value
-from pallasite.ir.types import I32, TileType
+from pallasite.ir.types import BOOL, I32, TileType, scalar
 from pallasite.ops.decompose_tile import positions, take_range
 from pallasite.ops.formula import NotApplicable
 from pallasite.ops.neutral import neutral
@@ -107,7 +107,7 @@ def gather(
         starts = _starts(b, slices, indices)
         found = b.op("dynamic_slice", x, *starts, sizes=slices.sizes)
         result = b.op("reshape", found, shape=type.shape)
-        if fill is None or not slices.index_map:
+        if fill is None:
             return result
         valid = b.broadcast(_is_inside(b, slices, starts), type.shape)
         return b.select(valid, result, fill)
@@ -152,7 +152,7 @@ def scatter(
         old = b.op("dynamic_slice", x, *starts, sizes=slices.sizes)
         update = b.op("reshape", updates, shape=slices.sizes)
         new = _combined(b, kind, old, update)
-        if mode == "fill" and slices.index_map:
+        if mode == "fill":
             valid = b.broadcast(_is_inside(b, slices, starts), slices.sizes)
             new = b.select(valid, new, old)
         return b.op("dynamic_update_slice", x, new, *starts)
@@ -230,10 +230,9 @@ def _is_one(slices: Slices, indices: Value) -> bool:
 
 def _starts(b: Builder, slices: Slices, indices: Value) -> list[Value]:
     """Of the only slice, per dimension of x; those outside stay outside."""
+    count = len(slices.index_map)
+    line = b.op("reshape", indices, shape=(count,))
     starts = [b.index(0)] * slices.x.rank
-    if not slices.index_map:
-        return starts
-    line = b.op("reshape", indices, shape=(len(slices.index_map),))
     for k, d in enumerate(slices.index_map):
         start = b.op("reshape", take_range(b, line, 0, k, k + 1), shape=())
         starts[d] = index_numbers(b, start, slices.x.shape[d])
@@ -247,8 +246,7 @@ def _is_inside(b: Builder, slices: Slices, starts: Sequence[Value]) -> Value:
         start = starts[d]
         valid = b.and_(b.ge(start, b.like(0, start)), b.le(start, b.like(last, start)))
         inside = valid if inside is None else b.and_(inside, valid)
-    assert inside is not None
-    return inside
+    return b.constant(True, scalar(BOOL)) if inside is None else inside
 
 
 def index_numbers(b: Builder, index: Value, n: int) -> Value:
