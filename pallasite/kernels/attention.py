@@ -310,9 +310,7 @@ def _plain(query, key, value, bias, sinks, seeds, *, mask, sizes, options, confi
 # the time of two.
 THREE, TWO, GAIN = 192, 128, 1.06
 NARROW = 64  # numbers of a value
-# Numbers of a head beyond which fewer rows at a time fit on a GPU: a program and its
-# gradients hold sums of this many elements.
-WIDE, SUMS = 256, 1 << 15
+WIDE = 256  # numbers of a head beyond which fewer rows at a time fit on a GPU
 
 LANES = 128  # what divides half a block's keys: whole vector registers of a TPU
 # Queries and keys of a head, and their width, whose blocks become one program on a TPU
@@ -360,7 +358,7 @@ def _default(sizes: "_Sizes", dtype: Any, mask: masks.Mask | None) -> AttentionC
         return halves if one else config
     chip, widths = configs.hopper(), (sizes.width, sizes.value_width)
     if configs.traced_for(Gpu) and max(widths) > WIDE:
-        most = max(SUMS // pl.next_power_of_2(max(widths)), 16)
+        most = configs.most_rows(max(widths))
         return AttentionConfig(most, most)
     fits = max(widths) <= NARROW and not any(w % 16 for w in widths)
     fits = fits and jnp.dtype(dtype).itemsize == 2

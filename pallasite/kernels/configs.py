@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+import pallasite as pl
 from pallasite import config
 from pallasite.errors import KernelTypeError, SpecError
 from pallasite.kernels import common
@@ -112,6 +113,16 @@ def tuned_rows(
     if traced_for(Host):
         default = _even(default, operands[0].shape)
     return tuned(kernel, given, default, ROWS, operands)
+
+
+# Numbers of the keys of a head that a program of a GPU, and its gradients, have room
+# for at a time.
+MOST_NUMBERS = 1 << 15
+
+
+def most_rows(width: int) -> int:
+    """How many rows of this width have so many numbers."""
+    return max(MOST_NUMBERS // pl.next_power_of_2(width), 16)
 
 
 # Columns of a row that a program of a GPU holds, in at most seconds of compilation:

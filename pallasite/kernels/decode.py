@@ -137,9 +137,7 @@ def paged_attention(
     )
 
 
-# A step over a paged cache is one page, or a part of a large one: of so many numbers
-# of a head, whose gradients fit a GPU too.
-MOST_NUMBERS = 1 << 15
+# A step over a paged cache is one page, or a part of a large one.
 PAGED = {"splits": (1, 2, 4, 8, 16)}
 SPACE = {"block_kv": (64, 128, 256, 512), **PAGED}
 
@@ -351,7 +349,7 @@ def _parts(page: int, width: int) -> int:
     """Steps over a page: more than one where a GPU has no room for all of it."""
     if not configs.traced_for(Gpu):
         return 1
-    most = max(MOST_NUMBERS // pl.next_power_of_2(max(width, 1)), 16)
+    most = configs.most_rows(width)
     counts = (n for n in range(1, max(page, 1) + 1) if page % n == 0)
     return next((n for n in counts if page // n <= most), 1)
 

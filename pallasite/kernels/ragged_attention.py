@@ -129,7 +129,7 @@ def _default(tokens: int, sequences: int, group: int) -> RaggedAttentionConfig:
     rows = 64
     if not configs.traced_for(Tpu):
         mean = pl.cdiv(tokens, max(sequences, 1))
-        rows = min(rows, group << max(mean - 1, 0).bit_length())
+        rows = min(rows, group * pl.next_power_of_2(mean))
     return RaggedAttentionConfig(max(rows // group, 1))
 
 

@@ -122,7 +122,7 @@ def test_a_cache_grows_under_jit():
 
 
 def test_a_page_larger_than_a_gpu_has_room_for_is_read_in_parts(monkeypatch):
-    module = import_module("pallasite.kernels.decode")
+    module = import_module("pallasite.kernels.configs")
     monkeypatch.setattr(module, "MOST_NUMBERS", 256)  # 16 keys of 12 numbers, padded
     pages = [normal(5, 48, 2, 12, seed=n) for n in (1, 2)]
     lengths = jnp.array([90, 17, 0], jnp.int32)
