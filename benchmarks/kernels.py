@@ -768,10 +768,11 @@ def measure(problem: Problem, of_gradient: bool, rounds: int) -> dict[str, Any]:
 def save(path: Path, part: str, rows: dict[str, Any], **versions: str) -> None:
     """Put rows into the file: other rows, and the other part, stay as they are."""
     stored = json.loads(path.read_text()) if path.exists() else {}
+    date = datetime.now(UTC).date().isoformat()
     stored["device"] = jax.devices()[0].device_kind
     stored |= {"jax": jax.__version__, **versions}
-    stored["date"] = datetime.now(UTC).date().isoformat()
-    stored.setdefault(part, {}).update(rows)
+    dated = {name: {**row, "date": date} for name, row in rows.items()}
+    stored.setdefault(part, {}).update(dated)
     path.write_text(json.dumps(stored, indent=1) + "\n")
 
 
