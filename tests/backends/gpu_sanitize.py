@@ -93,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tool", choices=tools, default=tools[0])
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--seconds", type=float, default=600)
+    text = "seconds without a line until a process is killed and a subject tried again"
+    parser.add_argument("--patience", type=float, default=60, help=text)
     default = os.environ.get("SANITIZER") or shutil.which("compute-sanitizer")
     text = "compute-sanitizer, by default $SANITIZER or the one on the path"
     parser.add_argument("--sanitizer", default=default, help=text)
@@ -104,19 +106,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.sanitizer is None:
         parser.error("compute-sanitizer is not here: name it with --sanitizer")
 
-    how = ["--tool", options.tool, "--print-limit", "20", "--report-api-errors=no"]
+    tool = ["--tool", options.tool, "--print-limit", "20", "--report-api-errors=no"]
     # Each process takes a port, of ten by default.
-    how += ["--max-connections", str(4 * options.processes)]
+    tool += ["--max-connections", str(4 * options.processes)]
     if options.tool == "synccheck":  # barriers of all programs at once
-        how += ["--num-cuda-barriers", "65536"]
+        tool += ["--num-cuda-barriers", "65536"]
     own = [sys.executable, "-W", "ignore", "-m", "tests.backends.gpu_sanitize"]
-    command = [options.sanitizer, *how, *own, "--run"]
+    command = [options.sanitizer, *tool, *own, "--run"]
     parts = options.names or [""]
     all_names = subjects(options.tool)
     names = [name for name in all_names if any(part in name for part in parts)]
     where = (options.seconds, options.processes, ENVIRONMENT)
     # Of sixteen processes that start at the same time, some never get to a kernel.
-    found = run_in_processes(command, names, *where, is_report, apart=1)
+    how = {"apart": 1, "patience": options.patience}
+    found = run_in_processes(command, names, *where, is_report, **how)
     found.tell(options.tool)
     return 1 if found.reports else 0
 

@@ -2,9 +2,11 @@
 
 A command is started for each process; it reads names from its standard input and calls
 `run_each`. All processes take what is left from one list, and one that died is started
-again. `gpu_sanitize.py` and `gpu_compile.py` are such commands.
+again. One that prints nothing for long is killed, and its subject is tried once more.
+`gpu_sanitize.py` and `gpu_compile.py` are such commands.
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -15,7 +17,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
 # Lines of the processes to the one that started them.
 STARTED, ENDED = "@started ", "@ended "
@@ -54,6 +55,7 @@ class Findings:
     unlike: list[str] = field(default_factory=list)  # what failed or died
     seconds: dict[str, float] = field(default_factory=dict)  # of each subject
     not_reached: list[str] = field(default_factory=list)
+    silent: set[str] = field(default_factory=set)  # what a process was killed at
 
     def tell(self, title: str) -> None:
         """Print it: counts, what is unlike, and the slowest subjects."""
@@ -77,13 +79,15 @@ def run_in_processes(
     environment: Mapping[str, str],
     is_report: Callable[[str], bool] = lambda line: False,
     apart: float = 0,
+    patience: float = math.inf,
 ) -> Findings:
     """What came of `names`; `is_report` picks lines of the output that are kept.
 
-    Processes start `apart` seconds after one another.
+    Processes start `apart` seconds after one another; one that prints nothing for
+    `patience` seconds is killed.
     """
     left, found = deque(names), Findings()
-    how = (left, time.monotonic() + seconds, found, environment, is_report)
+    how = (left, time.monotonic() + seconds, patience, found, environment, is_report)
     threads = [
         threading.Thread(target=supervise, args=(command, *how))
         for _ in range(min(processes, len(left)))
@@ -101,6 +105,7 @@ def supervise(
     command: Sequence[str],
     left: deque[str],
     end: float,
+    patience: float,
     found: Findings,
     environment: Mapping[str, str],
     is_report: Callable[[str], bool],
@@ -117,21 +122,43 @@ def supervise(
             env={**os.environ, **environment},
             start_new_session=True,
         )
-        # The process, and those that it started.
-        kill = partial(os.killpg, process.pid, signal.SIGKILL)
-        stop = threading.Timer(max(end - time.monotonic(), 0.1), kill)
-        stop.start()
+        watch = Watch(process, end, patience)
         with process, suppress(BrokenPipeError):
-            started = follow(process, left, end, found, is_report)
-        stop.cancel()
+            started = follow(process, left, watch, found, is_report)
+        watch.stop()
         if not started:
             break
+
+
+class Watch:
+    """Kills a process at `end`, or when nothing was heard of it for `patience`."""
+
+    def __init__(self, process: "subprocess.Popen[str]", end: float, patience: float):
+        self.process, self.end, self.patience = process, end, patience
+        self.silent = False
+        self.timer: threading.Timer | None = None
+        self.heard()
+
+    def heard(self) -> None:
+        self.stop()
+        seconds = max(min(self.end - time.monotonic(), self.patience), 0.1)
+        self.timer = threading.Timer(seconds, self.kill)
+        self.timer.start()
+
+    def kill(self) -> None:
+        self.silent = time.monotonic() < self.end
+        # The process, and those that it started.
+        os.killpg(self.process.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        if self.timer:
+            self.timer.cancel()
 
 
 def follow(
     process: "subprocess.Popen[str]",
     left: deque[str],
-    end: float,
+    watch: Watch,
     found: Findings,
     is_report: Callable[[str], bool],
 ) -> bool:
@@ -153,6 +180,7 @@ def follow(
 
     given, current, began, printed = feed(), "", 0.0, []
     for line in stdout:
+        watch.heard()
         printed.append(line)
         if line.startswith(STARTED):
             current, began = line.removeprefix(STARTED).strip(), time.monotonic()
@@ -165,13 +193,19 @@ def follow(
             current, given = f"after {current}", feed()
         elif is_report(line):
             found.reports.append(f"{current or 'start'}: {line.strip('= ').strip()}")
+    over = time.monotonic() >= watch.end
+    if given and watch.silent and given not in found.silent:
+        found.silent.add(given)
+        left.append(given)
+        return True
     if given and given != current:  # it never got to this one
         left.append(given)
-        if not current and time.monotonic() < end:
+        if not current and not over:
             found.unlike.append("no start: " + "".join(printed)[-300:].strip())
-    elif given and time.monotonic() < end:
-        found.unlike.append(f"{current} died")
-        found.ends["died"] += 1
+    elif given and not over:
+        how = "silent" if watch.silent else "died"
+        found.unlike.append(f"{current} {how}")
+        found.ends[how] += 1
     elif given:  # it was ended because the time is over, and did not die of this
         found.unlike.append(
             f"{current} not finished in {time.monotonic() - began:.0f} s"

@@ -73,6 +73,35 @@ def test_it_ends_when_the_time_is_over(
     )
 
 
+# The first process stands still at its subject; those after it do not.
+STUCK_ONCE = """\
+import pathlib, sys, time
+marker = pathlib.Path(__file__).with_suffix(".ran")
+for name in map(str.strip, sys.stdin):
+    print("@started " + name, flush=True)
+    if ONLY_ONCE and marker.exists():
+        print("@ended ran", flush=True)
+    else:
+        marker.touch()
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_silent_process_is_killed_and_its_subject_tried_once_more(
+    sanitize: Callable[..., int], capsys: pytest.CaptureFixture, recovers: bool
+):
+    text = STUCK_ONCE.replace("ONLY_ONCE", str(recovers))
+    names = () if recovers else ("zoo a",)
+    assert sanitize(text, "--patience", "2", *names) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    if recovers:
+        assert first == "memcheck: 5 ran; 0 reports"
+    else:
+        assert first == "memcheck: 1 silent; 0 reports"
+        assert second == "  zoo a cuda silent"
+
+
 def test_parts_of_names_choose(
     sanitize: Callable[..., int], capsys: pytest.CaptureFixture
 ):
