@@ -1,10 +1,11 @@
 """flat_indices: gathers and scatters along several axes, of windows, or of many.
 
-In: any kernel. Out: those that `ops/decompose_gather.py` rejects are done on a flat
-tile, the others are left to it. Indices become positions in the flat tile; one outside
-is clamped, or -1. A gather is then one of elements of a vector, which Triton has. In a
-scatter all updates are compared with all positions, some updates at a time: that needs
-no memory, and where updates meet, the result does not depend on chance.
+In: any kernel. Out: those that `ops/decompose_gather.py` rejects, or makes many ops of,
+are done on a flat tile; the others are left to it. Indices become positions in the flat
+tile; one outside is clamped, or -1. A gather is then one of elements of a vector, which
+Triton has. In a scatter all updates are compared with all positions, some updates at a
+time: that needs no memory, and where updates meet, the result does not depend on
+chance.
 """
 
 from collections.abc import Sequence
@@ -30,30 +31,49 @@ from pallasite.ops.formula import NotApplicable
 ELEMENTS = "triton.elements"  # a gather that `tiles.py` has
 AT_ONCE = 1 << 14  # elements of the tile in which updates are compared with positions
 MOST_COMPARED = 1 << 26  # in all: about a millisecond
+MOST_GATHERED = 1 << 16  # bytes; the smallest GPU has 99 KiB of shared memory
+# Ops of a decomposition: one that takes every row apart is slow to compile (256 rows of
+# 64 on an H200: 22 s against 0.2 s).
+MOST_OPS = 100
 _ONE_BY_ONE = ((), (0,), (0,), (), ())  # dimension numbers
 
 
 def flat_indices(kernel: Kernel) -> Kernel:
-    """The kernel without gathers and scatters that have no other decomposition."""
+    """The kernel without gathers and scatters that have no short decomposition."""
     return map_ops(kernel, _flattened)
 
 
 def _flattened(op: Op, b: Rewriter) -> Value | None:
-    if op.name not in ("gather", "scatter") or _is_decomposed(op):
+    if op.name not in ("gather", "scatter"):
         return None
     if not all(v.tile.size for v in (*op.operands, *op.results)):
         return None
-    return _gather(b, op) if op.name == "gather" else _scatter(b, op)
+    count = _decomposition_size(op)
+    if count is not None and count <= MOST_OPS:
+        return None
+    if op.name == "scatter":
+        return _scatter(b, op)
+    if count is not None and held_bytes(op) > MOST_GATHERED:
+        return None
+    return _gather(b, op)
 
 
-def _is_decomposed(op: Op) -> bool:
+def _decomposition_size(op: Op) -> int | None:
+    """How many ops `ops/decompose_gather.py` makes of one; None if it rejects it."""
     lower = table()[op.name].lower
     assert lower is not None
+    b = Builder()
     try:
-        lower(Builder(), *op.operands, **op.own_attrs)
+        lower(b, *op.operands, **op.own_attrs)
     except NotApplicable:
-        return False
-    return True
+        return None
+    return len(b.ops)
+
+
+def held_bytes(gather: Op) -> int:
+    """Shared memory for what is picked from, in whole powers of two."""
+    x = gather.operands[0].tile
+    return power_of_two(x.size) * max(x.dtype.bits, 8) // 8
 
 
 # --- gather ---

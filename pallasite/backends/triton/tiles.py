@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 from pallasite.backends.triton.elementwise import Elementwise
+from pallasite.backends.triton.flat_indices import MOST_GATHERED, held_bytes
 from pallasite.backends.triton.text import Val, physical, type_text
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import DType
 from pallasite.ops.neutral import neutral
-
-MOST_GATHERED = 1 << 16  # bytes; the smallest GPU has 99 KiB of shared memory
 
 Combine = Callable[[Sequence[Val], Sequence[Val]], Sequence[Val]]
 
@@ -229,7 +228,7 @@ class Tiles(Elementwise):
         """Elements of a vector; `flat_indices.py` makes no other gathers."""
         x, index = (self.env[v] for v in op.operands)
         shape, _ = self.layout(op.result.tile, op)
-        held = x.shape[0] * max(op.operands[0].tile.dtype.bits, 8) // 8
+        held = held_bytes(op)
         if held > MOST_GATHERED:
             self.refuse(
                 op,

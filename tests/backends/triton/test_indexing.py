@@ -103,6 +103,32 @@ def test_rows_of_a_table_longer_than_is_compared():
     np.testing.assert_array_equal(got, np.asarray(jnp.asarray(table)[rows]))
 
 
+# (rows, columns) of a table: whether each row is compared with every index.
+TABLES = {(8, 3): True, (64, 3): False, (256, 64): False, (256, 100): True}
+
+
+@pytest.mark.parametrize("shape", TABLES)
+def test_rows_of_long_tables_are_not_compared_one_by_one(shape: tuple[int, int]):
+    """Those that shared memory does not hold are."""
+    table = numbers(shape)
+    rows = np.array([shape[0] - 1, 0, -1, 5, shape[0]], np.int32)
+    kernel = indexed(lambda t, i: t[i], numbers((5, shape[1])), table, rows)
+    # Comparing takes each row of the table by a gather of its own.
+    assert (compiled(kernel)[0].count("tt.gather") > 3) == TABLES[shape]
+    (got,) = simulated(kernel, [table, rows])
+    np.testing.assert_array_equal(got, np.asarray(jnp.asarray(table)[rows]))
+
+
+def test_many_updates_are_not_made_one_by_one():
+    table, updates = numbers((16, 3)), numbers((256, 3))
+    rows = np.random.default_rng(2).integers(-2, 18, 256).astype(np.int32)
+    kernel = indexed(lambda t, i, u: t.at[i].set(u), table, table, rows, updates)
+    assert len(compiled(kernel)[0].splitlines()) < 500
+    (got,) = simulated(kernel, [table, rows, updates])
+    want = jnp.asarray(table).at[rows].set(updates)
+    np.testing.assert_array_equal(got, np.asarray(want))
+
+
 @pytest.mark.parametrize("kind", ["i8", "u32", "i64", "u64"])
 def test_indices_of_other_types(kind: str):
     dtype = DTYPES[kind]
