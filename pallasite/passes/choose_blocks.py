@@ -20,6 +20,7 @@ from pallasite.passes.loop_over_k import loop_over_k
 from pallasite.passes.merge_k_steps import split_k_steps
 from pallasite.passes.reblock import cut, grow, in_pipeline, may_cut
 from pallasite.passes.resized_code import CannotReblock
+from pallasite.passes.separate_uses import separate_uses
 
 LEAST_ROW = 64  # contiguous elements, so that accesses stay wide
 # Waking a thread takes 10 us or more: a part must take longer than that.
@@ -128,6 +129,15 @@ def blocks_of(kernel: Kernel) -> Blocks | None:
     return Blocks(found)
 
 
+def with_uses_apart(blocks: Blocks) -> Blocks:
+    """The blocks of the kernel after `separate_uses`, if more of them can be split."""
+    made = separate_uses(blocks.kernel)
+    apart = None if made is blocks.kernel else blocks_of(made)
+    if apart is None or len(apart.free) <= len(blocks.free):
+        return blocks
+    return apart
+
+
 def _shallower(kernel: Kernel, place: Place, depth: int) -> Kernel:
     """Split matmuls to depth `depth`: grid steps where the grid has them, or a loop."""
     new = split_k_steps(kernel, depth)
@@ -167,6 +177,7 @@ def for_threads(
     most = nanoseconds(kernel) // LEAST_PART_NS
     if most < 2 or _used(blocks.programs({}), threads) >= EVEN:
         return kernel
+    blocks = with_uses_apart(blocks)
     sizes: dict[LoopDim, int] = {}
     for dim in sorted(blocks.free, key=lambda d: (is_last(blocks, d), -d.size)):
         least = LEAST_ROW if is_last(blocks, dim) else LEAST_ROWS

@@ -15,7 +15,14 @@ from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Kernel, Op, Value, walk
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim
-from pallasite.passes.choose_blocks import LEAST_ROW, Blocks, Sizes, blocks_of, is_last
+from pallasite.passes.choose_blocks import (
+    LEAST_ROW,
+    Blocks,
+    Sizes,
+    blocks_of,
+    is_last,
+    with_uses_apart,
+)
 from pallasite.passes.loop_over_k import why_not_in_rounds
 from pallasite.passes.merge_k_steps import merge_k_steps
 from pallasite.passes.resized_code import CannotReblock
@@ -91,7 +98,10 @@ def for_gpu(
         return kernel
     if not blocks.dots:
         return _without_products(blocks, chip, tuned)
-    return _WithProducts(blocks, chip, tiles or Tiles()).kernel(tuned)
+    products = _WithProducts(blocks, chip, tiles or Tiles())
+    if products.seconds({}) is None:  # it does not fit
+        products = _WithProducts(with_uses_apart(blocks), chip, tiles or Tiles())
+    return products.kernel(tuned)
 
 
 def _power_of_two(n: int) -> int:
@@ -377,11 +387,13 @@ def _reasons(blocks: Blocks, value: Value) -> Iterator[tuple[str, str]]:
 
 def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
     """Tiles no larger than fit a program's registers, and not tiny."""
+    kernel, own = blocks.kernel, _largest(blocks, {})
+    if tuned:
+        return kernel
+    if own > 2 * TILE_ELEMENTS:
+        blocks = with_uses_apart(blocks)
     rows = [d for d in blocks.free if not is_last(blocks, d)]
     lines = [d for d in blocks.free if is_last(blocks, d)]
-    own = _largest(blocks, {})
-    if tuned:
-        return blocks.kernel
     sizes: Sizes = {}
     if own > 2 * TILE_ELEMENTS:
         # Rows first: contiguous elements stay together.
@@ -393,7 +405,7 @@ def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
                 enough = blocks.programs(new) >= PROGRAMS_PER_CORE * chip.cores
                 if enough and _largest(blocks, new) <= SMALL_TILE:
                     sizes = new
-    return blocks.rewritten(sizes) if sizes else blocks.kernel
+    return blocks.rewritten(sizes) if sizes else kernel
 
 
 def fewer_rows(kernel: Kernel) -> Kernel:

@@ -17,7 +17,7 @@ from functools import cached_property
 from pallasite.errors import InternalError
 from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import TILE, Effect, table
-from pallasite.ir.roles import Dot, Loop, Pipeline, While
+from pallasite.ir.roles import Dot, Loop, Pipeline, Shown, While
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 from pallasite.passes.analysis.memory import Roots, written_refs
 
@@ -125,13 +125,28 @@ def _refusal(kernel: Kernel, pipeline: Pipeline) -> str | None:
     for op in before:
         if op.name not in ("alloc", "constant", "load"):
             return f"'{op.name}' runs outside its grid"
-    arrays = [each.array for each in pipeline.shown]
-    if len(set(arrays)) < len(arrays):
-        return "an array has two windows"
+    if _has_two_windows_on_what_is_written(kernel, pipeline):
+        return "an array that is written has two windows"
     for op in walk(pipeline.body):
         if table()[op.name].effect is Effect.WRITE and op.name not in _REPEATABLE:
             return f"'{op.name}' would run several times"
     return None
+
+
+def _has_two_windows_on_what_is_written(kernel: Kernel, pipeline: Pipeline) -> bool:
+    windows: dict[Value, list[Shown]] = defaultdict(list)
+    for each in pipeline.shown:
+        windows[each.array].append(each)
+    several = [shown for shown in windows.values() if len(shown) > 1]
+    if not several:
+        return False
+    aliased = {kernel.inputs[i] for i, _ in kernel.aliases}
+    written = Roots(pipeline.body).all_written(pipeline.body)
+    return any(
+        each.window.mode != "in" or each.array in aliased or each.block in written
+        for shown in several
+        for each in shown
+    )
 
 
 class _Joined:
