@@ -683,3 +683,30 @@ def halve_until_small(x, limit):
         o_ref[...] = lax.while_loop(lambda state: state[1].any(), halve, state)[0]
 
     return call(kernel, x, x, limit)
+
+
+@case(array(16, 128), name="copies_of_4_rows", rows=4, more=0)
+@case(array(32, 42), name="copies_of_10_rows_and_2_around", rows=10, more=2)
+def copies_inside_tiles(x, rows, more):
+    steps = (x.shape[0] - more) // rows
+
+    def kernel(x_ref, o_ref, part_ref, semaphore):
+        i = pl.program_id(0)
+        window = x_ref.at[pl.ds(i * rows, rows + more)]
+        copy = pltpu.make_async_copy(window, part_ref, semaphore)
+        copy.start()
+        copy.wait()
+        o_ref[0] = sum(part_ref[n : n + rows] for n in range(more + 1))
+
+    return call(
+        kernel,
+        array(steps, rows, x.shape[1]),
+        x,
+        grid=(steps,),
+        in_specs=[ANY],
+        out_specs=pl.BlockSpec((1, rows, x.shape[1]), lambda i: (i, 0, 0)),
+        scratch_shapes=[
+            pltpu.VMEM((rows + more, x.shape[1]), F32),
+            pltpu.SemaphoreType.DMA,
+        ],
+    )
