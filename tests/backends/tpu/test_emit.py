@@ -370,7 +370,17 @@ def test_blocks_of_no_elements_are_refused():
 
     call = pl.pallas_call(copy, out_shape=array(8, 128))
     text = refusal(kernel(call, array(8, 128), array(0, 128)))
-    assert "does not support empty blocks" in text and "input 1 ('e_ref')" in text
+    assert "does not support empty arrays" in text and "input 1 ('e_ref')" in text
+
+
+def test_blocks_of_an_empty_array_are_refused_without_a_block_that_no_spec_may_have():
+    def copy(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    spec = pl.BlockSpec((4, 16), lambda i: (i, 0))
+    empty = array(0, 16)
+    call = pl.pallas_call(copy, empty, grid=(0,), in_specs=[spec], out_specs=spec)
+    assert "does not support empty arrays" in refusal(kernel(call, empty))
 
 
 def test_ops_on_no_elements_are_refused():
