@@ -68,7 +68,19 @@ class _Columns:
                     ]
                 if max(widths) >= lanes:
                     seeds.append(op.operands[0])
+            elif op.name in ("for", "cond"):
+                self._join_taking_turns(op)
         self.roots = {self._root(value) for value in seeds}
+
+    def _join_taking_turns(self, op: Op) -> None:
+        """What a loop carries, or what branches return, has one form."""
+        groups = [op.results, *(region.yields for region in op.regions)]
+        if op.name == "for":
+            loop = Loop.of(op)
+            groups += [loop.inits, loop.carried]
+        for result, *others in zip(*groups, strict=True):
+            for value in others:
+                self._join(value, result)
 
     def _root(self, value: Value) -> Value:
         while (up := self.parent.get(value)) is not None:

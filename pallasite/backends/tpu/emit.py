@@ -184,9 +184,9 @@ class _Module:
         self._check_windowed()
         loc = plan.pipeline.op.loc if plan.pipeline else kernel.loc
         for ref, (_, window) in plan.windows.items():
-            if 0 in memref_shape(window):
+            if 0 in (*ref.ref.shape, *memref_shape(window)):
                 raise UnsupportedError(
-                    "backend 'tpu' does not support empty blocks",
+                    "backend 'tpu' does not support empty arrays",
                     [
                         ("operand", f"{operand_name(kernel, ref)}, {ref.ref.tile}"),
                         ("block", window.block_shape),

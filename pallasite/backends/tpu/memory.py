@@ -21,7 +21,8 @@ from pallasite.backends.tpu.views import (
     required_alignment,
 )
 from pallasite.backends.tpu.writer import array, held_dtype, memref, tile_text
-from pallasite.ir.nodes import Access, At, Gather, Op, Span, Value
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Access, At, Gather, Op, Span, Value, full_index
 from pallasite.ir.types import BOOL, I32, DType, TileType
 
 COPY_FIX = "copy it to VMEM first (sync_copy, make_async_copy) or give it a BlockSpec"
@@ -548,7 +549,40 @@ class Memory(Shifting):
                 ref=f"{view.element}{list(view.shape)} in {view.space}",
             )
 
+    def _is_row_by_row(self, op: Op) -> bool:
+        """Emit a copy that starts inside a tile as a copy of each row.
+
+        A single row may be anywhere in its tile. Waits for it are waits for each row.
+        """
+        source, target = (self.view(v) for v in op.operands[:2])
+        if not (self._starts_inside_tile(source) or self._starts_inside_tile(target)):
+            return False
+        shape = op.operands[0].ref.shape
+        b, each = Builder(op.loc), Builder(op.loc)
+        row = Value(TileType((), I32), "row")
+        index = [*full_index(shape)]
+        index[-2] = Span(None, 1)
+        views = [each.subview(v, tuple(index), [row]) for v in op.operands[:2]]
+        each.emit(op.name, *views, *op.operands[2:], **op.attrs)
+        bounds = (b.index(0), b.index(shape[-2]), b.index(1))
+        b.emit("for", *bounds, regions=(each.block((row,), ()),))
+        self.emit_block(b.block((), ()))
+        return True
+
+    def _starts_inside_tile(self, view: View) -> bool:
+        """Whether a view of rows that can be copied singly may start inside a tile."""
+        rank = len(view.shape)
+        if rank < 2 or view.ref.rank < 2 or view.space not in ("any", "hbm", "vmem"):
+            return False
+        if view.dims[-2:] != (rank - 2, rank - 1) or view.sizes[-2] == 1:
+            return False
+        start, bits = view.starts[-2], view.ref.dtype.bits
+        is_inside = start.dynamic is not None and not start.is_multiple_of(SUBLANES)
+        return is_inside and bits == 32 and not view.has_strides
+
     def emit_copy_start(self, op: Op) -> None:
+        if self._is_row_by_row(op):
+            return
         source, target, semaphore = self._copied(op)
         priority = op.attrs.get("priority") or 0
         attrs = f" {{priority = {priority} : i32}}" if priority else ""
@@ -558,6 +592,8 @@ class Memory(Shifting):
         )
 
     def emit_copy_wait(self, op: Op) -> None:
+        if self._is_row_by_row(op):
+            return
         source, target, semaphore = self._copied(op)
         self.out.line(
             f"tpu.wait_dma2 semaphore({' : '.join(semaphore)})"

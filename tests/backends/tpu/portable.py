@@ -613,6 +613,8 @@ def product_or_not(x, matrix):
 
 
 @case(array(12, 12), name="steps_until_large")
+@case(array(12), name="vector_steps_until_large")
+@case(array(3000), name="long_vector_steps_until_large")
 def steps_until_large(x):
     def kernel(x_ref, o_ref):
         def step(_, state):
@@ -623,4 +625,88 @@ def steps_until_large(x):
         state = (jnp.zeros_like(x_ref[...]), jnp.zeros(x_ref.shape, I32))
         o_ref[...] = lax.fori_loop(0, 20, step, state)[1]
 
-    return call(kernel, array(12, 12, dtype=I32), x)
+    return call(kernel, array(*x.shape, dtype=I32), x)
+
+
+@case(array(40), array(17), name="bounds_in_table")
+def bounds_in_table(table, x):
+    def kernel(table_ref, x_ref, o_ref):
+        def halve(_, bounds):
+            low, high = bounds
+            middle = low + (high - low) // 2
+            is_below = x_ref[...] <= table_ref[...][middle]
+            return jnp.where(is_below, low, middle), jnp.where(is_below, middle, high)
+
+        bounds = (jnp.zeros(x_ref.shape, I32), jnp.full(x_ref.shape, 40, I32))
+        o_ref[...] = lax.fori_loop(0, 6, halve, bounds)[1]
+
+    return call(kernel, array(17, dtype=I32), table, x)
+
+
+@case(array(16, 128), name="nearest_row")
+def nearest_row(x):
+    def kernel(x_ref, o_ref):
+        def compare(i, best):
+            distance, row = best
+            is_self = jnp.arange(16) == i
+            new = ((x_ref[...] - x_ref[i]) ** 2).sum(1) + jnp.where(is_self, 1e9, 0)
+            return jnp.minimum(distance, new), jnp.where(new < distance, i, row)
+
+        best = (jnp.full((16,), jnp.inf), jnp.zeros((16,), I32))
+        o_ref[...] = lax.fori_loop(0, 16, compare, best)[1]
+
+    return call(kernel, array(16, dtype=I32), x)
+
+
+@case(array(4, 16, 128), name="below_kept_maxima")
+def below_kept_maxima(x):
+    def kernel(x_ref, o_ref):
+        def keep(i, kept):
+            largest = jnp.maximum(kept, x_ref[i].max(1))
+            return jnp.where(largest > 2, kept, largest)
+
+        kept = lax.fori_loop(0, 4, keep, jnp.full((16,), -1e30))
+        o_ref[...] = x_ref[0] - kept[:, None]
+
+    return call(kernel, array(16, 128), x)
+
+
+@case(array(16), array(16), name="halve_until_small")
+def halve_until_small(x, limit):
+    def kernel(x_ref, limit_ref, o_ref):
+        def halve(state):
+            y, is_large = state
+            y = jnp.where(is_large, y / 2, y)
+            return y, is_large & (y > limit_ref[...] + 2)
+
+        state = (x_ref[...] * 100, x_ref[...] > 0)
+        o_ref[...] = lax.while_loop(lambda state: state[1].any(), halve, state)[0]
+
+    return call(kernel, x, x, limit)
+
+
+@case(array(16, 128), name="copies_of_4_rows", rows=4, more=0)
+@case(array(32, 42), name="copies_of_10_rows_and_2_around", rows=10, more=2)
+def copies_inside_tiles(x, rows, more):
+    steps = (x.shape[0] - more) // rows
+
+    def kernel(x_ref, o_ref, part_ref, semaphore):
+        i = pl.program_id(0)
+        window = x_ref.at[pl.ds(i * rows, rows + more)]
+        copy = pltpu.make_async_copy(window, part_ref, semaphore)
+        copy.start()
+        copy.wait()
+        o_ref[0] = sum(part_ref[n : n + rows] for n in range(more + 1))
+
+    return call(
+        kernel,
+        array(steps, rows, x.shape[1]),
+        x,
+        grid=(steps,),
+        in_specs=[ANY],
+        out_specs=pl.BlockSpec((1, rows, x.shape[1]), lambda i: (i, 0, 0)),
+        scratch_shapes=[
+            pltpu.VMEM((rows + more, x.shape[1]), F32),
+            pltpu.SemaphoreType.DMA,
+        ],
+    )

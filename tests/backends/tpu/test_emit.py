@@ -229,17 +229,18 @@ def test_inner_pipeline_over_the_edge_is_refused():
     assert "choose a block that divides the array" in text
 
 
-def test_unaligned_copy_is_refused():
+def test_unaligned_copy_of_narrow_elements_is_refused():
     from pallasite import tpu as pltpu
 
     def fetch(i_ref, x_ref, o_ref):
         pltpu.sync_copy(x_ref.at[pl.ds(i_ref[0], 8)], o_ref)
 
     specs = [pl.BlockSpec(memory_space=s) for s in (pltpu.SMEM, pltpu.ANY)]
-    call = pl.pallas_call(fetch, out_shape=array(8, 128), in_specs=specs)
-    text = refusal(kernel(call, array(1, dtype=jnp.int32), array(64, 128)))
+    out, table = (array(n, 128, dtype=jnp.bfloat16) for n in (8, 64))
+    call = pl.pallas_call(fetch, out_shape=out, in_specs=specs)
+    text = refusal(kernel(call, array(1, dtype=jnp.int32), table))
     assert "a copy along dimension 0 (rows) starts at an index not known" in text
-    assert "fix    if it always is, use pl.multiple_of(i, 8); if not" in text
+    assert "fix    if it always is, use pl.multiple_of(i, 16); if not" in text
 
 
 def test_reshaping_memory_of_one_dimension_is_refused():
@@ -369,7 +370,17 @@ def test_blocks_of_no_elements_are_refused():
 
     call = pl.pallas_call(copy, out_shape=array(8, 128))
     text = refusal(kernel(call, array(8, 128), array(0, 128)))
-    assert "does not support empty blocks" in text and "input 1 ('e_ref')" in text
+    assert "does not support empty arrays" in text and "input 1 ('e_ref')" in text
+
+
+def test_blocks_of_an_empty_array_are_refused_without_a_block_that_no_spec_may_have():
+    def copy(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    spec = pl.BlockSpec((4, 16), lambda i: (i, 0))
+    empty = array(0, 16)
+    call = pl.pallas_call(copy, empty, grid=(0,), in_specs=[spec], out_specs=spec)
+    assert "does not support empty arrays" in refusal(kernel(call, empty))
 
 
 def test_ops_on_no_elements_are_refused():
