@@ -34,7 +34,7 @@ def update_pages(
     common.check_shape(operation, "new", new, (tokens, kv_heads, width))
     common.check_shape(operation, "slots", slots, (tokens,))
     compute = common.choose(implementation, _stored, _plain)
-    return compute(pages, new, slots.astype(jnp.int32))
+    return compute(pages, new, common.as_int32(slots))
 
 
 def _plain(pages, new, slots):

@@ -208,6 +208,22 @@ def check_soft_cap(operation: str, soft_cap: Any) -> None:
         )
 
 
+def check_elementwise(operation: str, name: str, function: Callable, x: Any) -> None:
+    """Checks that a function keeps shapes: that of x, and that of a kernel's blocks."""
+    for shape in (x.shape, (2, 3)):
+        try:
+            made = jax.eval_shape(function, jax.ShapeDtypeStruct(shape, x.dtype))
+            found = getattr(made, "shape", made)
+        except (TypeError, ValueError) as error:  # such as shapes that do not broadcast
+            found = f"{type(error).__name__}: {error}"
+        if found != shape:
+            raise SpecError(
+                f"{operation}: {name} is not elementwise",
+                [("of a block", shape), ("it produces", found)],
+                fix="apply functions of whole rows or of other arrays before the call",
+            )
+
+
 def check_shape(operation: str, name: str, x: Any, wanted: Sequence[int]) -> None:
     """Checks that an operand (or None) has the shape the others require."""
     if x is None:
@@ -250,6 +266,19 @@ def check_integers(operation: str, **operands: Any) -> None:
                 f"{operation}: {name} are {x.dtype}",
                 fix="pass them as int32",
             )
+
+
+def as_int32(x: Any) -> jax.Array:
+    """Integers as int32. One that it cannot hold becomes the nearest that it can.
+
+    Converted otherwise, a number out of range could come out as one in range.
+    """
+    x, bounds = jnp.asarray(x), jnp.iinfo(jnp.int32)
+    if jnp.iinfo(x.dtype).max > bounds.max:
+        x = jnp.minimum(x, bounds.max)
+    if jnp.iinfo(x.dtype).min < bounds.min:
+        x = jnp.maximum(x, bounds.min)
+    return x.astype(jnp.int32)
 
 
 def check_option(operation: str, name: str, value: Any, known: Sequence[Any]) -> None:

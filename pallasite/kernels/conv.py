@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 import pallasite as pl
+from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
 from pallasite.kernels.glu import ACTIVATIONS
 from pallasite.target import Gpu
@@ -49,6 +50,12 @@ def causal_conv1d(
     taps, _ = common.check_rank(operation, "weights", weights, "taps, channels")
     common.check_floats(operation, x=x, weights=weights, bias=bias)
     common.check_shape(operation, "weights", weights, (taps, channels))
+    if not taps:
+        raise SpecError(
+            f"{operation}: weights have no taps",
+            [("weights", weights.shape)],
+            fix="pass weights (taps, channels) with at least one tap",
+        )
     common.check_shape(operation, "bias", bias, (channels,))
     common.check_option(operation, "activation", activation, [*ACTIVATIONS])
     compute = common.choose(implementation, _by_blocks, _plain)

@@ -116,10 +116,12 @@ def linear_softmax_cross_entropy_loss(
         columns = max(narrow(tokens, vocabulary, default.block_columns), 128)
         default = CrossEntropyConfig(block_tokens=256, block_columns=columns)
     config = configs.tuned(operation, config, default, SPACE, (x, weights))
+    labels = common.as_int32(labels)
     counted = (labels >= 0) & (labels < vocabulary)
-    losses = compute(
-        x, weights, labels.astype(jnp.int32), soft_cap=soft_cap, config=config
-    )
+    if vocabulary:
+        losses = compute(x, weights, labels, soft_cap=soft_cap, config=config)
+    else:
+        losses = jnp.zeros(tokens, common.statistics_dtype(x.dtype))
     losses = jnp.where(counted, losses, 0)
     if reduction == "none":
         return losses

@@ -56,7 +56,7 @@ def decode_attention(
         key_cache: (batch, keys, kv_heads, width); kv_heads divides heads. Caches may
             have any dtype that converts to query's, including int8 and 8-bit floats.
         value_cache: (batch, keys, kv_heads, value_width).
-        lengths: (batch,) integers, at most `keys`. Length 0 gives zeros.
+        lengths: (batch,) integers; more than `keys` means all. Length 0 gives zeros.
         scale: factor applied to scores; by default width ** -0.5.
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
         key_scales, value_scales: factors of a quantised cache: (kv_heads,), or one per
@@ -107,7 +107,8 @@ def paged_attention(
         query: (batch, heads, width).
         key_pages: (pages, page_size, kv_heads, width).
         value_pages: (pages, page_size, kv_heads, value_width).
-        lengths: (batch,) integers: keys of each sequence, at most what its pages hold.
+        lengths: (batch,) integers: keys of each sequence; more than its pages hold
+            means all of them.
         page_table: (batch, pages of the longest sequence) integers. Entries past a
             sequence's length are ignored.
         key_scales, value_scales: (kv_heads,), or (pages, page_size, kv_heads).
@@ -230,7 +231,7 @@ def attend(compute: Callable, query, caches, numbers, scales, **how):
     by_token = [x if x is not None and x.ndim == 3 else None for x in scales]
     if by_head[0] is not None:
         query = scale_heads(query, by_head[0])
-    numbers = (x.astype(jnp.int32) for x in numbers)
+    numbers = map(common.as_int32, numbers)
     out = compute(query, *caches, *by_token, *numbers, **how)
     return out if by_head[1] is None else scale_heads(out, by_head[1])
 
@@ -315,7 +316,7 @@ def _contiguous(query, key_cache, value_cache, *operands, options, config):
         scales,
         [lengths],
         block=block,
-        steps=pl.cdiv(key_cache.shape[1], block),
+        most_keys=key_cache.shape[1],
         block_of=lambda b, step, lengths_ref: (b, step),
         options=options,
         splits=config.splits,
@@ -338,7 +339,7 @@ def _paged(query, key_pages, value_pages, *operands, options, config):
         scales,
         [lengths, page_table],
         block=key_pages.shape[1] // parts,
-        steps=page_table.shape[1] * parts,
+        most_keys=page_table.shape[1] * key_pages.shape[1],
         block_of=block_of,
         options=options,
         splits=config.splits,
@@ -362,7 +363,7 @@ def _streamed(
     scalars: list[jax.Array],
     *,
     block: int,
-    steps: int,
+    most_keys: int,
     block_of: Callable[..., tuple[Any, Any]],
     options: Options,
     splits: int,
@@ -373,6 +374,7 @@ def _streamed(
     group = heads // kv_heads
     if not all(x.size for x in (query, keys, values, *scalars)):
         return jnp.zeros((batch, heads, value_width), query.dtype)
+    steps = pl.cdiv(most_keys, block)
     splits = max(1, min(splits, steps))
     per_split = pl.cdiv(steps, splits)
     wide = common.statistics_dtype(query.dtype)
@@ -380,8 +382,9 @@ def _streamed(
     def cache(x):
         def index(b, h, s, j, *refs):
             # A step past the end repeats the last block index: nothing is copied.
-            last = jnp.maximum((refs[0][b] + block - 1) // block, 1) - 1
-            step = jnp.minimum(s * per_split + j, jnp.minimum(last, steps - 1))
+            length = length_within(refs[0][b], most_keys)
+            last = jnp.maximum((length + block - 1) // block, 1) - 1
+            step = jnp.minimum(s * per_split + j, last)
             first, second = block_of(b, step, *refs)
             return first, second, h, 0
 
@@ -402,6 +405,7 @@ def _streamed(
             _kernel,
             options=options,
             per_split=per_split,
+            most_keys=most_keys,
             scalars=len(scalars),
             has_scales=[x is not None for x in scales],
         ),
@@ -450,6 +454,7 @@ def _kernel(
     *refs,
     options: Options,
     per_split: int,
+    most_keys: int,
     scalars: int,
     has_scales: list[bool],
 ):
@@ -458,7 +463,7 @@ def _kernel(
     key_scale_ref, value_scale_ref = (next(take) if has else None for has in has_scales)
     acc_ref, max_ref, sum_ref = take
     split, j = pl.program_id(2), pl.program_id(3)
-    length = lengths_ref[pl.program_id(0)]
+    length = length_within(lengths_ref[pl.program_id(0)], most_keys)
     start = (split * per_split + j) * k_ref.shape[0]
     state = RunningSoftmax(max_ref, sum_ref, acc_ref)
 
@@ -474,6 +479,14 @@ def _kernel(
         scores = jnp.where(columns < length, capped(scores, options), -jnp.inf)
         values = known(v_ref[...].astype(q_ref.dtype), start, length)
         state.absorb(scores, values, known_scales(value_scale_ref, start, length))
+
+
+def length_within(length, most_keys: int):
+    """A sequence's length; what is past the end of its cache does not exist.
+
+    A split may have steps past the last block, which see that block again.
+    """
+    return jnp.clip(length, 0, most_keys)
 
 
 def scaled_by_token(scores, scale_ref):

@@ -52,7 +52,7 @@ def embedding_bag(
         count = jnp.sum(used, axis=1, keepdims=True)
         weights = weights / jnp.maximum(count, 1)
     compute = common.choose(implementation, _summed, _plain)
-    return compute(table, jnp.maximum(indices, 0).astype(jnp.int32), weights)
+    return compute(table, common.as_int32(jnp.maximum(indices, 0)), weights)
 
 
 def _plain(table, indices, weights):

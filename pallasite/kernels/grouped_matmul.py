@@ -79,7 +79,7 @@ def grouped_matmul(
         (x, *jax.tree.leaves((y, gate))) if is_quantized else (x, y, gate),
         **({"bits": y.bits} if is_quantized else {}),
     )
-    group_sizes = group_sizes.astype(jnp.int32)
+    group_sizes = common.as_int32(group_sizes)
     return compute(x, y, gate, group_sizes, activation=activation, config=config)
 
 

@@ -21,6 +21,7 @@ from pallasite.kernels.decode import (
     check_table,
     joined,
     known,
+    length_within,
     plain_paged,
     products,
 )
@@ -119,8 +120,8 @@ def latent_attention(
         query_rotary,
         latent_pages,
         rotary_pages,
-        lengths.astype(jnp.int32),
-        page_table.astype(jnp.int32),
+        common.as_int32(lengths),
+        common.as_int32(page_table),
         options=Options.of(operation, latent, scale, soft_cap),
         config=configs.tuned(
             operation,
@@ -195,7 +196,8 @@ def _parts(
         k_refs = [next(take) for _ in range(shares)]
         kr_ref, acc_ref, max_ref, sum_ref = take
         state = RunningSoftmax(max_ref, sum_ref, acc_ref)
-        j, length = pl.program_id(4), lengths_ref[pl.program_id(0)]
+        j = pl.program_id(4)
+        length = length_within(lengths_ref[pl.program_id(0)], steps * block)
         start = block_number(length, pl.program_id(3), j) * block
 
         @pl.when(j == 0)
@@ -218,10 +220,9 @@ def _parts(
 
     def of_page(b, s, j, lengths_ref, table_ref):
         # A step past the end repeats the last block index: nothing is copied.
-        last = jnp.maximum((lengths_ref[b] + block - 1) // block, 1) - 1
-        step = jnp.minimum(
-            block_number(lengths_ref[b], s, j), jnp.minimum(last, steps - 1)
-        )
+        length = length_within(lengths_ref[b], steps * block)
+        last = jnp.maximum((length + block - 1) // block, 1) - 1
+        step = jnp.minimum(block_number(length, s, j), last)
         page = jnp.clip(table_ref[b, step // per_page], 0, pages - 1)
         return page, step % per_page
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
-from pallasite.kernels import pair_tables
+from pallasite.kernels import common, pair_tables
 
 
 class Span(NamedTuple):
@@ -476,7 +476,9 @@ def checked_arrays(
                 ],
                 fix=f"pass {name} as int32 with shape {wanted}",
             )
-        found.append((name, side, array.astype(jnp.int32)))
+        # Ids are compared only with each other, so those of 64 bits are cut off.
+        number = common.as_int32(array) if side == "batch" else array.astype(jnp.int32)
+        found.append((name, side, number))
     return found
 
 

@@ -17,7 +17,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.errors import KernelTypeError, SpecError
+from pallasite.errors import KernelTypeError
 from pallasite.kernels import common, configs
 from pallasite.kernels.glu import ACTIVATIONS
 from pallasite.target import Gpu, Host
@@ -88,13 +88,7 @@ def matmul(
                 [("is of type", type(prologue).__name__)],
                 fix="pass an elementwise function of blocks of x, such as jnp.tanh",
             )
-        made = jax.eval_shape(prologue, jax.ShapeDtypeStruct(x.shape, x.dtype))
-        if getattr(made, "shape", None) != x.shape:
-            raise SpecError(
-                "matmul: prologue is not elementwise",
-                [("of x", x.shape), ("it produces", getattr(made, "shape", made))],
-                fix="apply functions that change the shape before the call",
-            )
+        common.check_elementwise("matmul", "prologue", prologue, x)
     compute = common.choose(implementation, _fused, _plain)
     config = configs.tuned(
         "matmul",

@@ -95,6 +95,7 @@ def sort_by_expert(experts: jax.Array, num_experts: int) -> Permutation:
     common.check_integers("sort_by_expert", experts=experts)
     fix = "pass how many experts there are; under jit, as a static argument"
     common.check_count("sort_by_expert", "num_experts", num_experts, 0, fix)
+    experts = common.as_int32(experts)  # 8 bits need not hold num_experts
     inside = (experts >= 0) & (experts < num_experts)
     flat = jnp.where(inside, experts, num_experts).reshape(-1)
     order = jnp.argsort(flat, stable=True)

@@ -299,7 +299,8 @@ def state_space_scan(
     Args:
         x: (batch, length, heads, width), the time step already multiplied in.
         log_decay: (batch, length, heads), not positive. -inf resets the state: later
-            results do not depend on earlier positions.
+            results do not depend on earlier positions. These must be finite: NaN
+            anywhere may reach all results of its sequence and head.
         b, c: (batch, length, groups, state); groups divides heads, and each serves
             heads / groups consecutive heads.
 

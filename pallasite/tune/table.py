@@ -97,6 +97,8 @@ class Entry:
         site = Site(row.pop("kernel"), tuple(row.pop("operands")), options)
         kernels = tuple(row.pop("kernels", ()))
         versions = tuple(sorted(row.pop("versions", {}).items()))
+        if not isinstance(row.get("config"), Mapping):
+            raise ValueError(f"the config of {site.kernel} is {row.get('config')!r}")
         return Entry(site=site, kernels=kernels, versions=versions, **row)
 
 
@@ -163,10 +165,11 @@ def _load(path: Path, modified: int, size: int) -> Table:
     del modified, size  # only part of the cache key
     try:
         found = json.loads(path.read_text())
-        if found["format"] != FORMAT:
-            raise ValueError(f"format {found['format']}, not {FORMAT}")
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            stated = found.get("format") if isinstance(found, dict) else None
+            raise ValueError(f"format {stated}, not {FORMAT}")
         return Table(map(Entry.from_json, found["configs"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SpecError(
             "cannot read configuration file",
             [("file", path), ("error", error)],

@@ -86,6 +86,34 @@ def test_what_is_past_the_length_does_not_matter(name):
     np.testing.assert_array_equal(operation(query, keys, values, lengths, *table), want)
 
 
+@by_operation
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_length_past_the_cache_means_all_of_it(name, splits):
+    operation, make = OPERATIONS[name]
+    operands = list(make())
+    # Whatever the table says here: a page that there is.
+    operands[4:] = [table % 20 for table in operands[4:]]
+    most = KEYS if name == "contiguous" else operands[4].shape[1] * PAGE
+    how = {"config": kernels.DecodeConfig(16, splits=splits)}
+    operands[3] = jnp.array([most, 0, most])
+    want = operation(*operands, **how)
+    operands[3] = jnp.array([most + 1, -5, 10**9])
+    np.testing.assert_array_equal(operation(*operands, **how), want)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_length_past_the_latent_pages_means_all_of_them(apart, splits):
+    pages = normal(5, 4, 8), normal(5, 4, 2, seed=1)
+    query = normal(3, 6, 8, seed=2), normal(3, 6, 2, seed=3)
+    table = jnp.array([[4, 1, 0], [0, 2, 2], [3, 3, 1]])
+    config = kernels.LatentAttentionConfig(splits=splits, apart=apart)
+    attend = functools.partial(kernels.latent_attention, scale=0.3, config=config)
+    got = attend(*query, *pages, jnp.array([13, -2, 10**9]), table)
+    want = attend(*query, *pages, jnp.array([12, 0, 12]), table)
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

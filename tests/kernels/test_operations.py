@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from pallasite import config, kernels
-from pallasite.kernels import cross_entropy
+from pallasite.errors import SpecError
+from pallasite.kernels import cross_entropy, masks
 from tests.xla import put
 
 from .agreement import gradients_agree, modes_agree, shards_agree, values_agree
@@ -789,6 +790,77 @@ def test_rows_for_slots_that_there_are_not_are_dropped(implementation):
     got = kernels.update_pages(pages, new, slots, implementation=implementation)
     want = pages.at[1, 1].set(new[1])
     np.testing.assert_array_equal(got, want)
+
+
+def test_integers_of_64_bits_are_not_cut_off():
+    far = 2**32 + 1  # 1 in 32 bits
+    with jax.enable_x64(True):
+        pages = jnp.zeros((2, 3, 1, 1), jnp.float32)
+        new = jnp.ones((1, 1, 1), jnp.float32)
+        assert not kernels.update_pages(pages, new, jnp.array([far])).any()
+        table = jnp.arange(5, dtype=jnp.float32)[:, None]
+        assert kernels.embedding_bag(table, jnp.array([[far]])) == 4
+        values = table[None, :, None]
+        query = jnp.zeros((1, 1, 1), jnp.float32)
+        got = kernels.decode_attention(query, values, values, jnp.array([far]))
+        assert got == 2
+        got = kernels.attention(
+            query[:, None], values, values, mask=masks.Prefix(jnp.array([far]))
+        )
+        assert got == 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
+def test_experts_of_8_bits(dtype):
+    experts = jnp.array([[1, 100], [7, 3]], dtype)
+    sizes = kernels.sort_by_expert(experts, 300).group_sizes
+    assert np.flatnonzero(sizes).tolist() == [1, 3, 7, 100]
+
+
+def test_a_convolution_without_taps_is_refused():
+    with pytest.raises(SpecError, match="weights have no taps"):
+        kernels.causal_conv1d(jnp.ones((2, 3, 4)), jnp.ones((0, 4)))
+
+
+def test_a_loss_without_a_vocabulary_is_zero():
+    x, labels, weights = jnp.ones((4, 3)), jnp.zeros(4, int), jnp.ones((3, 0))
+    for implementation in ("pallasite", "xla", "reference"):
+        loss = functools.partial(
+            kernels.linear_softmax_cross_entropy_loss, implementation=implementation
+        )
+        assert loss(x, labels, weights) == 0
+        assert not jax.grad(loss)(x, labels, weights).any()
+
+
+@pytest.mark.parametrize(
+    "prologue",
+    [
+        lambda x: x * jnp.ones(70),  # broadcasts to rows of x only
+        lambda x: jnp.sum(x, axis=-1),
+        lambda x: x.T,
+    ],
+)
+def test_a_prologue_of_rows_is_refused(prologue):
+    with pytest.raises(SpecError, match="prologue is not elementwise"):
+        kernels.matmul(jnp.ones((33, 70)), jnp.ones((70, 5)), prologue=prologue)
+
+
+@pytest.mark.parametrize(
+    "prologue",
+    [
+        jax.nn.gelu,
+        jax.nn.silu,
+        jax.nn.relu,
+        lambda x: jnp.where(x > 0, x, 0.5).astype(jnp.bfloat16),
+        lambda x: jnp.clip(x * jnp.full((1, 1), 2.0), -1, 1),
+        lambda x: jnp.round(x).astype(jnp.int8).astype(x.dtype),
+    ],
+)
+def test_elementwise_prologues(prologue):
+    x, y = normal(5, 70), normal(70, 5, seed=1)
+    got = kernels.matmul(x, y, prologue=prologue)
+    want = kernels.matmul(x, y, prologue=prologue, implementation="reference")
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
 
 
 def test_a_state_is_forgotten_where_it_decays_to_nothing():

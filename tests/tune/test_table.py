@@ -162,6 +162,12 @@ def test_files_round_trip_and_say_what_is_wrong_with_them(tmp_path):
     path.write_text(json.dumps({"format": 99, "configs": []}))
     with pytest.raises(SpecError, match="format 99"):
         table.load(path)
+    Table([made]).save(path)
+    row = json.loads(path.read_text())["configs"][0]
+    for wrong in ([], 3, {"format": 1, "configs": [row | {"config": None}]}):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(SpecError, match="cannot read configuration file"):
+            table.load(path)
     with pytest.raises(KernelTypeError, match="takes the path of a file, or a table"):
         table.load(3)  # pyright: ignore[reportArgumentType]
 
