@@ -20,9 +20,9 @@ checked mode, and in the emulation all but that, `roles`, `barrier` and `named_b
 For the native backends: **native** means that the backend emits it, *decomposed* that
 it is rewritten into ops that the backend has (`gather`, `scatter` and `sort` in their
 simpler forms only; `triton` has all forms of the first two), and a blank that it is not
-supported: the error names the op. GPUs accept `debug_check` and check nothing unless the
-call is under `checkify`. `ulp` is the error that a backend may make, in units in the last
-place; 0 is exact.
+supported: the error names the op. GPUs accept `debug_check` and check nothing, unless
+the call is under `checkify`. `ulp` is the error that a backend may make, in units in
+the last place; 0 is exact.
 
 """
 
