@@ -22,6 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 import pallasite as pl
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
+from pallasite.primitive import jaxprs_inside
 
 Implementation = Literal["pallasite", "xla", "reference"]
 
@@ -209,19 +210,54 @@ def check_soft_cap(operation: str, soft_cap: Any) -> None:
 
 
 def check_elementwise(operation: str, name: str, function: Callable, x: Any) -> None:
-    """Checks that a function keeps shapes: that of x, and that of a kernel's blocks."""
-    for shape in (x.shape, (2, 3)):
+    """Checks that a function keeps shapes, and computes each element on its own.
+
+    It gets the blocks of a kernel: one that is right for x as a whole may not be.
+    """
+    for shape in (x.shape, BLOCK):
+        made = None
         try:
-            made = jax.eval_shape(function, jax.ShapeDtypeStruct(shape, x.dtype))
-            found = getattr(made, "shape", made)
+            made = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, x.dtype))
+            (found,) = (aval.shape for aval in made.out_avals)
         except (TypeError, ValueError) as error:  # such as shapes that do not broadcast
             found = f"{type(error).__name__}: {error}"
-        if found != shape:
+        mixing = _mixing_primitive(made.jaxpr) if made and shape == BLOCK else None
+        if found != shape or mixing:
             raise SpecError(
                 f"{operation}: {name} is not elementwise",
-                [("of a block", shape), ("it produces", found)],
+                [
+                    ("of a block", shape),
+                    ("it produces", found),
+                    *([("it uses", mixing)] if mixing else []),
+                ],
                 fix="apply functions of whole rows or of other arrays before the call",
             )
+
+
+BLOCK = (2, 3)
+# Parameters of primitives that tell the positions of elements apart.
+_ABOUT_POSITIONS = {"axis", "axes", "dimension", "dimensions", "dimension_numbers"}
+_ABOUT_POSITIONS |= {"permutation", "new_sizes", "padding_config", "slice_sizes"}
+
+
+def _mixing_primitive(jaxpr: Any) -> str | None:
+    """The first by which elements of a BLOCK depend on others, or on their position."""
+    for eqn in jaxpr.eqns:
+        inside = [getattr(each, "jaxpr", each) for each in jaxprs_inside(eqn)]
+        if inside:
+            found = next(filter(None, map(_mixing_primitive, inside)), None)
+            if found is not None:
+                return found
+            continue
+        of, to = ([v.aval.shape for v in vs] for vs in (eqn.invars, eqn.outvars))
+        shapes = {s for s in (*of, *to) if math.prod(s) != 1}
+        if not shapes:
+            continue
+        is_fill = eqn.primitive.name == "broadcast_in_dim" and math.prod(of[0]) == 1
+        keeps = shapes == {BLOCK} and BLOCK in of and BLOCK in to
+        if not is_fill and (not keeps or _ABOUT_POSITIONS & {*eqn.params}):
+            return eqn.primitive.name
+    return None
 
 
 def check_shape(operation: str, name: str, x: Any, wanted: Sequence[int]) -> None:

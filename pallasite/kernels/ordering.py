@@ -31,13 +31,15 @@ def top_k(
     """
     common.check_rows("top_k", "x", x)
     is_integer = isinstance(k, int | np.integer) and not isinstance(k, bool)
-    if not is_integer or not 0 < k <= x.shape[-1]:
+    if not is_integer or not 0 <= k <= x.shape[-1]:
         raise SpecError(
-            "top_k: k is not an integer from 1 to the length of a row",
+            "top_k: k is not an integer from 0 to the length of a row",
             [("k", k), ("x", x.shape)],
-            fix=f"pass a k from 1 to {x.shape[-1]}" if x.shape[-1] else "pass rows",
+            fix=f"pass a k from 0 to {x.shape[-1]}",
         )
     compute = common.choose(implementation, _best_rows, _plain_top_k)
+    if k == 0:
+        compute = _plain_top_k
     return compute(x, k=k, config=configs.tuned_rows("top_k", config, x))
 
 

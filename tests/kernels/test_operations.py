@@ -604,7 +604,7 @@ REFUSALS = [
         ],
         "quantise both",
     ),
-    (kernels.top_k, [normal(3, 4), 5], "a k from 1 to 4"),
+    (kernels.top_k, [normal(3, 4), 5], "a k from 0 to 4"),
     (kernels.top_k, [normal(3, 4), 2.0], "k is not an integer"),
     (
         functools.partial(kernels.matmul, prologue=lambda x: x.sum(0)),
@@ -822,6 +822,13 @@ def test_a_convolution_without_taps_is_refused():
         kernels.causal_conv1d(jnp.ones((2, 3, 4)), jnp.ones((0, 4)))
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (3, 0), (0, 4)])
+def test_none_of_the_largest(shape: tuple[int, ...]):
+    values, places = kernels.top_k(jnp.ones(shape), 0)
+    assert values.shape == places.shape == (shape[0], 0)
+    assert places.dtype == jnp.int32
+
+
 def test_a_loss_without_a_vocabulary_is_zero():
     x, labels, weights = jnp.ones((4, 3)), jnp.zeros(4, int), jnp.ones((3, 0))
     for implementation in ("pallasite", "xla", "reference"):
@@ -838,6 +845,16 @@ def test_a_loss_without_a_vocabulary_is_zero():
         lambda x: x * jnp.ones(70),  # broadcasts to rows of x only
         lambda x: jnp.sum(x, axis=-1),
         lambda x: x.T,
+        lambda x: x / jnp.sum(x, axis=-1, keepdims=True),
+        lambda x: x - x.max(),
+        lambda x: jnp.cumsum(x, axis=0),
+        lambda x: jnp.sort(x),
+        lambda x: x * jnp.arange(x.shape[-1]),
+        lambda x: jax.lax.rev(x, (1,)),
+        lambda x: jnp.roll(x, 1, axis=1),
+        lambda x: x.at[0].set(0.0),
+        jax.jit(lambda x: jax.nn.softmax(x)),
+        lambda x: x * jax.random.uniform(jax.random.key(0), x.shape),
     ],
 )
 def test_a_prologue_of_rows_is_refused(prologue):
@@ -854,6 +871,9 @@ def test_a_prologue_of_rows_is_refused(prologue):
         lambda x: jnp.where(x > 0, x, 0.5).astype(jnp.bfloat16),
         lambda x: jnp.clip(x * jnp.full((1, 1), 2.0), -1, 1),
         lambda x: jnp.round(x).astype(jnp.int8).astype(x.dtype),
+        lambda x: x * jnp.asarray([0.5]) + jnp.zeros_like(x),
+        lambda x: jax.lax.fori_loop(0, 2, lambda _, v: v * 0.5 + x, x),
+        jax.jit(lambda x: jax.nn.leaky_relu(x) ** 3),
     ],
 )
 def test_elementwise_prologues(prologue):
