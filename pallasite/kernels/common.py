@@ -219,8 +219,8 @@ def check_elementwise(operation: str, name: str, function: Callable, x: Any) -> 
         try:
             made = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, x.dtype))
             (found,) = (aval.shape for aval in made.out_avals)
-        except (TypeError, ValueError) as error:  # such as shapes that do not broadcast
-            found = f"{type(error).__name__}: {error}"
+        except (TypeError, ValueError, IndexError) as error:
+            found = f"{type(error).__name__}: {error}"  # shapes that do not broadcast
         mixing = _mixing_primitive(made.jaxpr) if made and shape == BLOCK else None
         if found != shape or mixing:
             raise SpecError(
