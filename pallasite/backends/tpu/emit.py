@@ -20,6 +20,7 @@ from pallasite.backends.tpu.windows import (
     by_element,
     check_left_once,
     check_window,
+    fits,
     hangs_over,
     is_whole,
     memref_shape,
@@ -184,7 +185,9 @@ class _Module:
         self._check_windowed()
         loc = plan.pipeline.op.loc if plan.pipeline else kernel.loc
         for ref, (_, window) in plan.windows.items():
-            if 0 in (*ref.ref.shape, *memref_shape(window)):
+            # A block of an empty array is fine where one of a larger array would be.
+            has_no_block = 0 in ref.ref.shape and not fits(ref.ref, window)
+            if has_no_block or 0 in memref_shape(window):
                 raise UnsupportedError(
                     "backend 'tpu' does not support empty arrays",
                     [
