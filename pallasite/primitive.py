@@ -31,7 +31,7 @@ from pallasite.errors import (
 )
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.language.arguments import Arguments
-from pallasite.passes.batch import (
+from pallasite.passes.transform.batch import (
     batch_kernel,
     changed_operands,
     maps_a_grid_size,

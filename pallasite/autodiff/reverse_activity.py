@@ -1,7 +1,7 @@
 """Which values of a program depend on the operands whose cotangents are wanted.
 
-`Activity` walks the code of one program (after `passes/promote.py`) to a fixpoint.
-Refs count by their root: a view depends on what its memory depends on.
+`Activity` walks the code of one program (after `passes/lower/promote.py`) to a
+fixpoint. Refs count by their root: a view depends on what its memory depends on.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,9 +1,9 @@
 """Tile IR to CUDA C++: the kernel function, its grid, and control flow.
 
-In: a kernel after `passes/promote.py` (programs, loops, values; refs only for actual
-memory). Out: one `extern "C" __global__` function as text, with what a launch needs to
-know in its first line (`Launched`). The op families are in the base classes; `RULES`
-maps each op to its emitter.
+In: a kernel after `passes/lower/promote.py` (programs, loops, values; refs only for
+actual memory). Out: one `extern "C" __global__` function as text, with what a launch
+needs to know in its first line (`Launched`). The op families are in the base classes;
+`RULES` maps each op to its emitter.
 """
 
 import json

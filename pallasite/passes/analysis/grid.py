@@ -31,7 +31,7 @@ from pallasite.passes.analysis.carried import (
     reads_unwritten,
 )
 from pallasite.passes.analysis.memory import MAIN_MEMORY, Roots, read_refs
-from pallasite.passes.place_windows import unclamped
+from pallasite.passes.lower.place_windows import unclamped
 
 PARALLEL = ("parallel", "core_parallel", "subcore_parallel", "cluster")
 INDEXED = ("load", "store", "atomic_rmw", "atomic_cas", "subview")

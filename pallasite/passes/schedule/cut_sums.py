@@ -15,9 +15,9 @@ from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import writes
 from pallasite.ir.roles import Cond
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place
-from pallasite.passes.loop_over_k import why_not_in_rounds
-from pallasite.passes.reblock import Divided, in_pipeline
-from pallasite.passes.resized_code import CannotReblock, Part
+from pallasite.passes.schedule.loop_over_k import why_not_in_rounds
+from pallasite.passes.schedule.reblock import Divided, in_pipeline
+from pallasite.passes.schedule.resized_code import CannotReblock, Part
 
 # Ops linear in their first operand: the result for a sum is the sum of the results.
 LINEAR = ("transpose", "reshape", "neg")

@@ -15,7 +15,7 @@ from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Kernel, Op, Value, walk
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim
-from pallasite.passes.choose_blocks import (
+from pallasite.passes.schedule.choose_blocks import (
     LEAST_ROW,
     Blocks,
     Sizes,
@@ -23,9 +23,9 @@ from pallasite.passes.choose_blocks import (
     is_last,
     with_uses_apart,
 )
-from pallasite.passes.loop_over_k import why_not_in_rounds
-from pallasite.passes.merge_k_steps import merge_k_steps
-from pallasite.passes.resized_code import CannotReblock
+from pallasite.passes.schedule.loop_over_k import why_not_in_rounds
+from pallasite.passes.schedule.merge_k_steps import merge_k_steps
+from pallasite.passes.schedule.resized_code import CannotReblock
 from pallasite.target import Gpu
 
 # Shares of an SM's resources: the rest is for addresses, masks and data in flight.

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pallasite.ir.build import access_operands
 from pallasite.ir.nodes import Access, At, Gather, Op, Span, Value, full_index
 from pallasite.ir.rewrite import Pattern, Rewriter
-from pallasite.passes.algebra import constant_of, reshape, transpose
+from pallasite.passes.normal.algebra import constant_of, reshape, transpose
 
 Entry = tuple[At | Span | Gather, Value | None]  # an index entry and its operand
 
