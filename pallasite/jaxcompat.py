@@ -21,6 +21,8 @@ from jax._src.core import Primitive as Primitive
 from jax._src.core import jaxprs_in_params as jaxprs_in_params
 from jax._src.lib import _jax  # type: ignore[attr-defined]
 
+from pallasite.errors import UnsupportedError
+
 VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:3])
 
 
@@ -160,6 +162,26 @@ def scan_split(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = (len(t) for t in params["ft_in"].unpack())
     return consts, carry
+
+
+@functools.cache
+def polynomial_lowest_first(primitive: Any) -> bool:
+    """Whether the primitive `polynomial` takes its lowest coefficient first.
+
+    Found by evaluating it, because the equation does not say, and the order has changed
+    between releases.
+    """
+    with jax.ensure_compile_time_eval():
+        x, *coefficients = (jax.numpy.float32(v) for v in (2, 1, 10))
+        value = float(primitive.bind(x, *coefficients))
+    if value not in (21, 12):
+        raise UnsupportedError(
+            f"this version of JAX ({jax.__version__}) gives the primitive polynomial a "
+            f"meaning that this version of Pallasite does not know (1, 10 at 2: "
+            f"{value})",
+            fix="use another version of either",
+        )
+    return value == 21
 
 
 def read_effect(position: int) -> Any:

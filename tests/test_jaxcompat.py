@@ -372,3 +372,22 @@ def test_weakly_typed():
     x = jaxcompat.weakly_typed(jnp.ones(3))
     assert x.weak_type
     assert (x + jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_the_order_of_a_polynomials_coefficients_is_found():
+    bound = jax.make_jaxpr(lambda c, x: jnp.polyval(c, x))(np.ones(3, np.float32), 1.0)
+    (call,) = (e for e in bound.eqns if "jaxpr" in e.params)
+    inner, _ = jaxcompat.opened(call.params["jaxpr"])
+    names = {e.primitive.name: e.primitive for e in inner.eqns}
+    if "polynomial" not in names:
+        pytest.skip("this JAX has no primitive polynomial")
+    primitive = names["polynomial"]
+    value = float(primitive.bind(*map(np.float32, (2, 1, 10, 100))))
+    assert value == (421 if jaxcompat.polynomial_lowest_first(primitive) else 124)
+
+
+def test_an_unknown_meaning_of_polynomial_is_refused():
+    product = jaxcompat.Primitive("polynomial")
+    product.def_impl(lambda x, *coefficients: x * coefficients[0] * coefficients[1])
+    with pytest.raises(NotImplementedError, match="polynomial"):
+        jaxcompat.polynomial_lowest_first(product)
