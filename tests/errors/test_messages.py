@@ -287,6 +287,13 @@ BAD = {
         out_specs=spec,
     ),
     "interpret": lambda: call(interpret="yes"),
+    "interpret with parameters": lambda: call(
+        interpret=pltpu.CompilerParams(vmem_limit_bytes=4096)
+    ),
+    "parameters of the emulation": lambda: call(
+        compiler_params=pltpu.InterpretParams(num_cores_or_threads=2)
+    ),
+    "parameters of another kind": lambda: call(compiler_params=spec),
     "semantics count": lambda: call(
         grid=2,
         in_specs=[spec],
