@@ -8,6 +8,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -100,11 +101,34 @@ def is_ref(x: Any) -> bool:
     return isinstance(x, jax.ref.Ref) or hasattr(x, "transforms")
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RefView:
+    """A view of a ref as a pytree; JAX's own is one only in the operands of `jit`."""
+
+    ref: Any
+    transforms: tuple[Any, ...]
+
+
 def ref_and_transforms(x: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The ref under a view (`ref.at[...]`), and the view's transforms."""
+    """The ref under a view (`ref.at[...]`), and the view's transforms.
+
+    They are pytrees, also where a view is an index of another (`x.at[i.at[0]]`).
+    """
     if hasattr(x, "transforms") and hasattr(x, "ref"):
-        return x.ref, tuple(x.transforms)
+        return x.ref, tuple(map(_with_pytree_indices, x.transforms))
     return x, ()
+
+
+def _with_pytree_indices(transform: Any) -> Any:
+    indices = getattr(transform, "indices", ())
+    if not any(hasattr(i, "transforms") for i in indices):
+        return transform
+    made = tuple(
+        RefView(*ref_and_transforms(i)) if hasattr(i, "transforms") else i
+        for i in indices
+    )
+    return replace(transform, indices=made, validate=False)
 
 
 def is_concrete(x: Any) -> bool:

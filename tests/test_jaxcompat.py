@@ -103,6 +103,27 @@ def test_refs_and_views_are_told_from_values():
     assert seen == [(True, True), False, (True, 1), (2, 4)]
 
 
+def test_a_view_as_an_index_is_a_pytree():
+    leaves = []
+
+    def kernel(x_ref, i_ref):
+        view = x_ref.at[i_ref.at[0].at[1:]]
+        parts = jaxcompat.ref_and_transforms(view)
+        flat, tree = jax.tree.flatten(parts)
+        leaves.append(all(isinstance(x, (int, jax.core.Tracer)) for x in flat))
+        _, (indexer,) = jax.tree.unflatten(tree, flat)
+        root, transforms = jaxcompat.ref_and_transforms(indexer.indices[0])
+        leaves.append((root is i_ref, len(transforms)))
+
+    with jaxcompat.kernel_tracing():
+        refs = (
+            jaxcompat.abstract_ref((2, 4), np.float32),
+            jaxcompat.abstract_ref((2, 3), np.int32),
+        )
+        jax.make_jaxpr(kernel)(*refs)
+    assert leaves == [True, (True, 2)]
+
+
 def test_index_classes_keep_their_layout():
     get, swap = (e for e in traced_kernel().jaxpr.eqns)
     (indexer,) = jax.tree.unflatten(get.params["tree"], get.invars[1:])
