@@ -4,7 +4,7 @@ import importlib
 
 from .form import Form as Form
 
-FAMILIES = ("attention", "matmul", "rows")
+FAMILIES = ("attention", "matmul", "rows", "others")
 
 
 def all_forms() -> list[Form]:

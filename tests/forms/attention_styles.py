@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -426,8 +426,6 @@ def attention(what: What, style: Style) -> Callable[[Size], Callable]:
 
 def _one_head(what: What, style: Style, size: Size, q, k, v):
     lead = lambda x: x[None, None]
-    from dataclasses import replace
-
     plain = replace(style, heads="squeezed")
     return _call(what, plain, size, lead(q), lead(k), lead(v))[0, 0]
 
@@ -470,11 +468,7 @@ def _here(layout: Layout) -> tuple[Any, Any, Any, Any]:
 
 def _grid_kernel(step: Step, layout: Layout, names: Sequence[str]):
     """Keys along the last grid axis; the state in scratch or in outputs."""
-    style, dims, group = (
-        step.style,
-        step.dims,
-        layout.dims.heads // layout.dims.kv_heads,
-    )
+    style, group = step.style, layout.dims.heads // layout.dims.kv_heads
     stats = {"outputs": ("m", "l"), "all outputs": ("m", "l", "o")}
     outside = stats.get(style.stats_at, ())
 
