@@ -23,6 +23,7 @@ import queue
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -126,8 +127,10 @@ class Worker:
             names.append(chosen.backend)
             for name, error in chosen.refusals:
                 reasons.append(f"{name}: {getattr(error, 'what', error)}"[:300])
-        if self.grad and not names:
-            names = ["interpret"]
+        if self.grad:
+            functional = functional_parts(function, structs)
+            names += ["interpret"] * bool(functional)
+            reasons += functional
         return {"backend": "+".join(dict.fromkeys(names)), "why": reasons[:2]}
 
     def _beside(self, problem: Any, structs: Sequence[Any], told: Row) -> Beside:
@@ -167,6 +170,14 @@ class Worker:
             "rival": "cuDNN" if beside.is_library else "XLA",
             "ratio": round(times[1] / times[0], 4),
         }
+
+
+def functional_parts(function: Callable, structs: Sequence[Any]) -> list[str]:
+    """Why operands get their cotangents from the emulation, if they do."""
+    import pallasite as pl
+
+    rows = pl.explain_grad(function)(*structs).operands
+    return [f"{r.operand}: {r.why}"[:300] for r in rows if r.tier == "functional"]
 
 
 def interleaved(jax: Any, pair: Sequence[Any], seconds: float, queued: bool):
@@ -427,6 +438,9 @@ def explain_all(forms: Sequence[Any], target: str, grad: bool) -> dict[str, Row]
                 kernels = pl.explain(asked, target, measure=False)(*structs).kernels
             row["backend"] = "+".join(dict.fromkeys(k.backend for k in kernels))
             row["why"] = [k.why for k in kernels if "refuses" in k.why]
+            functional = functional_parts(function, structs) if grad else []
+            row["backend"] += "+interpret" * bool(functional)
+            row["why"] += functional
             row["error"] = [k.error for k in kernels if k.error]
             row["grid"] = [
                 f"i{n} {axis}" for k in kernels for n, axis in enumerate(k.axes)
@@ -588,6 +602,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         end = started + asked.seconds if asked.seconds else math.inf
         kind = "grad" if asked.grad else "forward"
         names = [form.name for form in forms]
+        folder = tempfile.TemporaryDirectory(prefix="pallasite-forms-")
+        os.environ["PALLASITE_CACHE_DIR"] = (
+            folder.name
+        )  # compile times are of compiling
         run = Run(
             names, (platform, size, kind), workers, asked.compile_limit, each, end
         )

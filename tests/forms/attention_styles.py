@@ -1,4 +1,4 @@
-"""Attention, spelled by choices: each of a `Style`'s fields is how some people write it.
+"""Attention, spelled by choices: each field of a `Style` is how some people write it.
 
 `attention(what, style)` composes them to one function; `random_style` draws them.
 """

@@ -205,8 +205,8 @@ def _paged_operands(size: Size) -> list[Operand]:
     batch, kv, group = size(32, 2, 2), 8, size(8, 4, 2)
     page, pages = size(64, 64, 8), size(64, 16, 6)
     pool = Operand((batch * pages, kv, page, 128), size.dtype)
-    table = Operand((batch, pages), I32,
-                    make=lambda r: r.permutation(batch * pages).reshape(batch, pages))  # fmt: skip
+    order = lambda r: r.permutation(batch * pages).reshape(batch, pages)
+    table = Operand((batch, pages), I32, make=order)
     lengths = Operand(
         (batch,), I32, make=lambda r: r.integers(page * pages // 2, page * pages, batch)
     )
