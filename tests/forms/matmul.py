@@ -441,7 +441,7 @@ def gram(size: Size):
 
 
 def _vector_operands(size: Size) -> list[Operand]:
-    m, k = size(8192, 2048, 64), size(8192, 2048, 64)
+    m, k = size(16384, 2048, 64), size(8192, 2048, 64)
     return [Operand((m, k), size.dtype), Operand((1, k), size.dtype, spread=k**-0.5)]
 
 

@@ -396,7 +396,7 @@ def grouped_matmul_fori_over_k_expert_indexed(size: Size):
 
 
 def _router_operands(size: Size) -> list[Operand]:
-    return [Operand((size(65536, 4096, 64), 128), F32)]
+    return [Operand((size(2**19, 4096, 64), 128), F32)]
 
 
 def _router(x):
@@ -913,7 +913,7 @@ def prefix_sum_carry_in_smem(size: Size):
 
 
 def _rows(size: Size) -> list[Operand]:
-    return [Operand((size(16384, 1024, 16), size(1024, 256, 64)), F32)]
+    return [Operand((size(32768, 1024, 16), size(1024, 256, 64)), F32)]
 
 
 @family.form(Problem("cumsum of rows", _rows, lambda x: jnp.cumsum(x, axis=1)))
@@ -996,7 +996,7 @@ def top_8(size: Size):
 
 
 def _labels(size: Size) -> list[Operand]:
-    return [Operand((size(2**24, 2**18, 1024),), I32, high=256)]
+    return [Operand((size(2**26, 2**18, 1024),), I32, high=256)]
 
 
 def _histogram(x):
@@ -1051,7 +1051,7 @@ def histogram_by_one_hot_sums(size: Size):
 
 def _embedding_operands(size: Size) -> list[Operand]:
     words, width = size(50257, 4096, 100), size(1024, 256, 128)
-    n = size(16384, 2048, 64)
+    n = size(65536, 2048, 64)
     return [Operand((n,), I32, high=words), Operand((words, width), size.dtype)]
 
 
@@ -1311,7 +1311,7 @@ def take_along_axis_of_rows(size: Size):
 
 
 def _dropout_operands(size: Size) -> list[Operand]:
-    return [Operand((size(8192, 1024, 32), size(4096, 1024, 128)), size.dtype)]
+    return [Operand((size(16384, 1024, 32), size(4096, 1024, 128)), size.dtype)]
 
 
 def _hashed(at):

@@ -962,7 +962,7 @@ def _fifty(x):
 
 
 @family.form(
-    Problem("50 sin", lambda s: [Operand((s(4096, 512, 32), s(1024, 128, 128)), F32)],
+    Problem("50 sin", lambda s: [Operand((s(16384, 512, 32), s(1024, 128, 128)), F32)],
             _fifty)
 )  # fmt: skip
 def fifty_sines(size: Size):
