@@ -19,6 +19,7 @@ from pallasite.ir.text import print_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.drop_rules import drop_rules
+from pallasite.passes.normal.guarded_starts import guarded_starts
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Step:
 SHARED: tuple[Pass, ...] = (
     Pass("drop_rules", drop_rules),
     Pass("canonicalize", canonicalize),
+    Pass("guarded_starts", guarded_starts),
 )
 
 
