@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from pallasite.backends.triton import atomics, dots, four_bits, memory, prints, tiles
+from pallasite.backends.triton import (
+    atomics,
+    dots,
+    four_bits,
+    memory,
+    prints,
+    sorting,
+    tiles,
+)
 from pallasite.backends.triton.elementwise import NATIVE
 from pallasite.backends.triton.launch import GROUP, STAGES
 from pallasite.backends.triton.memory import Number
@@ -390,6 +398,7 @@ class Emitter(Prints):
 RULES: dict[str, Callable[[Any, Op], None]] = {
     **dict.fromkeys(NATIVE, Emitter.emit_elementwise),
     **tiles.RULES,
+    **sorting.RULES,
     **dots.RULES,
     **memory.RULES,
     **atomics.RULES,
