@@ -69,8 +69,8 @@ def test_short_rows(shape: tuple[int, ...]):
 def test_partners_are_not_gathered():
     """A gather in each step took minutes to compile for rows of 1024."""
     text, _ = compiled(sort_kernel([TileType((1, 64), DTYPES["f32"])], 1, 1))
-    assert text.count("tt.gather") == 1
-    assert text.count('"tt.reduce"') == 21
+    assert "tt.gather" not in text
+    assert text.count('"tt.reduce"') == 6
 
 
 def test_descending_and_top_k():
