@@ -45,9 +45,9 @@ from pallasite.ir.rewrite import substitute
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots
-from pallasite.passes.fold_exp2 import fold_exp2
-from pallasite.passes.gpu_blocks import fewer_rows
-from pallasite.passes.known_integers import known_integers
+from pallasite.passes.normal.known_integers import known_integers
+from pallasite.passes.optimise.fold_exp2 import fold_exp2
+from pallasite.passes.schedule.gpu_blocks import fewer_rows
 from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 

@@ -113,7 +113,7 @@ def _is_before(b: Builder, index: Value, limit: Value, program: Program) -> Valu
     """Whether an index is below a limit; for a quotient, without the division.
 
     `i < x // 64` is `(i + 1) * 64 <= x`, which passes can solve for the operands of `x`
-    (`passes/guard_bounds.py`).
+    (`passes/optimise/guard_bounds.py`).
     """
     op = producers_of(program.body).get(limit)
     if op is not None and op.name == "div":

@@ -33,7 +33,7 @@ from pallasite.ir.text import attr_text
 from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots
-from pallasite.passes.unused import drop_unused
+from pallasite.passes.optimise.unused import drop_unused
 
 Key = tuple[object, ...]
 

@@ -1,8 +1,8 @@
 """A kernel as one program per parallel grid index, in a form that can be transformed.
 
-`Program` is the output of `passes/promote.py` for a kernel: grid indices as parameters,
-windows as `block_view`s of the kernel's refs, sequential axes as loops, scratch and
-read-back results as values. It is a Kernel whose pipeline has no windows.
+`Program` is the output of `passes/lower/promote.py` for a kernel: grid indices as
+parameters, windows as `block_view`s of the kernel's refs, sequential axes as loops,
+scratch and read-back results as values. It is a Kernel whose pipeline has no windows.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from pallasite.ir.nodes import Block, Kernel, Loc, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, map_ops, substitute
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
-from pallasite.passes.promote import promote
-from pallasite.passes.unused import drop_unused
+from pallasite.passes.lower.promote import promote
+from pallasite.passes.optimise.unused import drop_unused
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Reverse mode on the IR of one program: its code again, then backwards.
 
 `reverse_program(body, targets, seeds, sizes)` takes the code of a program after
-`passes/promote.py` and returns code that computes what the program did and then, op by
-op from the last to the first, the cotangents. Memory has cotangents too: a `load` adds
-to the cotangent of what it read (as `atomic_rmw` add, which `backward_windows.py`
+`passes/lower/promote.py` and returns code that computes what the program did and then,
+op by op from the last to the first, the cotangents. Memory has cotangents too: a `load`
+adds to the cotangent of what it read (as `atomic_rmw` add, which `backward_windows.py`
 lowers to plain ops), a `store` takes the cotangent of what it wrote. Branches and loops
 are recomputed inside their reverse; a loop keeps the carried values that this needs on
 a stack.

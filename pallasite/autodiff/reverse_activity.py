@@ -1,7 +1,7 @@
 """Which values of a program depend on the operands whose cotangents are wanted.
 
-`Activity` walks the code of one program (after `passes/promote.py`) to a fixpoint.
-Refs count by their root: a view depends on what its memory depends on.
+`Activity` walks the code of one program (after `passes/lower/promote.py`) to a
+fixpoint. Refs count by their root: a view depends on what its memory depends on.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,8 +12,6 @@ from pallasite.ir.roles import Cond, Loop, While
 from pallasite.ir.types import TileType
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import VIEWS, Roots, read_refs, written_refs
-
-WRITES = ("store", "atomic_rmw", "atomic_cas", "copy_start")
 
 
 class Activity:
@@ -58,7 +56,7 @@ class Activity:
         elif op.name == "cond":
             for branch in Cond.of(op).branches:
                 self.join(op.results, branch.yields)
-        elif op.name in WRITES:
+        elif not op.regions:
             for ref in written_refs(op):
                 if any(map(self.depends, op.operands)) and ref.ref.dtype.is_float:
                     self.varied.add(self.root(ref))

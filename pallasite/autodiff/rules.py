@@ -32,9 +32,9 @@ from pallasite.errors import NoBackwardKernel, UnsupportedError
 from pallasite.ir.nodes import walk
 from pallasite.ops.gpu import GPU_LEVEL
 from pallasite.passes.analysis.partition import pull_back_rule
-from pallasite.passes.matrix_units import write_out
-from pallasite.passes.report_checks import without_checks
-from pallasite.passes.shard import shard
+from pallasite.passes.lower.matrix_units import write_out
+from pallasite.passes.transform.report_checks import without_checks
+from pallasite.passes.transform.shard import shard
 from pallasite.primitive import Call, call_p, wants_emulation
 from pallasite.sharding.custom_call import Task, call_key, lower_partitioned
 from pallasite.sharding.rule import Partition, inherit, local_of, rule_of

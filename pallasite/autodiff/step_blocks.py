@@ -14,7 +14,7 @@ from pallasite.ir.roles import Loop
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.affine import Affine, Forms
 from pallasite.passes.analysis.memory import Roots
-from pallasite.passes.derive_counters import with_counters
+from pallasite.passes.normal.derive_counters import with_counters
 
 
 def step_blocks(program: Program) -> Program:

@@ -323,7 +323,7 @@ def _import(request: Request, bound: Bound, traced: Any, im: "Importer") -> Kern
     """The kernel's IR: scratch allocations and one pipeline."""
     from pallasite.importer import gpu, matrix_units, pipeline_op
     from pallasite.passes.analysis.unstarted_waits import refuse_endless_waits
-    from pallasite.passes.promote import promote_accumulators
+    from pallasite.passes.lower.promote import promote_accumulators
 
     grid = request.grid_spec.grid
     size_refs = [

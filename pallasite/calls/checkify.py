@@ -1,7 +1,7 @@
 """The rule of `jax.experimental.checkify` for kernel calls.
 
-`passes/report_checks.py` turns the kernel's checks into results of the call; this file
-adds them to the error value that a checkified function returns.
+`passes/transform/report_checks.py` turns the kernel's checks into results of the call;
+this file adds them to the error value that a checkified function returns.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallasite import jaxcompat
 from pallasite.ir.nodes import Kernel
-from pallasite.passes.report_checks import Report, report_checks
+from pallasite.passes.transform.report_checks import Report, report_checks
 from pallasite.primitive import Call, call_p
 
 

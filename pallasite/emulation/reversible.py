@@ -33,7 +33,7 @@ from pallasite.ir.nodes import Block, Kernel, Op
 from pallasite.ir.roles import Loop
 from pallasite.ir.types import RefType
 from pallasite.passes.analysis.intervals import Fact, Facts
-from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.normal.canonicalize import canonicalize
 
 Array = Any
 # In the domain of nearly all functions, where no derivative is infinite.

@@ -34,7 +34,7 @@ from pallasite.ir.roles import Pipeline, Shown
 from pallasite.language.specs import Element
 from pallasite.passes.analysis.grid import WindowMoves, analyze
 from pallasite.passes.analysis.memory import VIEWS
-from pallasite.passes.place_windows import place_windows
+from pallasite.passes.lower.place_windows import place_windows
 
 
 def pipeline_of(kernel: Kernel) -> Pipeline:

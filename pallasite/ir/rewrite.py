@@ -2,7 +2,8 @@
 
 Nodes are immutable, so every function here returns new nodes, or the very same object
 where nothing changed (test with `new is old`). A rewrite function gets one op and a
-`Rewriter` to build replacements; `passes/canonicalize.py` is a table of such functions.
+`Rewriter` to build replacements; `passes/normal/canonicalize.py` is a table of such
+functions.
 """
 
 from collections import defaultdict

@@ -314,7 +314,7 @@ WIDE = 256  # numbers of a head beyond which fewer rows at a time fit on a GPU
 
 LANES = 128  # what divides half a block's keys: whole vector registers of a TPU
 # Queries and keys of a head, and their width, whose blocks become one program on a TPU
-# (`passes/tpu_blocks.py`).
+# (`passes/schedule/tpu_blocks.py`).
 ONE_PROGRAM, ONE_WIDTH = 2048, 128
 
 

@@ -3,7 +3,7 @@
 `LOWER` maps a row of `elementwise.py` to the function that is its `lower`:
 `(Builder, *values, **attrs) -> Value`. Applying `lower` repeatedly ends in ops that
 need no decomposition. `SHORTCUTS` are alternatives that rely on one op which a backend
-may have; `passes/legalize.py` prefers them where it does.
+may have; `passes/lower/legalize.py` prefers them where it does.
 """
 
 from pallasite.ops import decompose_exp

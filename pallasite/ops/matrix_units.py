@@ -3,8 +3,8 @@
 A right operand is pushed to a staging register, left operands are multiplied by it, and
 the accumulated result is popped. The state of a unit is scratch of the kernel, and an
 instruction's region expresses in plain ops what it does to that scratch: the evaluator
-runs the region. `passes/matrix_units.py` replaces the instruction with its region, or
-removes the region if the chip has the instruction.
+runs the region. `passes/lower/matrix_units.py` replaces the instruction with its
+region, or removes the region if the chip has the instruction.
 """
 
 from pallasite.ir.opdef import Attrs, Effect, OpDef, TypeRuleError, Unit, register

@@ -17,8 +17,8 @@ from pallasite import config
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import print_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.drop_rules import drop_rules
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.drop_rules import drop_rules
 
 
 @dataclass(frozen=True)

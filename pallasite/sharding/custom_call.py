@@ -4,8 +4,8 @@ When XLA compiles for several devices, a kernel call is lowered to a custom call
 carries a Shardy rule, so shardings propagate through it. XLA then calls back here with
 the shardings of operands and results; the callback splits the grid axes that the rule
 allows (`passes/analysis/partition.py`), and returns the kernel of one device
-(`passes/shard.py`), with a sum over devices if the rule has one. Lowering needs no mesh
-and no devices.
+(`passes/transform/shard.py`), with a sum over devices if the rule has one. Lowering
+needs no mesh and no devices.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ import numpy as np
 from pallasite import jaxcompat
 from pallasite.errors import PartitionWarning, compose
 from pallasite.passes.analysis.partition import WHOLE, PartitionRule
-from pallasite.passes.shard import local_shape, shard
+from pallasite.passes.transform.shard import local_shape, shard
 from pallasite.sharding.rule import Partition, local_of, rule_of
 
 TARGET = "pallasite_partition"

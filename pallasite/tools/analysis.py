@@ -20,7 +20,7 @@ from pallasite.ir.nodes import Kernel
 from pallasite.passes.analysis.grid import Axis, analyze
 from pallasite.passes.analysis.work import Work, count
 from pallasite.passes.run import run
-from pallasite.passes.tpu_blocks import why_small
+from pallasite.passes.schedule.tpu_blocks import why_small
 from pallasite.primitive import Call, Site, for_platform, wants_emulation
 from pallasite.target import Chip, Named
 from pallasite.tools.hints import Facts, hints

@@ -25,25 +25,25 @@ from pallasite.interpret.checked import run_checked
 from pallasite.ir.nodes import Block, Kernel, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.verify import verify
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.choose_blocks import for_threads
-from pallasite.passes.consecutive_indices import consecutive_indices
-from pallasite.passes.fold_exp2 import fold_exp2
-from pallasite.passes.guard_bounds import guard_bounds
-from pallasite.passes.hoist import hoist
-from pallasite.passes.idle_windows import idle_windows
-from pallasite.passes.join_branches import join_branches
-from pallasite.passes.join_products import join_products
-from pallasite.passes.known_comparisons import known_comparisons
-from pallasite.passes.legalize import legalize
-from pallasite.passes.merge_k_rounds import merge_k_rounds
-from pallasite.passes.merge_k_steps import merge_k_steps
-from pallasite.passes.place_windows import place_windows
-from pallasite.passes.promote import promote
-from pallasite.passes.row_strips import row_strips
-from pallasite.passes.scratch_values import scratch_values
-from pallasite.passes.stagger_products import stagger_products
-from pallasite.passes.unmasked_steps import unmasked_steps
+from pallasite.passes.lower.legalize import legalize
+from pallasite.passes.lower.place_windows import place_windows
+from pallasite.passes.lower.promote import promote
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.consecutive_indices import consecutive_indices
+from pallasite.passes.normal.known_comparisons import known_comparisons
+from pallasite.passes.optimise.fold_exp2 import fold_exp2
+from pallasite.passes.optimise.guard_bounds import guard_bounds
+from pallasite.passes.optimise.hoist import hoist
+from pallasite.passes.optimise.idle_windows import idle_windows
+from pallasite.passes.optimise.join_branches import join_branches
+from pallasite.passes.optimise.join_products import join_products
+from pallasite.passes.optimise.scratch_values import scratch_values
+from pallasite.passes.optimise.stagger_products import stagger_products
+from pallasite.passes.optimise.unmasked_steps import unmasked_steps
+from pallasite.passes.schedule.choose_blocks import for_threads
+from pallasite.passes.schedule.merge_k_rounds import merge_k_rounds
+from pallasite.passes.schedule.merge_k_steps import merge_k_steps
+from pallasite.passes.schedule.row_strips import row_strips
 from pallasite.primitive import Call, Checked, bind_call, choose
 from tests.backends.cpu.direct import Guarded, Memory
 from tests.backends.cuda import host as cuda

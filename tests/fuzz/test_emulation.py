@@ -11,7 +11,7 @@ import pytest
 
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.normal.canonicalize import canonicalize
 from tests.fuzz.agreement import expected, mismatch, run_numpy
 from tests.fuzz.batches import check_batches, most_of
 from tests.fuzz.choices import Seeded

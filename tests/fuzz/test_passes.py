@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from pallasite.ir.opdef import table
 from pallasite.ir.verify import verify
-from pallasite.passes.batch import batch_kernel, changed_operands
-from pallasite.passes.legalize import legalize
-from pallasite.passes.promote import promote
+from pallasite.passes.lower.legalize import legalize
+from pallasite.passes.lower.promote import promote
+from pallasite.passes.transform.batch import batch_kernel, changed_operands
 from tests.fuzz.agreement import beyond_op_table, run_numpy, same
 from tests.fuzz.choices import Choices, Stream, chance
 from tests.fuzz.generate import BYTES, FAMILIES, Case, random_kernel

@@ -12,7 +12,7 @@ import pytest
 
 from pallasite.backends.cpu.call import parallel_units
 from pallasite.errors import PallasError
-from pallasite.passes.place_windows import place_windows
+from pallasite.passes.lower.place_windows import place_windows
 from tests.backends.cpu.direct import Code, Guarded
 from tests.backends.tpu import harness as tpu
 from tests.backends.triton import harness as triton

@@ -10,15 +10,15 @@ from pallasite.errors import ResourceError
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.analysis.loop_dims import LoopDim, loop_dims
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.choose_blocks import for_threads
-from pallasite.passes.gpu_blocks import for_gpu
-from pallasite.passes.loop_over_k import loop_over_k
-from pallasite.passes.merge_k_steps import split_k_steps
-from pallasite.passes.reblock import cut, grow
-from pallasite.passes.resized_code import CannotReblock
-from pallasite.passes.separate_uses import separate_uses
-from pallasite.passes.tpu_blocks import for_tpu
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.schedule.choose_blocks import for_threads
+from pallasite.passes.schedule.gpu_blocks import for_gpu
+from pallasite.passes.schedule.loop_over_k import loop_over_k
+from pallasite.passes.schedule.merge_k_steps import split_k_steps
+from pallasite.passes.schedule.reblock import cut, grow
+from pallasite.passes.schedule.resized_code import CannotReblock
+from pallasite.passes.schedule.separate_uses import separate_uses
+from pallasite.passes.schedule.tpu_blocks import for_tpu
 from pallasite.target import GPUS, TPUS, Memory
 from tests.fuzz.agreement import beyond_op_table, run_numpy, same
 from tests.fuzz.blocks import block_kernel
@@ -101,11 +101,11 @@ CHOICES = {
 @pytest.mark.parametrize("chip", CHOICES)
 def test_what_is_chosen_means_the_same(chip: str, monkeypatch):
     """For chips on which nothing fits, or nothing is large enough."""
-    monkeypatch.setattr("pallasite.passes.choose_blocks.LEAST_ROWS", 1)
-    monkeypatch.setattr("pallasite.passes.choose_blocks.LEAST_ROW", 1)
-    monkeypatch.setattr("pallasite.passes.gpu_blocks.LEAST_ROW", 1)
-    monkeypatch.setattr("pallasite.passes.gpu_blocks.LEAST_SIDE", 1)
-    monkeypatch.setattr("pallasite.passes.gpu_blocks.TILE_ELEMENTS", 2)
+    monkeypatch.setattr("pallasite.passes.schedule.choose_blocks.LEAST_ROWS", 1)
+    monkeypatch.setattr("pallasite.passes.schedule.choose_blocks.LEAST_ROW", 1)
+    monkeypatch.setattr("pallasite.passes.schedule.gpu_blocks.LEAST_ROW", 1)
+    monkeypatch.setattr("pallasite.passes.schedule.gpu_blocks.LEAST_SIDE", 1)
+    monkeypatch.setattr("pallasite.passes.schedule.gpu_blocks.TILE_ELEMENTS", 2)
     changed = 0
     for seed in range(80):
         case = block_kernel(Seeded(seed))

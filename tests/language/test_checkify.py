@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallasite as pl
-from pallasite.passes.report_checks import report_checks
+from pallasite.passes.transform.report_checks import report_checks
 from pallasite.primitive import kernels_in
 from tests.backends.triton.harness import simulated
 

@@ -18,7 +18,7 @@ from pallasite.ir.opdef import OpDef, table
 from pallasite.ir.types import DTYPES, DType
 from pallasite.ops import decompose
 from pallasite.ops.decompose_trig import F64_LIMIT
-from pallasite.passes.legalize import legalize
+from pallasite.passes.lower.legalize import legalize
 from tests.ops.sampling import (
     FLOAT_NAMES,
     INT_NAMES,

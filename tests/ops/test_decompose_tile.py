@@ -11,7 +11,7 @@ from pallasite.ir.opdef import table
 from pallasite.ir.types import BF16, BOOL, DTYPES, F32, I32, TileType
 from pallasite.ir.verify import verify
 from pallasite.ops.formula import NotApplicable
-from pallasite.passes.legalize import legalize
+from pallasite.passes.lower.legalize import legalize
 from tests.ops.sampling import evaluate, lowered_kernel, ulp_error
 
 SIZES = (1, 2, 5, 8, 13, 16, 40)

@@ -9,7 +9,7 @@ from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.analysis.partition import ArrayRule, PartitionRule, derive
-from pallasite.passes.shard import Splits, shard
+from pallasite.passes.transform.shard import Splits, shard
 
 Arrays = list[np.ndarray]
 

@@ -4,7 +4,7 @@ import pytest
 
 from pallasite.ir.nodes import At, Gather, Span
 from pallasite.passes.analysis.boxes import box_at
-from pallasite.passes.promote import fixed_part
+from pallasite.passes.lower.promote import fixed_part
 
 CASES = [
     ((At(3), Span(2, 4)), (Span(3, 1), Span(2, 4)), [(3, 4), (2, 6)]),

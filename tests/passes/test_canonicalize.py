@@ -13,7 +13,7 @@ from pallasite.ir.opdef import table
 from pallasite.ir.text import parse_kernel, print_kernel
 from pallasite.ir.types import DTYPES, DType, TileType
 from pallasite.ir.verify import verify
-from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.normal.canonicalize import canonicalize
 from tests.ir import kernels, samples
 
 HEAD = (

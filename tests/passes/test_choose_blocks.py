@@ -11,11 +11,11 @@ from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.verify import verify
 from pallasite.kernels import masks
 from pallasite.kernels.attention import AttentionConfig, attention
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.choose_blocks import for_threads
-from pallasite.passes.gpu_blocks import for_gpu
+from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.run import run
-from pallasite.passes.tpu_blocks import for_tpu
+from pallasite.passes.schedule.choose_blocks import for_threads
+from pallasite.passes.schedule.gpu_blocks import for_gpu
+from pallasite.passes.schedule.tpu_blocks import for_tpu
 from pallasite.primitive import calls_in
 from pallasite.target import GPUS, TPUS, Memory
 from tests.backends.triton.test_blocks import matmul
@@ -125,7 +125,7 @@ def test_whole_kernels_mean_the_same(chip: str, monkeypatch):
     """Each chip gets other kernels of the zoo, and limits that change most."""
     for module, limits in NO_LIMITS.items():
         for name, number in limits.items():
-            monkeypatch.setattr(f"pallasite.passes.{module}.{name}", number)
+            monkeypatch.setattr(f"pallasite.passes.schedule.{module}.{name}", number)
     changed = 0
     first = list(CHIPS).index(chip)
     for case in all_cases()[first :: len(CHIPS)]:

@@ -8,7 +8,7 @@ import pytest
 import pallasite as pl
 from pallasite.ir.nodes import Access, Gather, Kernel, walk
 from pallasite.ir.verify import verify
-from pallasite.passes.consecutive_indices import consecutive_indices
+from pallasite.passes.normal.consecutive_indices import consecutive_indices
 from pallasite.passes.run import run
 from pallasite.primitive import kernels_in
 from tests.fuzz.agreement import run_numpy

@@ -10,8 +10,8 @@ from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.fold_exp2 import fold_exp2
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.optimise.fold_exp2 import fold_exp2
 
 LARGEST = float(np.finfo(np.float32).max)
 

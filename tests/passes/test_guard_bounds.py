@@ -14,8 +14,8 @@ from pallasite.ir.nodes import At, Block, Kernel, Value
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.types import I32, I64, RefType, scalar
 from pallasite.ir.verify import verify
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.guard_bounds import guard_bounds
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.optimise.guard_bounds import guard_bounds
 
 LOWEST, HIGHEST = I32.limits
 

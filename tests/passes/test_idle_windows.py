@@ -10,8 +10,8 @@ from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.roles import Pipeline
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.idle_windows import idle_windows
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.optimise.idle_windows import idle_windows
 
 SUMS = """
 kernel @k(%n: ref<i32[4] smem>, %x: ref<f32[32] any>, %o: ref<f32[32] any>) outputs 1 {

@@ -13,8 +13,8 @@ from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.nodes import Block, Kernel, walk
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.join_branches import join_branches
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.optimise.join_branches import join_branches
 
 KERNEL = """
 kernel @k(%n: ref<i32[1] smem>, %x: ref<f32[4,4] any>, %o: ref<f32[16,4] any>)

@@ -10,7 +10,7 @@ from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.join_products import join_products
+from pallasite.passes.optimise.join_products import join_products
 
 DOT = "{contract=((1,), (0,)), batch=((), ()), dtype=f32, precision=None}"
 

@@ -3,8 +3,8 @@
 import pytest
 
 from pallasite.ir.verify import verify
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.known_comparisons import known_comparisons
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.known_comparisons import known_comparisons
 from tests.passes.test_row_strips import code, kernel
 
 # The grid has two steps, %i3 is 0 or 1.

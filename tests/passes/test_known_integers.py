@@ -4,7 +4,7 @@ import pytest
 
 from pallasite.ir.nodes import Block, walk
 from pallasite.passes.analysis.intervals import Fact, Facts
-from pallasite.passes.known_integers import known_integers
+from pallasite.passes.normal.known_integers import known_integers
 from tests.passes.texts import program
 
 CONSTANTS = """

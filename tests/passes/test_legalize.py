@@ -12,7 +12,7 @@ from pallasite.ir.nodes import Kernel, Loc, Op, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.types import BF16, DTYPES, F32, I32, DType, RefType
 from pallasite.ir.verify import verify
-from pallasite.passes.legalize import legalize
+from pallasite.passes.lower.legalize import legalize
 from tests.ir import kernels
 from tests.ops.sampling import evaluate
 

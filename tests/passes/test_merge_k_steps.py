@@ -10,9 +10,9 @@ from pallasite import tpu as pltpu
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.merge_k_rounds import merge_k_rounds
-from pallasite.passes.merge_k_steps import merge_k_steps
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.schedule.merge_k_rounds import merge_k_rounds
+from pallasite.passes.schedule.merge_k_steps import merge_k_steps
 from pallasite.primitive import kernels_in
 from tests.passes.test_promote import expect
 from tests.passes.test_row_strips import code

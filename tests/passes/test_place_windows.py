@@ -11,7 +11,7 @@ from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.analysis.grid import analyze
-from pallasite.passes.place_windows import place_windows
+from pallasite.passes.lower.place_windows import place_windows
 from tests.ir import kernels
 
 

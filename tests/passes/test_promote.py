@@ -9,8 +9,8 @@ from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.nodes import Kernel, Span, walk
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.promote import fixed_part, promote
+from pallasite.passes.lower.promote import fixed_part, promote
+from pallasite.passes.normal.canonicalize import canonicalize
 
 
 def promoted(text: str) -> str:

@@ -7,7 +7,7 @@ import pytest
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.replicate_columns import replicate_columns
+from pallasite.passes.optimise.replicate_columns import replicate_columns
 from pallasite.passes.run import run
 from pallasite.primitive import kernels_in
 from tests.passes.test_promote import expect

@@ -16,7 +16,7 @@ from pallasite.ir.nodes import At, Block, Index, Kernel, Span, Value, walk
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.types import BF16, BOOL, F32, I32, INDEX, TileType, scalar
 from pallasite.ir.verify import verify
-from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.normal.canonicalize import canonicalize
 from tests.ir import kernels
 
 SHAPE = (4, 6)

@@ -10,7 +10,7 @@ from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.scale_after_max import scale_after_max
+from pallasite.passes.optimise.scale_after_max import scale_after_max
 
 SOFTMAX = """\
 kernel @k(%x: ref<f32[4,8] any>, %o: ref<f32[4,8] any>) outputs 1 {

@@ -8,7 +8,7 @@ from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.scale_after_sum import scale_after_sum
+from pallasite.passes.optimise.scale_after_sum import scale_after_sum
 
 SUM = """\
 kernel @k(%x: ref<f32[32,8] any>, %y: ref<bf16[32,8] any>, %o: ref<f32[8,8] any>) outputs 1 {

@@ -11,7 +11,7 @@ from pallasite import tpu as pltpu
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.scratch_values import scratch_values
+from pallasite.passes.optimise.scratch_values import scratch_values
 from pallasite.primitive import kernels_in
 from tests.passes.test_promote import expect
 from tests.passes.test_row_strips import code

@@ -16,12 +16,12 @@ from pallasite.ir.roles import Pipeline
 from pallasite.ir.verify import verify
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.loop_dims import loop_dims
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.choose_blocks import for_threads
-from pallasite.passes.gpu_blocks import for_gpu
-from pallasite.passes.reblock import cut
-from pallasite.passes.resized_code import CannotReblock
-from pallasite.passes.separate_uses import separate_uses
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.schedule.choose_blocks import for_threads
+from pallasite.passes.schedule.gpu_blocks import for_gpu
+from pallasite.passes.schedule.reblock import cut
+from pallasite.passes.schedule.resized_code import CannotReblock
+from pallasite.passes.schedule.separate_uses import separate_uses
 from pallasite.primitive import kernels_in
 from pallasite.target import GPUS, Memory
 from tests.fuzz.agreement import run_numpy
@@ -186,10 +186,10 @@ def random_function(draw: random.Random) -> Callable[[jax.Array], jax.Array]:
 
 @pytest.mark.parametrize("chip", CHOICES)
 def test_random_pairs_mean_the_same(chip: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("pallasite.passes.choose_blocks.LEAST_ROWS", 1)
-    monkeypatch.setattr("pallasite.passes.choose_blocks.LEAST_ROW", 1)
-    monkeypatch.setattr("pallasite.passes.gpu_blocks.LEAST_ROW", 1)
-    monkeypatch.setattr("pallasite.passes.gpu_blocks.TILE_ELEMENTS", 2)
+    monkeypatch.setattr("pallasite.passes.schedule.choose_blocks.LEAST_ROWS", 1)
+    monkeypatch.setattr("pallasite.passes.schedule.choose_blocks.LEAST_ROW", 1)
+    monkeypatch.setattr("pallasite.passes.schedule.gpu_blocks.LEAST_ROW", 1)
+    monkeypatch.setattr("pallasite.passes.schedule.gpu_blocks.TILE_ELEMENTS", 2)
     separated = 0
     for seed in range(40):
         draw = random.Random(seed)

@@ -1,7 +1,7 @@
 """sink_loads: texts before and after."""
 
 from pallasite.ir.text import parse_kernel, print_kernel
-from pallasite.passes.sink_loads import sink_loads
+from pallasite.passes.optimise.sink_loads import sink_loads
 
 
 def kernel(body: str, aliases: str = "") -> str:

@@ -7,7 +7,7 @@ import pytest
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.stagger_products import stagger_products
+from pallasite.passes.optimise.stagger_products import stagger_products
 from tests.passes.test_join_products import DOT, assert_same
 
 HEAD = """\

@@ -15,8 +15,8 @@ from pallasite.ir.roles import Cond
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.types import I32, RefType, TileType
 from pallasite.ir.verify import verify
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.unmasked_steps import unmasked_loops, unmasked_steps
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.optimise.unmasked_steps import unmasked_loops, unmasked_steps
 
 LOWEST, HIGHEST = I32.limits
 

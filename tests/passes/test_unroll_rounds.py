@@ -9,8 +9,8 @@ import pallasite as pl
 from pallasite.ir.nodes import Kernel, Op, walk
 from pallasite.ir.verify import verify
 from pallasite.passes.run import run
-from pallasite.passes.tpu_blocks import _Estimate, for_tpu
-from pallasite.passes.unroll_rounds import unroll_rounds
+from pallasite.passes.schedule.tpu_blocks import _Estimate, for_tpu
+from pallasite.passes.schedule.unroll_rounds import unroll_rounds
 from pallasite.primitive import kernels_in
 from pallasite.target import TPUS
 from tests.passes.test_reblock import head

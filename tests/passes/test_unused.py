@@ -2,8 +2,8 @@
 
 from pallasite.ir.nodes import walk
 from pallasite.ir.text import parse_kernel
-from pallasite.passes.hoist import hoist
-from pallasite.passes.unused import drop_unused
+from pallasite.passes.optimise.hoist import hoist
+from pallasite.passes.optimise.unused import drop_unused
 
 LOOP = """
 kernel @k(%x: ref<f32[8] any>, %o: ref<f32[8] any>) outputs 1 {{

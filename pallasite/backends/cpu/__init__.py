@@ -26,20 +26,20 @@ from pallasite.backends.cpu.ops.debugging import RULES as DEBUG_RULES
 from pallasite.backends.cpu.tiles.plan_memory import plan_memory
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.text import print_kernel
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.choose_blocks import for_threads
-from pallasite.passes.guard_bounds import guard_bounds
-from pallasite.passes.known_comparisons import known_comparisons
-from pallasite.passes.legalize import legalize
-from pallasite.passes.matrix_units import write_out
-from pallasite.passes.merge_k_rounds import merge_k_rounds
-from pallasite.passes.merge_k_steps import merge_k_steps
-from pallasite.passes.own_inputs import own_inputs, own_results
-from pallasite.passes.place_windows import place_windows
-from pallasite.passes.row_strips import row_strips
+from pallasite.passes.lower.legalize import legalize
+from pallasite.passes.lower.matrix_units import write_out
+from pallasite.passes.lower.own_inputs import own_inputs, own_results
+from pallasite.passes.lower.place_windows import place_windows
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.known_comparisons import known_comparisons
+from pallasite.passes.optimise.guard_bounds import guard_bounds
+from pallasite.passes.optimise.scratch_values import scratch_values
+from pallasite.passes.optimise.unmasked_steps import unmasked_steps
 from pallasite.passes.run import Pass, run
-from pallasite.passes.scratch_values import scratch_values
-from pallasite.passes.unmasked_steps import unmasked_steps
+from pallasite.passes.schedule.choose_blocks import for_threads
+from pallasite.passes.schedule.merge_k_rounds import merge_k_rounds
+from pallasite.passes.schedule.merge_k_steps import merge_k_steps
+from pallasite.passes.schedule.row_strips import row_strips
 from pallasite.target import Host
 
 DEEPEST = 1024  # most steps of k between reading and writing sums

@@ -30,24 +30,24 @@ from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.streams import streams
 from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.ir.nodes import Op
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.derive_counters import derive_counters
-from pallasite.passes.fold_exp2 import fold_exp2
-from pallasite.passes.gpu_blocks import Tiles, for_gpu
-from pallasite.passes.guard_bounds import guard_bounds
-from pallasite.passes.hoist import hoist
-from pallasite.passes.legalize import legalize
-from pallasite.passes.matrix_units import write_out
-from pallasite.passes.own_inputs import own_inputs, own_results
-from pallasite.passes.place_windows import place_windows
-from pallasite.passes.promote import promote
-from pallasite.passes.row_strips import row_strips
+from pallasite.passes.lower.legalize import legalize
+from pallasite.passes.lower.matrix_units import write_out
+from pallasite.passes.lower.own_inputs import own_inputs, own_results
+from pallasite.passes.lower.place_windows import place_windows
+from pallasite.passes.lower.promote import promote
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.derive_counters import derive_counters
+from pallasite.passes.optimise.fold_exp2 import fold_exp2
+from pallasite.passes.optimise.guard_bounds import guard_bounds
+from pallasite.passes.optimise.hoist import hoist
+from pallasite.passes.optimise.scale_after_max import scale_after_max
+from pallasite.passes.optimise.scale_after_sum import scale_after_sum
+from pallasite.passes.optimise.sink_loads import sink_loads
+from pallasite.passes.optimise.unmasked_steps import unmasked_loops
+from pallasite.passes.optimise.unused import drop_unused
 from pallasite.passes.run import Pass
-from pallasite.passes.scale_after_max import scale_after_max
-from pallasite.passes.scale_after_sum import scale_after_sum
-from pallasite.passes.sink_loads import sink_loads
-from pallasite.passes.unmasked_steps import unmasked_loops
-from pallasite.passes.unused import drop_unused
+from pallasite.passes.schedule.gpu_blocks import Tiles, for_gpu
+from pallasite.passes.schedule.row_strips import row_strips
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
@@ -62,6 +62,7 @@ TILES = Tiles(
     least_side=64,
     lone=1.15,
     reloads=False,
+    batches=True,
 )
 MASK_ELEMENTS = 1024  # from which unmasked iterations are worth a loop of their own
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads

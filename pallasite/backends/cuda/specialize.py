@@ -43,8 +43,8 @@ from pallasite.ir.rewrite import clone, inline, is_pure, writes
 from pallasite.ir.roles import Loop, Pipeline
 from pallasite.ir.types import F32, I32, INDEX, Layout, RefType, TileType
 from pallasite.passes.analysis.grid import find_pipeline
-from pallasite.passes.promote import promote_refs
-from pallasite.passes.unused import drop_unused
+from pallasite.passes.lower.promote import promote_refs
+from pallasite.passes.optimise.unused import drop_unused
 from pallasite.target import Gpu
 
 LOAD, COMPUTE = "load", "compute"

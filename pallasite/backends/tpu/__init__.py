@@ -69,15 +69,15 @@ class TpuBackend:
         from pallasite.backends.tpu.resident import keep_on_chip
         from pallasite.backends.tpu.schedule import schedule
         from pallasite.backends.tpu.vmem import check_vmem
-        from pallasite.passes.canonicalize import canonicalize
-        from pallasite.passes.consecutive_indices import consecutive_indices
-        from pallasite.passes.guard_bounds import guard_bounds
-        from pallasite.passes.idle_windows import idle_windows
-        from pallasite.passes.known_comparisons import known_comparisons
-        from pallasite.passes.legalize import legalize
-        from pallasite.passes.place_windows import place_windows
-        from pallasite.passes.replicate_columns import replicate_columns
-        from pallasite.passes.unmasked_steps import unmasked_steps
+        from pallasite.passes.lower.legalize import legalize
+        from pallasite.passes.lower.place_windows import place_windows
+        from pallasite.passes.normal.canonicalize import canonicalize
+        from pallasite.passes.normal.consecutive_indices import consecutive_indices
+        from pallasite.passes.normal.known_comparisons import known_comparisons
+        from pallasite.passes.optimise.guard_bounds import guard_bounds
+        from pallasite.passes.optimise.idle_windows import idle_windows
+        from pallasite.passes.optimise.replicate_columns import replicate_columns
+        from pallasite.passes.optimise.unmasked_steps import unmasked_steps
 
         chip = options.chip if isinstance(options.chip, Tpu) else None
         if core_of(options) != "tc":
@@ -119,9 +119,9 @@ class TpuBackend:
         """Of kernels for SparseCores: arrays are whole, and copied by the kernel."""
         from pallasite.backends.tpu import sparse_core
         from pallasite.backends.tpu.schedule import schedule
-        from pallasite.passes.canonicalize import canonicalize
-        from pallasite.passes.known_comparisons import known_comparisons
-        from pallasite.passes.legalize import legalize
+        from pallasite.passes.lower.legalize import legalize
+        from pallasite.passes.normal.canonicalize import canonicalize
+        from pallasite.passes.normal.known_comparisons import known_comparisons
 
         native = sparse_core.is_native
         return (
@@ -136,7 +136,7 @@ class TpuBackend:
     def _blocks(self, options: Options) -> Sequence[Pass]:
         """Blocks for which there is room, and larger ones where it is known to be."""
         from pallasite.backends.tpu.vmem import cut_if_large
-        from pallasite.passes.tpu_blocks import for_tpu, unroll_for_tpu
+        from pallasite.passes.schedule.tpu_blocks import for_tpu, unroll_for_tpu
 
         if not isinstance(options.chip, Tpu):
             return (Pass("choose_blocks", cut_if_large),)
@@ -147,12 +147,12 @@ class TpuBackend:
 
     def _versions(self, chip: Tpu | None, vmem_bytes: int | None) -> Sequence[Pass]:
         """Steps without branches between them, where code may grow, and their order."""
-        from pallasite.passes.fold_exp2 import fold_exp2
-        from pallasite.passes.join_branches import join_branches
-        from pallasite.passes.join_products import join_products
-        from pallasite.passes.scratch_values import scratch_values
-        from pallasite.passes.stagger_products import stagger_products
-        from pallasite.passes.tpu_blocks import code_size
+        from pallasite.passes.optimise.fold_exp2 import fold_exp2
+        from pallasite.passes.optimise.join_branches import join_branches
+        from pallasite.passes.optimise.join_products import join_products
+        from pallasite.passes.optimise.scratch_values import scratch_values
+        from pallasite.passes.optimise.stagger_products import stagger_products
+        from pallasite.passes.schedule.tpu_blocks import code_size
 
         if chip is None:
             return ()

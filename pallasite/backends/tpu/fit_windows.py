@@ -51,7 +51,7 @@ from pallasite.ir.rewrite import inline, substitute, with_regions
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import BOOL, I32, RefType, TileType
 from pallasite.passes.analysis.intervals import Fact
-from pallasite.passes.place_windows import number_facts
+from pallasite.passes.lower.place_windows import number_facts
 from pallasite.runtime.forms import Form
 
 # (parameter, padding, blocks, fill, least rank, element) of arrays that change

@@ -12,7 +12,7 @@ from pallasite.backends.tpu.writer import tile_text
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Kernel, Op, walk
 from pallasite.ir.types import TileType
-from pallasite.passes.matrix_units import keep_instructions, write_out
+from pallasite.passes.lower.matrix_units import keep_instructions, write_out
 from pallasite.target import Tpu
 
 FIRST_GENERATION = 7  # whose units have such instructions

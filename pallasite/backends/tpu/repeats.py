@@ -14,7 +14,7 @@ from math import prod
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.ir.rewrite import Rewriter, map_ops
-from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.normal.canonicalize import canonicalize
 
 MOST_COPIES = 64
 

@@ -14,7 +14,7 @@ from pallasite.ir.nodes import Kernel, Op, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import DType
 from pallasite.passes.analysis.grid import analyze
-from pallasite.passes.tpu_blocks import for_tpu
+from pallasite.passes.schedule.tpu_blocks import for_tpu
 from pallasite.target import TPUS, Tpu
 
 COPIES = 3  # of the largest tile, which the compiler may keep in addition

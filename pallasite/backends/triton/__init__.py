@@ -1,9 +1,9 @@
 """The Triton backend: tile IR to TTIR, compiled and run by XLA on NVIDIA GPUs.
 
-Reading order: `BACKEND` below, `passes/gpu_blocks.py` (blocks that fit the chip),
-`passes/promote.py` (grid to programs and loops, refs to values), `launch.py` (warps,
-stages, program order), `emit.py` and the op families next to it. XLA embeds Triton's
-compiler, so neither the triton package nor any CUDA tool is needed.
+Reading order: `BACKEND` below, `passes/schedule/gpu_blocks.py` (blocks that fit the
+chip), `passes/lower/promote.py` (grid to programs and loops, refs to values),
+`launch.py` (warps, stages, program order), `emit.py` and the op families next to it.
+XLA embeds Triton's compiler, so neither the triton package nor any CUDA tool is needed.
 """
 
 from collections.abc import Sequence
@@ -30,18 +30,18 @@ from pallasite.backends.triton.prints import WORDS, reader, sites_of
 from pallasite.backends.triton.reload_operands import reload_operands
 from pallasite.backends.triton.schedule import check_types, is_native, plain_copies
 from pallasite.passes.analysis.grid import find_pipeline
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.fold_exp2 import fold_exp2
-from pallasite.passes.gpu_blocks import for_gpu
-from pallasite.passes.guard_bounds import guard_bounds
-from pallasite.passes.hoist import hoist
-from pallasite.passes.legalize import legalize
-from pallasite.passes.matrix_units import write_out
-from pallasite.passes.own_inputs import own_inputs, own_results
-from pallasite.passes.place_windows import place_windows
-from pallasite.passes.promote import promote
+from pallasite.passes.lower.legalize import legalize
+from pallasite.passes.lower.matrix_units import write_out
+from pallasite.passes.lower.own_inputs import own_inputs, own_results
+from pallasite.passes.lower.place_windows import place_windows
+from pallasite.passes.lower.promote import promote
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.optimise.fold_exp2 import fold_exp2
+from pallasite.passes.optimise.guard_bounds import guard_bounds
+from pallasite.passes.optimise.hoist import hoist
+from pallasite.passes.optimise.sink_loads import sink_loads
 from pallasite.passes.run import Pass
-from pallasite.passes.sink_loads import sink_loads
+from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.triton"

@@ -1,8 +1,8 @@
 """Tile IR to TTIR: the kernel function, its grid, and control flow.
 
-In: a kernel after `passes/promote.py` (programs, loops, values; refs only for actual
-memory). Out: an MLIR module as text, and what a launch needs to know. The op families
-are in the base classes; `RULES` maps each op to its emitter.
+In: a kernel after `passes/lower/promote.py` (programs, loops, values; refs only for
+actual memory). Out: an MLIR module as text, and what a launch needs to know. The op
+families are in the base classes; `RULES` maps each op to its emitter.
 """
 
 import re

@@ -3,7 +3,7 @@
 Code that carries `m = max(m, ...)` and sums of `exp(x - m)` has values of three kinds:
 `u`, `u + p * m` and `u * exp(p * m)`, with `u` independent of `m`. `Powers` follows
 them through code. `autodiff/rescaled_sums.py` asks whether results depend on `m`,
-`passes/widen_steps.py` whether a step only adds to sums.
+`passes/schedule/widen_steps.py` whether a step only adds to sums.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -6,7 +6,7 @@ the body of the kernel's pipeline. Dimensions that can only be split together ar
 output. It is *free* if each position along it is computed from the same position of
 everything else that has it: then programs can be split along it, or merged.
 `partition.py` answers the same question for whole blocks, between devices; this one is
-for parts of a block, and `passes/reblock.py` uses it.
+for parts of a block, and `passes/schedule/reblock.py` uses it.
 """
 
 from collections import defaultdict

@@ -20,7 +20,7 @@ from pallasite.passes.analysis.affine import Affine
 from pallasite.passes.analysis.block_table import evaluate_map
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 from pallasite.passes.analysis.sums import Sums, find_sums
-from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.normal.canonicalize import canonicalize
 
 OWN, SUM, WHOLE = "own", "sum", "whole"
 

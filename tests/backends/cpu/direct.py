@@ -21,7 +21,7 @@ from pallasite.backends.cpu import llvm_text
 from pallasite.backends.cpu.call import compile as compiler
 from pallasite.backends.cpu.call import handler, kept_memory, threads
 from pallasite.ir.nodes import Kernel
-from pallasite.passes.own_inputs import own_inputs
+from pallasite.passes.lower.own_inputs import own_inputs
 
 Pointer = int
 _Function = CFUNCTYPE(c_void_p, c_void_p)

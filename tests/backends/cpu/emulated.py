@@ -20,7 +20,7 @@ from pallasite import target
 from pallasite.backends import base
 from pallasite.backends.cpu.call import compile as compiler
 from pallasite.backends.cpu.call import handler, threads
-from pallasite.passes.own_inputs import own_inputs
+from pallasite.passes.lower.own_inputs import own_inputs
 from pallasite.primitive import Call
 from pallasite.target import AVX2, NEON, SSE, Host
 

@@ -265,5 +265,5 @@ def test_integers_never_trap():
 
 def test_every_elementwise_row_is_native():
     names = {row.name for row in table().values() if row.elementwise}
-    # It is gone before a backend sees the kernel (passes/drop_rules.py).
+    # It is gone before a backend sees the kernel (passes/normal/drop_rules.py).
     assert names - {"stop_gradient"} <= base.get("cpu").native

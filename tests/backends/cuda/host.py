@@ -25,7 +25,7 @@ from pallasite.backends import base
 from pallasite.backends.cuda import emit, functions, hopper
 from pallasite.backends.cuda.repack import forms_of
 from pallasite.ir.nodes import Kernel
-from pallasite.passes.own_inputs import own_inputs
+from pallasite.passes.lower.own_inputs import own_inputs
 from tests.backends.cpu.direct import Guarded, Memory
 
 BACKEND = base.get("cuda")

@@ -24,10 +24,10 @@ from pallasite.ir.text import parse_kernel, print_kernel
 from pallasite.ir.types import INDEX
 from pallasite.ir.verify import verify
 from pallasite.passes.analysis.grid import find_pipeline
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.derive_counters import derive_counters
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.derive_counters import derive_counters
+from pallasite.passes.optimise.unused import drop_unused
 from pallasite.passes.run import run
-from pallasite.passes.unused import drop_unused
 from pallasite.target import GPUS, Gpu
 from pallasite.target.chip import Memory
 from tests.backends.cuda import kernels

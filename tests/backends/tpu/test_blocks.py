@@ -16,7 +16,7 @@ from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.run import run
-from pallasite.passes.tpu_blocks import _Estimate, for_tpu
+from pallasite.passes.schedule.tpu_blocks import _Estimate, for_tpu
 from pallasite.primitive import kernels_in
 from pallasite.target import TPUS, Memory
 from tests.backends.tpu.harness import (
@@ -32,6 +32,7 @@ from tests.passes.test_same_meaning import outputs
 from tests.zoo.attention import flash_scratch_call
 
 # A chip that takes so long to start a program that all blocks are too small for it.
+BLOCKS = "pallasite.passes.schedule.tpu_blocks"
 SLOW_STARTS = 1.0
 
 
@@ -178,7 +179,9 @@ def test_every_core_keeps_a_program():
 
 def test_most_kernels_have_larger_blocks(monkeypatch):
     """So that the test below tests something."""
-    monkeypatch.setattr("pallasite.passes.tpu_blocks.STEP_SECONDS", SLOW_STARTS)
+    monkeypatch.setattr(
+        "pallasite.passes.schedule.tpu_blocks.STEP_SECONDS", SLOW_STARTS
+    )
     kernels = [kernel_of(name) for name in CASES]
     changed = [for_tpu(k, TPUS["v5e"]) is not k for k in kernels]
     assert sum(changed) > len(changed) / 4, dict(zip(CASES, changed, strict=True))
@@ -194,7 +197,9 @@ def simulated(kernel: Kernel, arrays) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_with_larger_blocks_are_right(name: str, monkeypatch):
-    monkeypatch.setattr("pallasite.passes.tpu_blocks.STEP_SECONDS", SLOW_STARTS)
+    monkeypatch.setattr(
+        "pallasite.passes.schedule.tpu_blocks.STEP_SECONDS", SLOW_STARTS
+    )
     kernel = kernel_of(name)
     arrays = random_arrays(kernel)
     for got, want in zip(
@@ -235,7 +240,9 @@ def test_programs_that_see_their_neighbours_blocks_are_joined(monkeypatch):
     """Windows of overlapping rows show the blocks of several programs."""
     kernel = second_differences(8, 4096, 2048)
     assert "grid=(64,)" in head(for_tpu(kernel, TPUS["v5e"]))
-    monkeypatch.setattr("pallasite.passes.tpu_blocks.STEP_SECONDS", SLOW_STARTS)
+    monkeypatch.setattr(
+        "pallasite.passes.schedule.tpu_blocks.STEP_SECONDS", SLOW_STARTS
+    )
     kernel = second_differences(8, 256, 128)
     assert for_tpu(kernel, TPUS["v5e"]) is not kernel
     arrays = random_arrays(kernel)

@@ -20,7 +20,7 @@ from pallasite.backends.base import Compiled, Options, get
 from pallasite.backends.tpu.memory import Memory
 from pallasite.ir.types import I32
 from pallasite.kernels import masks
-from pallasite.passes import place_windows as windows
+from pallasite.passes.lower import place_windows as windows
 from pallasite.passes.run import run as run_passes
 from pallasite.primitive import calls_in
 from pallasite.target import TPUS

@@ -10,7 +10,7 @@ import pytest
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.passes.run import run
-from pallasite.passes.tpu_blocks import _Estimate
+from pallasite.passes.schedule.tpu_blocks import _Estimate
 from pallasite.primitive import kernels_in
 from pallasite.runtime.aot import compile_all
 from pallasite.target import TPUS

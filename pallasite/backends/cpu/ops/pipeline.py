@@ -28,7 +28,7 @@ from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import F32, F64
 from pallasite.passes.analysis.affine import Form, Forms
 from pallasite.passes.analysis.intervals import Fact
-from pallasite.passes.place_windows import number_facts, unclamped
+from pallasite.passes.lower.place_windows import number_facts, unclamped
 from pallasite.target import host
 
 # Bytes read while a block arrives from main memory.

@@ -8,7 +8,7 @@ and canonicalizes again, to a fixed point.
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, map_ops, substitute, used_values, writes
 from pallasite.ir.roles import Loop
-from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.normal.canonicalize import canonicalize
 
 
 def drop_unused(kernel: Kernel) -> Kernel:

@@ -30,7 +30,7 @@ from pallasite.ir.nodes import (
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import Rewriter, map_ops, users_of, writes
 from pallasite.ir.roles import Cond, Pipeline
-from pallasite.passes.widen_k import (
+from pallasite.passes.schedule.widen_k import (
     Deeper,
     Depths,
     adds_up,

@@ -18,15 +18,19 @@ from pallasite.ir.types import RefType, TileType
 from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import WindowMoves
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.choose_blocks import Blocks, blocks_of
-from pallasite.passes.gather_steps import followed_dim, gather_programs, gather_steps
-from pallasite.passes.known_comparisons import known_comparisons
-from pallasite.passes.merge_k_steps import merge_k_steps, split_k_steps
-from pallasite.passes.reblock import axis_of, cut, grow
-from pallasite.passes.resized_code import CannotReblock
-from pallasite.passes.unroll_rounds import MOST_ROUNDS, unroll_rounds
-from pallasite.passes.widen_steps import widen_steps
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.known_comparisons import known_comparisons
+from pallasite.passes.schedule.choose_blocks import Blocks, blocks_of
+from pallasite.passes.schedule.gather_steps import (
+    followed_dim,
+    gather_programs,
+    gather_steps,
+)
+from pallasite.passes.schedule.merge_k_steps import merge_k_steps, split_k_steps
+from pallasite.passes.schedule.reblock import axis_of, cut, grow
+from pallasite.passes.schedule.resized_code import CannotReblock
+from pallasite.passes.schedule.unroll_rounds import MOST_ROUNDS, unroll_rounds
+from pallasite.passes.schedule.widen_steps import widen_steps
 from pallasite.target import Tpu
 
 GAIN = 1.05  # below this, estimates are not good enough to change an author's blocks

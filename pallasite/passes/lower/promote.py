@@ -17,9 +17,9 @@ from pallasite.ir.roles import Loop, While
 from pallasite.passes.analysis.boxes import box_at
 from pallasite.passes.analysis.carried import Known, covers_whole, is_overwritten
 from pallasite.passes.analysis.grid import analyze, find_pipeline
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.hoist import hoist
-from pallasite.passes.loops import to_loops
+from pallasite.passes.lower.loops import to_loops
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.optimise.hoist import hoist
 
 
 def promote(kernel: Kernel, in_parts: bool = False) -> Kernel:

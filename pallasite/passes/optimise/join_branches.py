@@ -25,8 +25,8 @@ from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import clone, is_pure, map_ops, substitute, users_of
 from pallasite.ir.roles import Cond, Pipeline
 from pallasite.passes.analysis.block_table import all_steps, evaluate_map
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.known_comparisons import known_comparisons
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.known_comparisons import known_comparisons
 
 Ops = tuple[Op, ...]
 

@@ -18,8 +18,8 @@ from pallasite.ir.rewrite import (
     substitute,
 )
 from pallasite.ir.roles import Cond, Loop
-from pallasite.passes import algebra, views
-from pallasite.passes.algebra import constant_of
+from pallasite.passes.normal import algebra, views
+from pallasite.passes.normal.algebra import constant_of
 
 
 def canonicalize(kernel: Kernel) -> Kernel:

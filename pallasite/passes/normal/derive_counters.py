@@ -13,7 +13,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, map_ops, substitute
 from pallasite.ir.roles import Loop
-from pallasite.passes.algebra import constant_of
+from pallasite.passes.normal.algebra import constant_of
 
 
 def derive_counters(kernel: Kernel) -> Kernel:

@@ -23,8 +23,8 @@ from pallasite.ir.types import I32, TileType, scalar
 from pallasite.passes.analysis.guards import OPPOSITE, Bounds, Part, Solver, parts_of
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.outcomes import known_outcome
-from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.facts_walk import FactsWalk
+from pallasite.passes.normal.canonicalize import canonicalize
 
 FEW = 3  # iterations of a loop not worth splitting
 

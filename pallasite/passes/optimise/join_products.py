@@ -21,7 +21,7 @@ from pallasite.ir.nodes import Access, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.rewrite import substitute, used_values, with_regions
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.memory import Roots, written_refs
-from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.normal.canonicalize import canonicalize
 
 
 def join_products(

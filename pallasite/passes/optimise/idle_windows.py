@@ -17,7 +17,7 @@ from pallasite.ir.roles import Pipeline, Shown
 from pallasite.passes.analysis.guards import Bounds, Guard, Solver, guard_of
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import constant_inputs
-from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.normal.canonicalize import canonicalize
 
 
 def idle_windows(kernel: Kernel) -> Kernel:

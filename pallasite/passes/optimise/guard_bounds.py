@@ -26,8 +26,8 @@ from pallasite.passes.analysis.guards import (
 )
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import constant_inputs, root_among
-from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.facts_walk import FactsWalk
+from pallasite.passes.normal.canonicalize import canonicalize
 
 
 def guard_bounds(kernel: Kernel) -> Kernel:

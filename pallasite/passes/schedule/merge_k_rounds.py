@@ -17,7 +17,7 @@ from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import Rewriter, inline, map_ops, users_of
 from pallasite.ir.roles import Loop
 from pallasite.passes.analysis.affine import Affine, Form, Forms
-from pallasite.passes.widen_k import (
+from pallasite.passes.schedule.widen_k import (
     Deeper,
     Depths,
     adds_up,

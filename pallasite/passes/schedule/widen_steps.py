@@ -31,7 +31,7 @@ from pallasite.passes.analysis.grid import with_pipeline
 from pallasite.passes.analysis.guards import Guard, guard_of
 from pallasite.passes.analysis.guards import Part as Condition
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, loop_dims
-from pallasite.passes.resized_code import CannotReblock, Joined
+from pallasite.passes.schedule.resized_code import CannotReblock, Joined
 
 # Ops that compute the same at each position when there are more positions.
 _BY_POSITION = {"constant", "iota", "broadcast_in_dim", "transpose", "load", "dot"}

@@ -1,0 +1,1 @@
+"""From windows and refs to what emitters read: programs, loops and values."""

@@ -1,0 +1,1 @@
+"""Normal form: one spelling for kernels that mean the same."""

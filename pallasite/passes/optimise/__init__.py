@@ -1,0 +1,1 @@
+"""Rewrites of scheduled code that make it cheaper."""

@@ -1,0 +1,1 @@
+"""Scheduling: blocks, steps and loops of a size that suits the chip."""

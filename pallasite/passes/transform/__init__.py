@@ -1,0 +1,1 @@
+"""Kernels made from kernels: mapped, sharded, with checks reported."""
