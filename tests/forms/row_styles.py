@@ -328,7 +328,11 @@ def _sum_in_a_loop(style, along, join, neutral, part, rows, columns, x):
 
     def kernel(x_ref, o_ref):
         def step(j, acc):
-            at = pl.ds(j * columns, columns) if along == "rows" else pl.ds(j * rows, rows)
+            at = (
+                pl.ds(j * columns, columns)
+                if along == "rows"
+                else pl.ds(j * rows, rows)
+            )
             index = (slice(None), at) if along == "rows" else (at, slice(None))
             return join(acc, part(x_ref[index]))
 
