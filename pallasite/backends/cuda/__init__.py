@@ -40,6 +40,7 @@ from pallasite.passes.legalize import legalize
 from pallasite.passes.matrix_units import write_out
 from pallasite.passes.own_inputs import own_inputs, own_results
 from pallasite.passes.place_windows import place_windows
+from pallasite.passes.plain_copies import plain_copies
 from pallasite.passes.promote import promote
 from pallasite.passes.row_strips import row_strips
 from pallasite.passes.run import Pass
@@ -79,6 +80,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("choose_blocks", partial(for_gpu, chip=chip, tiles=TILES)),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
+        Pass("plain_copies", plain_copies),
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
         Pass("row_strips", partial(row_strips, most_bytes=STRIP_BYTES)),
         Pass("canonicalize", canonicalize),

@@ -28,7 +28,7 @@ from pallasite.backends.triton.integer_dots import integer_dots
 from pallasite.backends.triton.launch import STAGES, WARPS, schedule_launch
 from pallasite.backends.triton.prints import WORDS, reader, sites_of
 from pallasite.backends.triton.reload_operands import reload_operands
-from pallasite.backends.triton.schedule import check_types, is_native, plain_copies
+from pallasite.backends.triton.schedule import check_types, is_native
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.fold_exp2 import fold_exp2
@@ -39,6 +39,7 @@ from pallasite.passes.legalize import legalize
 from pallasite.passes.matrix_units import write_out
 from pallasite.passes.own_inputs import own_inputs, own_results
 from pallasite.passes.place_windows import place_windows
+from pallasite.passes.plain_copies import plain_copies
 from pallasite.passes.promote import promote
 from pallasite.passes.run import Pass
 from pallasite.passes.sink_loads import sink_loads
