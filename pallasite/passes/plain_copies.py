@@ -1,7 +1,8 @@
 """Copies that complete where they start, for backends whose programs never wait.
 
 In: a kernel with async copies and semaphores. Out: the same kernel with loads and
-stores, and counters in scalar memory. Copies with a GPU's barriers stay as they are.
+stores, and counters in scalar memory. Copies with a GPU's barriers, or none, stay as
+they are.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ def plain_copies(kernel: Kernel) -> Kernel:
 
 def _without_waiting(op: Op, builder: Rewriter) -> Sequence[Value] | None:
     if op.name in ("copy_start", "copy_wait"):
-        source, target, done = op.operands[:3]
-        if done.ref.space == "mbarrier":
+        source, target, *done = op.operands
+        if not done or done[0].ref.space == "mbarrier":
             return None
         if op.name == "copy_start":
             builder.store(target, builder.load(source))
