@@ -13,13 +13,14 @@ import jax
 import numpy as np
 
 from pallasite import jaxcompat
-from pallasite.errors import KernelTypeError, UnsupportedError
+from pallasite.errors import KernelTypeError, PallasError, UnsupportedError
 from pallasite.importer.parameters import unknown_parameter
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Loc, Value
 from pallasite.ir.opdef import BY_JAX, TypeRuleError, table
 from pallasite.ir.rule_table import ANY, RuleTable
+from pallasite.language import upstream
 from pallasite.language.trace import equation_location
 from pallasite.passes.analysis.intervals import Facts
 
@@ -271,7 +272,10 @@ class Importer:
             results = self.run(jaxpr, args)
             return builder.block(params, results)
 
-    def unsupported(self, eqn: Any, detail: str = "") -> UnsupportedError:
+    def unsupported(self, eqn: Any, detail: str = "") -> PallasError:
+        if upstream.has_primitive(eqn.primitive):
+            facts = [("kernel", self.kernel_name)]
+            return upstream.foreign(eqn.primitive.name, facts, self.where)
         shapes = ", ".join(v.aval.str_short() for v in eqn.invars)
         return UnsupportedError(
             f"the kernel language does not support {eqn.primitive.name}",

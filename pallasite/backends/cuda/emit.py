@@ -20,6 +20,7 @@ from pallasite.backends.cuda import (
     functions,
     memory,
     role_code,
+    shared,
     tensor_memory,
     tiles,
 )
@@ -413,6 +414,7 @@ class Emitter(TensorMemory):
 RULES: dict[str, Callable[[Any, Op], None]] = {
     **tiles.RULES,
     **memory.RULES,
+    **shared.RULES,
     **explicit.RULES,
     **role_code.RULES,
     **clusters.RULES,
