@@ -17,10 +17,8 @@ from pallasite import config
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import print_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal import normalize
 from pallasite.passes.normal.drop_rules import drop_rules
-from pallasite.passes.normal.replicated import replicated
-from pallasite.passes.normal.unit_dims import unit_dims
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,7 @@ class Step:
 
 SHARED: tuple[Pass, ...] = (
     Pass("drop_rules", drop_rules),
-    Pass("canonicalize", canonicalize),
-    Pass("unit_dims", unit_dims),
-    Pass("replicated", replicated),
+    *(Pass(name, rule) for name, rule in normalize.RULES),
 )
 
 

@@ -17,6 +17,7 @@ from pallasite.ir.opdef import TILE, table
 from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Loop, While
 from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.order import order
 
 Shape = tuple[int, ...]
 Entry = At | Span | Gather
@@ -254,5 +255,5 @@ def reformed(kernel: Kernel, forms: FormWalk) -> Kernel:
     """The kernel in new shapes, canonicalized; the same object if nothing differs."""
     if kernel.level != TILE:
         return kernel
-    new = canonicalize(kernel.with_(body=forms.block(kernel.body)))
+    new = order(canonicalize(kernel.with_(body=forms.block(kernel.body))))
     return kernel if new.text == kernel.text else new

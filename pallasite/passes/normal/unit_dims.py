@@ -1,9 +1,9 @@
 """unit_dims: tiles, scratch and blocks of rank 3 or more lose dimensions of size one.
 
 In: blocks (1, 128, 64) of one head or one batch element, computed with as they are.
-Out: the same code on (128, 64): such dimensions of blocks are squeezed, those of scratch and
-loop-carried values are dropped, and ops work on what remains. Two dimensions always
-remain: (n, 1) and (1, n) are the forms of columns and rows.
+Out: the same code on (128, 64): such dimensions of blocks are squeezed, those of
+scratch and loop-carried values are dropped, and ops work on what remains. Two
+dimensions always remain: (n, 1) and (1, n) are the forms of columns and rows.
 
 A dimension of size one holds one index, 0; dropping it renames (0, i, j) to (i, j). An
 index map gives the same number for a block of size one and for a squeezed dimension.
@@ -26,7 +26,7 @@ from pallasite.ir.nodes import (
     walk,
 )
 from pallasite.ir.rewrite import users_of
-from pallasite.ir.roles import Pipeline
+from pallasite.ir.roles import Dot, DotSide, Pipeline
 from pallasite.passes.normal.form_walk import (
     Entry,
     FormWalk,
@@ -218,20 +218,28 @@ class _UnitDims(FormWalk):
 
         One contracted dimension stays, and so does one free dimension of each side.
         """
-        shapes = [v.type.shape for v in op.operands]
-        gone = [_dot_units(op, side, shapes[side]) for side in (0, 1)]
-        paired = _paired(op, gone)
-        operands = [
-            self.in_shape(b, v, _without(shape, dims))
-            for v, shape, dims in zip(op.operands, shapes, paired, strict=True)
-        ]
-        attrs = dict(op.attrs)
-        for name in ("batch", "contract"):
-            attrs[name] = tuple(
-                tuple(d - sum(g < d for g in dims) for d in each if d not in dims)
-                for each, dims in zip(op.attrs[name], paired, strict=True)
-            )
-        made = b.op("dot", *operands, **attrs)
+        lhs, rhs = Dot.of(op).sides
+        gone = (set(_spare(lhs)), set(_spare(rhs)))
+        for left, right in _pairs(lhs, rhs):
+            if left not in gone[0] or right not in gone[1]:
+                gone[0].discard(left)
+                gone[1].discard(right)
+        made = b.op(
+            "dot",
+            *(
+                self.in_shape(b, side.value, _without(side.value.type.shape, dims))
+                for side, dims in zip((lhs, rhs), gone, strict=True)
+            ),
+            contract=tuple(
+                _renumbered(side.contract, dims)
+                for side, dims in zip((lhs, rhs), gone, strict=True)
+            ),
+            batch=tuple(
+                _renumbered(side.batch, dims)
+                for side, dims in zip((lhs, rhs), gone, strict=True)
+            ),
+            **{k: v for k, v in op.attrs.items() if k not in ("contract", "batch")},
+        )
         return self.narrowed(b, made, self.shape(op.result) or op.result.type.shape)
 
     RULES: ClassVar = {
@@ -247,28 +255,25 @@ class _UnitDims(FormWalk):
     }
 
 
-def _dot_units(op: Op, side: int, shape: Shape) -> set[int]:
+def _spare(side: DotSide) -> list[int]:
     """The dimensions of one operand of a dot that may be dropped."""
-    batch, contract = op.attrs["batch"][side], op.attrs["contract"][side]
+    shape = side.value.type.shape
     units = {d for d, n in enumerate(shape) if n == 1}
-    free = [d for d in range(len(shape)) if d not in (*batch, *contract)]
-    gone = units & set(batch)
-    for dims in (free, list(contract)):
+    found = [d for d in side.batch if d in units]
+    for dims in (side.free, side.contract):
         spare = [d for d in dims if d in units]
-        gone |= set(spare[: max(0, len(dims) - 1)])
-    return gone
+        found += spare[: max(0, len(dims) - 1)]
+    return found
 
 
-def _paired(op: Op, gone: Sequence[set[int]]) -> tuple[set[int], set[int]]:
-    """Batch and contracted dimensions are dropped from both operands."""
-    lhs, rhs = set(gone[0]), set(gone[1])
-    for name in ("batch", "contract"):
-        for left, right in zip(*op.attrs[name], strict=True):
-            if left in lhs and right in rhs:
-                continue
-            lhs.discard(left)
-            rhs.discard(right)
-    return lhs, rhs
+def _pairs(lhs: DotSide, rhs: DotSide) -> list[tuple[int, int]]:
+    pairs = [*zip(lhs.batch, rhs.batch, strict=True)]
+    return [*pairs, *zip(lhs.contract, rhs.contract, strict=True)]
+
+
+def _renumbered(dims: Sequence[int], gone: Collection[int]) -> tuple[int, ...]:
+    """Dimensions by their numbers after some are dropped."""
+    return tuple(d - sum(g < d for g in gone) for d in dims if d not in gone)
 
 
 def _squeezed(window: Window, gone: Sequence[int]) -> Window:
