@@ -17,9 +17,8 @@ from pallasite import config
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import print_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal import normalize
 from pallasite.passes.normal.drop_rules import drop_rules
-from pallasite.passes.normal.guarded_starts import guarded_starts
 from pallasite.passes.progress import watched
 
 
@@ -44,8 +43,7 @@ class Step:
 
 SHARED: tuple[Pass, ...] = (
     Pass("drop_rules", drop_rules),
-    Pass("canonicalize", canonicalize),
-    Pass("guarded_starts", guarded_starts),
+    *(Pass(name, rule) for name, rule in normalize.RULES),
 )
 
 
