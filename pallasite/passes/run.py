@@ -19,6 +19,8 @@ from pallasite.ir.text import print_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.drop_rules import drop_rules
+from pallasite.passes.normal.narrow_windows import narrow_windows
+from pallasite.passes.normal.pipeline_axes import pipeline_axes
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Step:
 SHARED: tuple[Pass, ...] = (
     Pass("drop_rules", drop_rules),
     Pass("canonicalize", canonicalize),
+    Pass("pipeline_axes", pipeline_axes),
+    Pass("narrow_windows", narrow_windows),
 )
 
 
