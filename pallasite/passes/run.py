@@ -19,8 +19,10 @@ from pallasite.ir.text import print_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.drop_rules import drop_rules
+from pallasite.passes.normal.loop_axes import loop_axes
 from pallasite.passes.normal.narrow_windows import narrow_windows
 from pallasite.passes.normal.pipeline_axes import pipeline_axes
+from pallasite.passes.normal.program_order import program_order
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ SHARED: tuple[Pass, ...] = (
     Pass("drop_rules", drop_rules),
     Pass("canonicalize", canonicalize),
     Pass("pipeline_axes", pipeline_axes),
+    Pass("loop_axes", loop_axes),
     Pass("narrow_windows", narrow_windows),
+    Pass("program_order", program_order),
 )
 
 

@@ -1,4 +1,4 @@
-"""Whether a rewritten kernel computes what it did: bit for bit, and without new bugs."""
+"""Whether a rewritten kernel computes what it did, and without new bugs."""
 
 import numpy as np
 
@@ -34,7 +34,7 @@ def assert_same_meaning(
     arrays: list[np.ndarray] | None = None,
     checked: bool = True,
 ) -> None:
-    """The results of both are equal; `checked`: checked mode finds nothing in the new."""
+    """Both give the same; `checked`: checked mode finds nothing in the new one."""
     verify(new)
     arrays = operands(kernel) if arrays is None else arrays
     for a, b in zip(outputs(kernel, arrays), outputs(new, arrays), strict=True):

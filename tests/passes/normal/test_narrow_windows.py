@@ -11,7 +11,8 @@ from tests.passes.normal.meaning import assert_same_meaning
 
 COPY = """
 kernel @k(%x: ref<f32[ROWS,8] any>, %o: ref<f32[ROWS,8] any>) outputs 1 {
-  pipeline %x, %o {grid=GRID, windows=(in[ROWS, 8], out[ROWS, 8]), semantics=("arbitrary",)}
+  pipeline %x, %o {grid=GRID, windows=(in[ROWS, 8], out[ROWS, 8]),
+      semantics=("arbitrary",)}
     map (%a: i32) {
       %z1: i32 = constant {value=0}
       yield %z1, %z1
@@ -152,7 +153,8 @@ def test_two_places_of_a_result_stay():
 
 
 DYNAMIC = """
-kernel @k(%x: ref<f32[16,8] any>, %n: ref<i32[1] smem>, %o: ref<f32[16,8] any>) outputs 1 {
+kernel @k(%x: ref<f32[16,8] any>, %n: ref<i32[1] smem>,
+    %o: ref<f32[16,8] any>) outputs 1 {
   %c: i32 = constant {value=0}
   %count: i32 = load %n[%c]
   pipeline %count {grid=(None, 4), windows=(), semantics=("arbitrary", "arbitrary")}

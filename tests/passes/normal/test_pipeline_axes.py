@@ -109,7 +109,8 @@ kernel @k(%x: ref<f32[SHAPE] any>, %o: ref<f32[SHAPE] any>) outputs 1 {
     map (%i1: i32) { yield %i1 }
     map (%i2: i32) { yield %i2 }
     body (%i: i32, %xb: ref<f32[8] block>, %ob: ref<f32[8] block>) {
-      pipeline %xb, %ob {grid=(STEPS,), windows=(in[4], out[4]), semantics=("arbitrary",)}
+      pipeline %xb, %ob {grid=(STEPS,), windows=(in[4], out[4]),
+          semantics=("arbitrary",)}
         map (%j1: i32) { yield %j1 }
         map (%j2: i32) { yield %j2 }
         body (%j: i32, %xc: ref<f32[4] block>, %oc: ref<f32[4] block>) {
