@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallasite import jaxcompat
 from pallasite.importer.importer import Importer, tile_type
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Value
@@ -448,15 +449,15 @@ def _mulhi(im: Importer, eqn: Any, x: Value, y: Value) -> list[Value]:
     return im.splice(upper, [x, y])
 
 
-@RULES.rule("erf_inv_p", "polynomial")
+@RULES.rule("polynomial")
 def _polynomial(im: Importer, eqn: Any, x: Value, *coefficients: Value) -> Value:
-    """Horner's rule, highest coefficient first."""
-    if eqn.primitive.name != "polynomial" or not coefficients:
-        raise im.unsupported(eqn)
-    b = im.builder
-    result = b.broadcast(coefficients[0], x.tile.shape)
-    for c in coefficients[1:]:
-        result = b.add(b.mul(result, x), b.broadcast(c, x.tile.shape))
+    """Horner's rule, from the highest coefficient down."""
+    shape, b = tile_type(eqn.outvars[0].aval).shape, im.builder
+    if jaxcompat.polynomial_lowest_first(eqn.primitive):
+        coefficients = coefficients[::-1]
+    x, result, *rest = (b.broadcast(v, shape) for v in (x, *coefficients))
+    for c in rest:
+        result = b.add(b.mul(result, x), c)
     return result
 
 

@@ -251,7 +251,6 @@ class Core:
         return self.bases[text]
 
     def coordinate(self, spread: Spread, dim: int, register: str = "i") -> str:
-        register = register if register.isidentifier() else f"({register})"
         parts = [self.base(spread, dim), spread.digit_text(dim, register)]
         return " + ".join(p for p in parts if p != "0") or "0"
 

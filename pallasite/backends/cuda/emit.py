@@ -33,7 +33,7 @@ from pallasite.backends.cuda.meetings import COPIES, NOTHING, Meetings
 from pallasite.backends.cuda.products import BEHIND
 from pallasite.backends.cuda.repack import REPACKED
 from pallasite.backends.cuda.role_code import Rounds
-from pallasite.backends.cuda.shared import can_swizzle, widest_swizzle
+from pallasite.backends.cuda.shared import can_swizzle, copied_otherwise, widest_swizzle
 from pallasite.backends.cuda.tensor_memory import TensorMemory, rows_by_thread
 from pallasite.backends.cuda.text import c_type
 from pallasite.errors import UnsupportedError
@@ -127,7 +127,9 @@ class Emitter(TensorMemory):
         self.uses = uses_of(self.program.body, roots)
         self.only_multiplied = _only_multiplied(self.program.body)
         self.rows_beside = _multiplies_turned_bytes(self.program.body)
+        self.split_by_copies: set[Value] = set()
         if self.is_authored:  # `meetings` synchronises shared memory
+            self.split_by_copies = copied_otherwise(self.program.body, roots)
             self.fenced = {m for m in self.fenced if m.ref.space != "smem"}
         if not roles:
             self.again = computed_again(self.program.body)
@@ -300,7 +302,8 @@ class Emitter(TensorMemory):
         uses = self.uses.get(memory, frozenset())
         copied = not uses.isdisjoint(COPIES)
         both = copied and not uses.isdisjoint(("load", "store"))
-        return self.is_authored and both and can_swizzle(memory.ref)
+        whole = memory not in self.split_by_copies
+        return self.is_authored and both and whole and can_swizzle(memory.ref)
 
     # --- control flow ---
 
