@@ -19,6 +19,7 @@ from pallasite.ir.text import print_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.drop_rules import drop_rules
+from pallasite.passes.normal.idle_clamps import idle_clamps
 from pallasite.passes.normal.loop_axes import loop_axes
 from pallasite.passes.normal.narrow_windows import narrow_windows
 from pallasite.passes.normal.pipeline_axes import pipeline_axes
@@ -44,14 +45,17 @@ class Step:
     kernel: Kernel  # after the pass
 
 
-SHARED: tuple[Pass, ...] = (
-    Pass("drop_rules", drop_rules),
+# One spelling for kernels that mean the same (docs/normal_form.md).
+NORMAL: tuple[Pass, ...] = (
     Pass("canonicalize", canonicalize),
     Pass("pipeline_axes", pipeline_axes),
     Pass("loop_axes", loop_axes),
     Pass("narrow_windows", narrow_windows),
+    Pass("idle_clamps", idle_clamps),
     Pass("program_order", program_order),
 )
+
+SHARED: tuple[Pass, ...] = (Pass("drop_rules", drop_rules), *NORMAL)
 
 
 def run(

@@ -5,13 +5,14 @@ plain arithmetic on grid indices becomes an array with a dimension per axis, of 
 where the axis does not matter, so that a table is as large as what it depends on.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from pallasite.ir.nodes import Op, Value
+from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.types import INDEX, TileType
 from pallasite.passes.analysis.block_table import exact_meaning
+from pallasite.passes.analysis.guards import guard_of
 
 MOST_ENTRIES = 1 << 18  # of one table
 
@@ -70,3 +71,39 @@ class StepTable:
             with np.errstate(all="ignore"):
                 made = meaning(*(np.broadcast_to(t, shape) for t in tables))
             self.known[op.result] = np.asarray(made)
+
+
+def reached(
+    block: Block, table: StepTable, active: np.ndarray | None = None
+) -> Iterator[tuple[Op, np.ndarray]]:
+    """Every op of a body, with the steps at which it may run, as a table of bools.
+
+    Conditions whose tables are not known count as true.
+    """
+    if active is None:
+        active = np.ones((1,) * table.rank, bool)
+    inside = {v: op for op in block.ops for v in op.results}
+    for op in block.ops:
+        yield op, active
+        for number, region in enumerate(op.regions):
+            taken = _taken(op, number, inside, table)
+            yield from reached(region, table, active & taken)
+
+
+def _taken(
+    op: Op, number: int, inside: Mapping[Value, Op], table: StepTable
+) -> np.ndarray:
+    """The steps at which an op may run one of its regions."""
+    everywhere = np.ones((1,) * table.rank, bool)
+    if op.name != "cond":
+        return everywhere
+    which = table.of(op.operands[0])
+    if which is not None:
+        return np.clip(which, 0, len(op.regions) - 1) == number
+    guard = guard_of(op, inside)
+    if guard is None or guard.taken is not op.regions[number]:
+        return everywhere
+    for part in guard.parts:
+        test = table.of(part.value)
+        everywhere = everywhere if test is None else everywhere & (test == part.truth)
+    return everywhere

@@ -29,12 +29,12 @@ from pallasite.ir.nodes import (
     walk,
 )
 from pallasite.ir.rewrite import inline, with_regions
-from pallasite.ir.roles import Cond, Pipeline, Shown
+from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import INDEX, RefType
 from pallasite.passes.analysis.affine import Affine, Forms
 from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.memory import MAIN_MEMORY, Roots
-from pallasite.passes.analysis.step_table import StepTable
+from pallasite.passes.analysis.step_table import StepTable, reached
 from pallasite.passes.normal.again import Again
 from pallasite.passes.normal.canonicalize import canonicalize
 
@@ -120,24 +120,12 @@ class _Narrowing:
         self.written = frozenset(roots.all_written(body))
         self.uses: dict[Value, list[_Use]] = {}
         self.others: set[Value] = set()  # refs with uses of other kinds
-        self.visit(body, np.ones((1,) * len(self.whole.grid), bool))
-
-    def visit(self, block: Block, active: np.ndarray) -> None:
-        for op in block.ops:
+        for op, active in reached(body, self.table):
+            refs = [v for v in op.operands if v.is_ref]
             if op.name in _ACCESSES:
                 use = _Use(op, Access.of(op), active)
-                self.uses.setdefault(op.operands[0], []).append(use)
-                self.others.update(v for v in op.operands[1:] if v.is_ref)
-            else:
-                self.others.update(v for v in op.operands if v.is_ref)
-            for number, region in enumerate(op.regions):
-                self.visit(region, self.reached(op, number, active))
-
-    def reached(self, op: Op, number: int, active: np.ndarray) -> np.ndarray:
-        which = self.table.of(Cond.of(op).which) if op.name == "cond" else None
-        if which is None:
-            return active
-        return active & (np.clip(which, 0, len(op.regions) - 1) == number)
+                self.uses.setdefault(refs.pop(0), []).append(use)
+            self.others.update(refs)
 
     # --- windows ---
 
