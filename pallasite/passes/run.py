@@ -41,10 +41,9 @@ class Step:
     kernel: Kernel  # after the pass
 
 
-SHARED: tuple[Pass, ...] = (
-    Pass("drop_rules", drop_rules),
-    *(Pass(name, rule) for name, rule in normalize.RULES),
-)
+# One spelling for kernels that mean the same (docs/normal_form.md).
+NORMAL: tuple[Pass, ...] = tuple(Pass(name, rule) for name, rule in normalize.RULES)
+SHARED: tuple[Pass, ...] = (Pass("drop_rules", drop_rules), *NORMAL)
 
 
 def run(
