@@ -415,6 +415,22 @@ def auto_devices(ctx: Any) -> int:
     return 1
 
 
+def lowering_device(ctx: Any) -> Any:
+    """A device that a lowering rule's code is for, if JAX has decided on one.
+
+    The devices of a topology, or of another process, have no client here that runs
+    code, but they have a kind.
+    """
+    context, client = ctx.module_context.axis_context, ctx.module_context.backend
+    devices = list(getattr(context, "device_assignment", None) or ())
+    mesh = getattr(context, "mesh", None)
+    if not devices and isinstance(mesh, jax.sharding.Mesh):
+        devices = list(mesh.devices.flat)
+    if not devices and client is not None:
+        devices = client.devices()
+    return devices[0] if devices else None
+
+
 def manual_mesh_axes(ctx: Any) -> list[tuple[str, int]]:
     """Names and sizes of the mesh axes over which code is lowered for one device."""
     from jax.interpreters import mlir

@@ -331,7 +331,8 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
         from pallasite.sharding.custom_call import call_task, lower_partitioned
 
         return lower_partitioned(ctx, operands, call_task(call, bind_call))
-    chosen = choose(call, platform, jaxcompat.is_export(ctx))
+    chip = _lowered_for(ctx, platform)
+    chosen = choose(call, platform, jaxcompat.is_export(ctx), chip)
     if chosen.launch is None:
         _announce(chosen, call, platform, ctx)
         return _lower_emulation(ctx, *operands, call=call)
@@ -361,13 +362,19 @@ class Choice:
         return f"{self.backend}: {why}" if why else self.backend
 
 
-def choose(call: Call, platform: str | None, exporting: bool = False) -> Choice:
+def choose(
+    call: Call,
+    platform: str | None,
+    exporting: bool = False,
+    chip: Chip | None = None,
+) -> Choice:
     """The requested backend, else the platform's first able one, else the emulation.
 
     Args:
         call: the call.
         platform: what it is lowered for, as JAX's lowering rules name it.
         exporting: whether it is for another process, which lacks this one's code.
+        chip: what it is lowered for; None: this process's device on the platform.
 
     Raises:
         UnsupportedError: the requested backend cannot run the kernel.
@@ -376,13 +383,14 @@ def choose(call: Call, platform: str | None, exporting: bool = False) -> Choice:
         return Choice("interpret")
     name = _asked_backend(call, platform)
     if name is not None:
-        return Choice(name, launch=_launch(name, call))
+        return Choice(name, launch=_launch(name, call, chip))
     refusals: list[tuple[str, Exception]] = []
     for name in base.defaults(platform, call.kernel):
-        if not base.get(name).exports and (exporting or not _is_here(platform)):
+        known = chip is not None or _is_here(platform)
+        if not base.get(name).exports and (exporting or not known):
             continue
         try:
-            return Choice(name, tuple(refusals), _launch(name, call))
+            return Choice(name, tuple(refusals), _launch(name, call, chip))
         except (UnsupportedError, ChipMemoryError, ImportError, CompileError) as error:
             refusals.append((name, error))
     return Choice("interpret", tuple(refusals))
@@ -419,16 +427,28 @@ def _report_failures(chosen: Choice, kernel: Kernel) -> None:
     )
 
 
-def _launch(name: str, call: Call) -> base.Launch:
+def _lowered_for(ctx: Any, platform: str | None) -> Chip | None:
+    """The accelerator that a lowering is for: a topology's, or that of its devices.
+
+    The `target` knob comes first. None: JAX has not said, or it is no accelerator.
+    """
+    device = jaxcompat.lowering_device(ctx)
+    if config.get("target") or device is None:
+        return None
+    family = {"gpu": "cuda"}.get(device.platform, device.platform)
+    return chip_of_device(device.device_kind) if family == platform else None
+
+
+def _launch(name: str, call: Call, chip: Chip | None = None) -> base.Launch:
     backend = base.get(name)
-    options = replace(call.options, chip=_chip(backend))
+    options = replace(call.options, chip=chip or accelerator(backend))
     compiled = base.Compiled(backend, call.kernel, options)
     if config.get("dump"):
         compiled.texts()  # producing them writes the dumps
     return backend.launch(compiled)
 
 
-def _chip(backend: base.Backend) -> Chip | None:
+def accelerator(backend: base.Backend) -> Chip | None:
     """The accelerator to compile for: the `target` knob's, else the one present."""
     if config.get("target"):
         found = named(config.get("target")).chip
@@ -450,7 +470,7 @@ def chip_for(backend: str | None) -> Chip | Host:
     name = backend or config.get("backend")
     if name in base.names():
         platforms = base.get(name).platforms
-        found = None if "cpu" in platforms else _chip(base.get(name))
+        found = None if "cpu" in platforms else accelerator(base.get(name))
     elif config.get("target"):
         return named(config.get("target")).chip
     else:

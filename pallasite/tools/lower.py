@@ -15,7 +15,14 @@ from pallasite.backends import base
 from pallasite.errors import SpecError
 from pallasite.ir.nodes import Kernel
 from pallasite.language.trace import user_location
-from pallasite.primitive import Call, Choice, calls_in, check_platform, choose
+from pallasite.primitive import (
+    Call,
+    Choice,
+    accelerator,
+    calls_in,
+    check_platform,
+    choose,
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Lowered:
 
         call = self.calls[kernel]
         chosen = base.get(backend or _default_backend(call))
-        options = replace(call.options, debug=True)
+        options = replace(call.options, debug=True, chip=accelerator(chosen))
         made = base.Compiled(chosen, call.kernel, options)
         stages = made.texts()
         texts = {"import": print_kernel(call.kernel, locs=True)}
