@@ -25,19 +25,23 @@ from pallasite.errors import (
     ChipMemoryError,
     CompileError,
     FallbackWarning,
+    PerformanceWarning,
     SpecError,
     UnknownBackendError,
     UnsupportedError,
+    compose,
 )
-from pallasite.ir.nodes import Kernel, walk
+from pallasite.ir.nodes import Kernel, Loc, walk
 from pallasite.language.arguments import Arguments
+from pallasite.passes.schedule.plan_parts import Plan, Serial, plan
+from pallasite.passes.schedule.split_axis import Program
 from pallasite.passes.transform.batch import (
     batch_kernel,
     changed_operands,
     maps_a_grid_size,
 )
 from pallasite.sharding.rule import Partition
-from pallasite.target import Chip, Host, chip, chip_of_device, host, named
+from pallasite.target import GPUS, Chip, Host, chip, chip_of_device, host, named
 
 
 @dataclass(frozen=True)
@@ -331,8 +335,15 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
         from pallasite.sharding.custom_call import call_task, lower_partitioned
 
         return lower_partitioned(ctx, operands, call_task(call, bind_call))
-    chip = _lowered_for(ctx, platform)
-    chosen = choose(call, platform, jaxcompat.is_export(ctx), chip)
+    chip, exporting = _lowered_for(ctx, platform), jaxcompat.is_export(ctx)
+    found = planned(call, platform, exporting, chip)
+    if found.program is not None:
+        results = _lower_program(ctx, operands, call, found.program, platform, chip)
+        if results is not None:
+            return results
+    elif found.serial is not None:
+        warn_serial(call.kernel, found.serial)
+    chosen = choose(call, platform, exporting, chip)
     if chosen.launch is None:
         _announce(chosen, call, platform, ctx)
         return _lower_emulation(ctx, *operands, call=call)
@@ -340,6 +351,88 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
     from pallasite.runtime.ffi import lower_launch
 
     return lower_launch(chosen.launch, ctx, *operands)
+
+
+def planned(
+    call: Call,
+    platform: str | None,
+    exporting: bool = False,
+    chip: Chip | None = None,
+) -> Plan:
+    """Whether a call runs as several kernels on a platform; arguments as `choose`."""
+    if wants_emulation(call) or platform not in ("cpu", "cuda"):
+        return Plan()
+    if platform == "cpu":
+        return Plan() if exporting else plan(call.kernel, host())
+    return plan(call.kernel, chip or accelerator(base.get("triton")) or GPUS["h100"])
+
+
+def parts_of(call: Call, program: Program) -> list[Call]:
+    """The calls that a call is run as."""
+    return [replace(call, kernel=k, cost_estimate=None) for k in program.kernels]
+
+
+def _lower_program(
+    ctx: Any,
+    operands: Sequence[Any],
+    call: Call,
+    program: Program,
+    platform: str | None,
+    chip: Chip | None,
+) -> list[Any] | None:
+    """Emit the calls of a program; None if a backend refuses one of them."""
+    from pallasite.runtime.ffi import lower_launch, lower_value
+
+    exporting = jaxcompat.is_export(ctx)
+    parts = parts_of(call, program)
+    launches = [choose(part, platform, exporting, chip).launch for part in parts]
+    if None in launches:
+        return None
+    record = _recorded.get()
+    if record is not None:
+        record += [part for part in parts if part not in record]
+    plain = jaxcompat.plain_avals(ctx.avals_in)
+    values = list(zip(operands, plain, strict=True))
+    for step, launch in zip(program.steps, launches, strict=True):
+        taken = [values[n] for n in step.operands]
+        refs = [param.ref for param in step.kernel.inputs]
+        given = [
+            lower_value(ctx, functools.partial(_in_shape, shape=ref.shape), *each)
+            for each, ref in zip(taken, refs, strict=True)
+        ]
+        made = [
+            jax.core.ShapedArray(param.ref.shape, param.ref.dtype.np)
+            for param in step.kernel.outputs
+        ]
+        inner = ctx.replace(avals_in=[aval for _, aval in given], avals_out=made)
+        found = lower_launch(launch, inner, *(value for value, _ in given))
+        values += zip(found, made, strict=True)
+    results = []
+    for result, aval in zip(program.results, ctx.avals_out, strict=True):
+        pick = functools.partial(_in_shape, shape=aval.shape, last=result.last)
+        results.append(lower_value(ctx, pick, *values[result.array])[0])
+    return results
+
+
+def _in_shape(x: Any, shape: tuple[int, ...], last: bool = False) -> Any:
+    return (x[-1] if last else x).reshape(shape)
+
+
+def warn_serial(kernel: Kernel, serial: Serial) -> None:
+    """Warn once per kernel that it leaves most of the chip idle, and why."""
+    if "serial" + kernel.text in _warned:
+        return
+    _warned.add("serial" + kernel.text)
+    at = serial.loc or kernel.loc or Loc("<unknown>", 0)
+    text = compose(
+        f"the steps of grid axis {serial.axis} run one after another, on one core",
+        [("kernel", kernel.name), ("why", serial.reason)],
+        at,
+        "let each step write its own block, or keep sums, maxima or other states that "
+        'merge; dimension_semantics "parallel" asserts that the order is irrelevant, '
+        '"sequential" asks for it and silences this',
+    )
+    warnings.warn_explicit(text, PerformanceWarning, at.file, at.line)
 
 
 @dataclass(frozen=True)
