@@ -22,7 +22,7 @@ What depends on a state in other steps (a running sum that is stored, too) needs
 state at the start of its part: `prefix`. `schedule/split_axis.py` makes the kernels.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -31,10 +31,7 @@ import numpy as np
 
 from pallasite.ir.nodes import (
     Access,
-    At,
     Block,
-    Gather,
-    Index,
     Kernel,
     Loc,
     Op,
@@ -44,11 +41,25 @@ from pallasite.ir.nodes import (
 )
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import users_of
-from pallasite.ir.roles import Loop, Pipeline, While
+from pallasite.ir.roles import Loop, Pipeline
 from pallasite.passes.analysis.carried import carried_from, covers_whole
 from pallasite.passes.analysis.grid import GridInfo, WindowMoves, analyze, find_pipeline
 from pallasite.passes.analysis.intervals import Fact, Facts, exactly
 from pallasite.passes.analysis.memory import MAIN_MEMORY, Roots
+from pallasite.passes.analysis.old_elements import (
+    Abstract,
+    Old,
+    Sources,
+    Tainted,
+    computed,
+    elements,
+    gathers,
+    joined,
+    kept,
+    numbers,
+    place_of,
+    same_value,
+)
 from pallasite.passes.analysis.outcomes import known_outcome
 
 # What a memory op on a state or an output is to the parts of the axis.
@@ -62,8 +73,6 @@ _ATOMIC_MERGES = {
     "or": "or",
     "xor": "xor",
 }
-_MERGES = {"add": "sum", **{k: k for k in ("max", "min", "and", "or", "xor")}}
-_MOST_ELEMENTS = 1 << 20  # of a tile whose elements are followed one by one
 
 
 @dataclass(frozen=True)
@@ -120,9 +129,7 @@ class _Unknown(Exception):
         self.op = op
 
 
-def state_along(
-    kernel: Kernel, axis: int, info: GridInfo | None = None
-) -> AxisState:
+def state_along(kernel: Kernel, axis: int, info: GridInfo | None = None) -> AxisState:
     """What the steps of one grid axis hand on.
 
     Args:
@@ -137,49 +144,6 @@ def state_along(
         return AxisState(axis, reason=str(found), loc=loc)
 
 
-# --- abstract values ---
-
-
-@dataclass(frozen=True, eq=False)
-class _Old:
-    """A tile whose elements are old elements of a state, merged with something free.
-
-    Attributes:
-        ref: the state.
-        place: index, operands and mask of the load, if the place is not fixed.
-        index: for each element, which element of the ref (or of the place) it holds.
-        merge: with what it was merged; None: it was only moved.
-        version: how many updates of the ref came before the load.
-    """
-
-    ref: Value
-    place: tuple[object, ...] | None
-    index: np.ndarray
-    merge: str | None
-    version: int
-
-    @property
-    def sources(self) -> frozenset[tuple[Value, int]]:
-        return frozenset({(self.ref, self.version)})
-
-    def alike(self, other: "_Old") -> bool:
-        """Whether both hold the same old elements."""
-        mine = (self.ref, self.place, self.version)
-        same = mine == (other.ref, other.place, other.version)
-        return same and np.array_equal(self.index, other.index)
-
-    def merged(self, kind: str) -> "_Old | None":
-        return replace(self, merge=kind) if self.merge in (None, kind) else None
-
-
-@dataclass(frozen=True)
-class _Tainted:
-    """Computed from states in some other way: from which, after how many updates."""
-
-    sources: frozenset[tuple[Value, int]]
-
-
-Abstract = _Old | _Tainted
 NEVER = -1  # the version of a load whose state is later updated again
 
 
@@ -195,7 +159,7 @@ class _Path:
     """
 
     may: frozenset[object]
-    sources: frozenset[tuple[Value, int]] = frozenset()
+    sources: Sources = frozenset()
     in_loop: bool = False
     gated: bool = False
 
@@ -225,8 +189,8 @@ class _Search:
         self.merges: dict[Value, str] = {}
         self.versions: dict[Value, int] = {}
         self.finished: set[Value] = set()
-        self.spoiled: dict[Value, frozenset[tuple[Value, int]]] = {}
-        self.wanted: list[tuple[Op, frozenset[tuple[Value, int]]]] = []
+        self.spoiled: dict[Value, Sources] = {}
+        self.wanted: list[tuple[Op, Sources]] = []
         self.each = False
         self.dry = 0
 
@@ -394,7 +358,7 @@ class _Search:
 
     def inside(self, op: Op, number: int, path: _Path) -> _Path:
         """The path of a region of an op."""
-        sources = frozenset[tuple[Value, int]]()
+        sources = Sources()
         controls = op.operands[:1] if op.name == "cond" else op.operands[:3]
         for value in controls:
             sources |= self.sources(value)
@@ -421,7 +385,7 @@ class _Search:
         self.where: dict[Op, _Path] = {}
         self.block(self.body, _Path(frozenset(self.scenarios)))
 
-    def sources(self, value: Value) -> frozenset[tuple[Value, int]]:
+    def sources(self, value: Value) -> Sources:
         found = self.values.get(value)
         return frozenset() if found is None else found.sources
 
@@ -452,10 +416,10 @@ class _Search:
         known = [self.values.get(v) for v in op.operands]
         if not any(known):
             return
-        found = _computed(op, known)
+        found = computed(op, known)
         if found is None:
-            sources = frozenset[tuple[Value, int]]()
-            found = _Tainted(sources.union(*(k.sources for k in known if k)))
+            sources = Sources()
+            found = Tainted(sources.union(*(k.sources for k in known if k)))
         for result in op.results:
             self.values[result] = found
 
@@ -466,11 +430,11 @@ class _Search:
             inside |= {v for o in walk(region) for v in o.operands}
             if any(v in self.states for o in walk(region) for v in o.operands):
                 raise _Unknown(f"a state is used inside {op.name}", op)
-        sources = frozenset[tuple[Value, int]]().union(*map(self.sources, inside))
+        sources = Sources().union(*map(self.sources, inside))
         if op.name != "while" and sources:
             raise _Unknown(f"{op.name} depends on a state", op)
         if sources:
-            taint = _Tainted(sources)
+            taint = Tainted(sources)
             params = [p for r in op.regions for p in r.params]
             self.values |= dict.fromkeys((*params, *op.results), taint)
         path = replace(path, sources=path.sources | sources, in_loop=True, gated=True)
@@ -492,12 +456,12 @@ class _Search:
         which = self.sources(op.operands[0])
         for n, result in enumerate(op.results):
             cases = [self.values.get(r.yields[n]) for r in op.regions]
-            joined = None if which else _joined(cases)
-            if joined is None and (which or any(cases)):
+            found = None if which else joined(cases)
+            if found is None and (which or any(cases)):
                 all_of = (c.sources for c in cases if c)
-                joined = _Tainted(which.union(*all_of))
-            if joined is not None:
-                self.values[result] = joined
+                found = Tainted(which.union(*all_of))
+            if found is not None:
+                self.values[result] = found
 
     def loop(self, op: Op, path: _Path) -> None:
         loop = Loop.of(op)
@@ -536,14 +500,14 @@ class _Search:
                 self.enter(loop, guess)
                 self.block(loop.body, path)
                 ends = [self.values.get(v) for v in loop.yields]
-            new = [_kept(g, e) for g, e in zip(guess, ends, strict=True)]
-            if all(map(_same_value, new, guess)):
+            new = [kept(g, e) for g, e in zip(guess, ends, strict=True)]
+            if all(map(same_value, new, guess)):
                 return new
             guess = new
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        kept = (
+        before = (
             dict(self.roles),
             dict(self.aliases),
             dict(self.versions),
@@ -563,13 +527,13 @@ class _Search:
             self.each,
             self.where,
             self.merges,
-        ) = kept
+        ) = before
 
     # --- memory ---
 
     def load(self, op: Op) -> None:
         access = Access.of(op)
-        found = frozenset[tuple[Value, int]]()
+        found = Sources()
         for value in op.operands[1:]:
             found |= self.sources(value)
         ref = access.ref
@@ -578,28 +542,26 @@ class _Search:
             return
         found |= self.spoiled.get(ref, frozenset())
         if found:
-            self.values[op.result] = _Tainted(found)
+            self.values[op.result] = Tainted(found)
 
-    def old(
-        self, op: Op, access: Access, found: frozenset[tuple[Value, int]]
-    ) -> Abstract:
+    def old(self, op: Op, access: Access, found: Sources) -> Abstract:
         ref, version = access.ref, self.versions.get(access.ref, 0)
         number = NEVER if ref in self.finished else version
-        if found or access.other is not None or _gathers(access.index):
-            return _Tainted(found | {(ref, number)})
+        if found or access.other is not None or gathers(access.index):
+            return Tainted(found | {(ref, number)})
         shape = op.result.tile.shape
-        place = _place(access)
+        place = place_of(access)
         if place is None:
-            index = _elements(ref.ref.shape, access.index)
+            index = elements(ref.ref.shape, access.index)
         else:
-            index = _numbers(shape)
-        return _Old(ref, place, index.reshape(shape), None, number)
+            index = numbers(shape)
+        return Old(ref, place, index.reshape(shape), None, number)
 
     def store(self, op: Op, path: _Path) -> None:
         access = Access.of(op)
         ref, value = access.ref, access.value
         assert value is not None
-        others = frozenset[tuple[Value, int]]()
+        others = Sources()
         for operand in op.operands[2:]:
             others |= self.sources(operand)
         sources = others | path.sources | self.sources(value)
@@ -625,7 +587,7 @@ class _Search:
         self,
         op: Op,
         path: _Path,
-        sources: frozenset[tuple[Value, int]],
+        sources: Sources,
         is_update: bool,
     ) -> None:
         ref = op.operands[0]
@@ -646,7 +608,7 @@ class _Search:
         if op.name == "atomic_rmw":
             merge = _ATOMIC_MERGES[op.attrs["kind"]]
         else:
-            assert isinstance(known, _Old)
+            assert isinstance(known, Old)
             merge = known.merge
         if merge is not None and self.merges.setdefault(ref, merge) != merge:
             raise _Unknown(f"{_name(ref)} is merged in two ways", op)
@@ -658,31 +620,29 @@ class _Search:
         if plain and everywhere and not path.in_loop:
             # From here on the value is the state.
             self.aliases[op] = value
-            self.values[value] = _Tainted(frozenset({(ref, self.versions[ref])}))
+            self.values[value] = Tainted(frozenset({(ref, self.versions[ref])}))
 
     def updates(self, access: Access) -> bool:
         """Whether a store merges each element it writes with something free."""
         assert access.value is not None
         known = self.values.get(access.value)
-        if not isinstance(known, _Old) or known.ref is not access.ref:
+        if not isinstance(known, Old) or known.ref is not access.ref:
             return False
         if known.version != self.versions.get(access.ref, 0):
             return False
-        place = _place(access)
+        place = place_of(access)
         if known.place is None and access.mask is not None:
-            place = _place(replace(access, mask=None))
-        if known.place != place or _gathers(access.index):
+            place = place_of(replace(access, mask=None))
+        if known.place != place or gathers(access.index):
             return False
         shape = access.value.tile.shape
         if place is None:
-            expected = _elements(access.ref.ref.shape, access.index).reshape(shape)
+            expected = elements(access.ref.ref.shape, access.index).reshape(shape)
         else:
-            expected = _numbers(shape)
+            expected = numbers(shape)
         return np.array_equal(known.index, expected)
 
-    def write_last(
-        self, op: Op, path: _Path, sources: frozenset[tuple[Value, int]]
-    ) -> None:
+    def write_last(self, op: Op, path: _Path, sources: Sources) -> None:
         """A store to a block that all steps overwrite and none reads."""
         access = Access.of(op)
         at_last = not path.may & {FIRST, MIDDLE}
@@ -708,118 +668,5 @@ class _Search:
         self.write_state(op, path, sources, known and not used and not sources)
 
 
-# --- how ops act on abstract values ---
-
-
 def _name(ref: Value) -> str:
     return ref.name or "scratch"
-
-
-def _gathers(index: Index) -> bool:
-    return any(isinstance(entry, Gather) for entry in index)
-
-
-def _place(access: Access) -> tuple[object, ...] | None:
-    """What identifies a place that is known only at run time."""
-    if not access.index_operands and access.mask is None:
-        return None
-    return (access.index, access.index_operands, access.mask)
-
-
-def _numbers(shape: Sequence[int]) -> np.ndarray:
-    return np.arange(int(np.prod(shape)), dtype=np.int32).reshape(tuple(shape))
-
-
-def _elements(shape: Sequence[int], index: Index) -> np.ndarray:
-    """Which elements a fixed index selects, by number."""
-    picks: list[int | slice] = []
-    for entry in index:
-        assert not isinstance(entry, Gather) and entry.start is not None
-        if isinstance(entry, At):
-            picks.append(entry.start)
-        else:
-            stop = entry.start + entry.extent
-            picks.append(slice(entry.start, stop, entry.stride))
-    return _numbers(shape)[tuple(picks)]
-
-
-def _computed(op: Op, known: Sequence[Abstract | None]) -> Abstract | None:
-    """The result of an op as old elements merged with something; None: otherwise."""
-    row = table()[op.name]
-    if len(op.results) != 1:
-        return None
-    first = known[0]
-    if op.name in _MOVES and isinstance(first, _Old) and not any(known[1:]):
-        if op.result.tile.size > _MOST_ELEMENTS:
-            return None
-        return replace(first, index=_MOVES[op.name](first.index, op))
-    if op.name == "select_n" and first is None:
-        return _joined(known[1:])
-    if op.name == "cast" and isinstance(first, _Old):
-        before, after = op.operands[0].tile.dtype, op.result.tile.dtype
-        both = (before.is_float, before.is_integer)
-        return first if both == (after.is_float, after.is_integer) else None
-    if not row.elementwise or len(known) != 2:
-        return None
-    if op.name == "sub" and isinstance(first, _Old) and known[1] is None:
-        return first.merged("sum")
-    olds = [k for k in known if k is not None]
-    if op.name in _MERGES and len(olds) == 1 and isinstance(olds[0], _Old):
-        return olds[0].merged(_MERGES[op.name])
-    return None
-
-
-def _joined(cases: Iterable[Abstract | None]) -> Abstract | None:
-    """One of several values: the same old elements, merged in the same way or not."""
-    found: _Old | None = None
-    for case in cases:
-        if not isinstance(case, _Old):
-            return None
-        if found is None:
-            found = case
-        elif not found.alike(case):
-            return None
-        elif case.merge is not None:
-            found = found.merged(case.merge)
-            if found is None:
-                return None
-    return found
-
-
-def _kept(before: Abstract | None, after: Abstract | None) -> Abstract | None:
-    """What a loop carries, given what it starts an iteration with and ends it with."""
-    if before is None and after is None:
-        return None
-    joined = _joined((before, after))
-    if joined is not None:
-        return joined
-    both = (k.sources for k in (before, after) if k is not None)
-    return _Tainted(frozenset[tuple[Value, int]]().union(*both))
-
-
-def _same_value(x: Abstract | None, y: Abstract | None) -> bool:
-    if isinstance(x, _Old) and isinstance(y, _Old):
-        return x.merge == y.merge and x.alike(y)
-    return x == y
-
-
-def _broadcast(index: np.ndarray, op: Op) -> np.ndarray:
-    shape, dims = op.attrs["shape"], op.attrs["dims"]
-    sizes = [1] * len(shape)
-    for n, dim in zip(index.shape, dims, strict=True):
-        sizes[dim] = n
-    return np.broadcast_to(index.reshape(sizes), shape)
-
-
-def _sliced(index: np.ndarray, op: Op) -> np.ndarray:
-    attrs = op.attrs
-    bounds = zip(attrs["starts"], attrs["limits"], attrs["strides"], strict=True)
-    return index[tuple(slice(*each) for each in bounds)]
-
-
-_MOVES = {
-    "reshape": lambda index, op: index.reshape(op.attrs["shape"]),
-    "broadcast_in_dim": _broadcast,
-    "slice": _sliced,
-    "transpose": lambda index, op: index.transpose(op.attrs["perm"]),
-}

@@ -76,7 +76,7 @@ def seconds(kernel: Kernel, chip: Gpu | Host, programs: int = 1) -> float:
     """
     total = cost(kernel)
     rounds = 1 if total.exact else UNKNOWN_ROUNDS
-    grids = [op.attrs["grid"] for op in kernel.body.ops if op.name == "pipeline"]
+    grids = [Pipeline.of(op).grid for op in kernel.body.ops if op.name == "pipeline"]
     steps = sum(prod(n for n in grid if n is not None) for grid in grids)
     moved, flops = rounds * total.bytes_accessed, rounds * total.flops
     if isinstance(chip, Host):

@@ -25,7 +25,7 @@ GAIN = 1.5  # estimated, of a split that is made
 # Matmuls are scheduled as a whole, and blocks of their results may yet be divided.
 GAIN_OF_PRODUCTS = 4.0
 SOONER = 0.9  # fewer parts are chosen if that saves a tenth
-SERIAL_SECONDS = 1e-4  # of a kernel whose idle cores are worth a warning
+SERIAL_SECONDS = 5e-4  # of a kernel whose idle cores are worth a warning
 IDLE = 8  # how many times more cores than programs are worth one
 
 
@@ -66,7 +66,9 @@ def plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
     """
     if isinstance(chip, Chip) and CHIPS.get(chip.name) is chip:
         return _plan_by_name(kernel, chip.name)
-    return _plan_on_host(kernel, chip) if isinstance(chip, Host) else _plan(kernel, chip)
+    return (
+        _plan_on_host(kernel, chip) if isinstance(chip, Host) else _plan(kernel, chip)
+    )
 
 
 @lru_cache(maxsize=1024)

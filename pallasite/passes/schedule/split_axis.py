@@ -20,7 +20,7 @@ from math import prod
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window, walk
-from pallasite.ir.rewrite import clone, dead_code, inline, substitute, with_regions
+from pallasite.ir.rewrite import clone, dead_code, inline, with_regions
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ops.neutral import neutral
 from pallasite.passes.analysis.axis_state import (
@@ -150,7 +150,9 @@ class _Split:
         code.finish(body, guarded=True)
         kernel, numbers = code.kernel, self.add(code)
         partial = {s: numbers[code.array(s)] for s in self.state.states}
-        own = {ref: Result(numbers[ref]) for ref in kernel.outputs if ref in self.outputs}
+        own = {
+            ref: Result(numbers[ref]) for ref in kernel.outputs if ref in self.outputs
+        }
         return partial, own
 
     def merge_kernel(self, state: State, number: int) -> int:
@@ -207,17 +209,42 @@ class _Split:
     def with_role(self, role: str) -> list[Op]:
         return [op for op, found in self.state.roles.items() if found == role]
 
+    def idle_starts(self) -> set[Op]:
+        """First steps that set a state to what every part starts with anyway."""
+        body = self.pipeline.body
+        made = {op.result: op for op in walk(body) if op.name == "constant"}
+        states = {state.ref: state for state in self.state.states}
+        changed, found = set[Value](), set[Op]()
+        for op in walk(body):
+            role = self.state.roles.get(op)
+            if role is None or op.operands[0] not in states:
+                continue
+            state = states[op.operands[0]]
+            value = made.get(op.operands[1])
+            start = neutral(state.merge, state.ref.ref.dtype)
+            same = value is not None and value.attrs["value"] == start
+            if role == INIT and same and state.ref not in changed:
+                # Inner steps may set it again.
+                if not self.inner_shared(state):
+                    found.add(op)
+            else:
+                changed.add(state.ref)
+        return found
+
     def kept(self, roles: Sequence[str], reload: bool = False) -> Block:
         """The body without the writes that have other roles.
 
         `reload`: a value that a dropped update stored is read back instead.
         """
         mapping: dict[Value, Value] = {}
+        idle = self.idle_starts()
 
         def strip(block: Block) -> Block:
             ops: list[Op] = []
             for op in block.ops:
                 role = self.state.roles.get(op)
+                if op in idle:
+                    continue
                 if role is None or role in roles:
                     regions = [strip(r) for r in op.regions]
                     operands = tuple(mapping.get(v, v) for v in op.operands)
@@ -320,7 +347,9 @@ class _Kernel:
         """A window on the states of all parts (or on one, if `part` is None)."""
         split = self.split
         shape = split.partial_shape(state)
-        array = Value(T.RefType(shape if part else shape[1:], state.ref.ref.dtype, "any"), name)
+        array = Value(
+            T.RefType(shape if part else shape[1:], state.ref.ref.dtype, "any"), name
+        )
         ids = self.place.make_ids()
         b = Builder()
         old_ids = self.place.old_ids(b, ids)
