@@ -105,12 +105,15 @@ def interpret_mode(given: Any, at: Any) -> bool | Checked:
         given = forced
     if hasattr(given, "dma_execution_mode"):  # ours or upstream's
         return interpreted(given)
-    if given is True or type(given).__name__.endswith(("InterpretParams", "Params")):
+    kind = type(given).__name__
+    # Upstream's `InterpretGPUParams`, and what its older versions had.
+    if given is True or ("Interpret" in kind and kind.endswith("Params")):
         return True
+    got, fix = f"{given!r}", "interpret=True emulates, interpret=pl.Checked() checks"
+    if kind.endswith("Params"):
+        got, fix = f"{kind}(...)", f"pass it as compiler_params=; {fix}"
     raise SpecError(
-        f"interpret must be True, False or pl.Checked(), got {given!r}",
-        at=at,
-        fix="interpret=True emulates, interpret=pl.Checked() checks",
+        f"interpret must be True, False or pl.Checked(), got {got}", at=at, fix=fix
     )
 
 

@@ -343,6 +343,8 @@ def params_of(given: Any, at: Any, what: str = "compiler_params") -> dict[str, A
         return {}
     if dataclasses.is_dataclass(given):
         fields = {f.name: getattr(given, f.name) for f in dataclasses.fields(given)}
+        if what == "compiler_params" and PARAMETERS.isdisjoint(fields):
+            raise _other_parameters(given, at)
         return {k: v for k, v in fields.items() if v is not None}
     if isinstance(given, Mapping):
         flat: dict[str, Any] = {}
@@ -357,6 +359,16 @@ def params_of(given: Any, at: Any, what: str = "compiler_params") -> dict[str, A
         return flat
     kind = "a CompilerParams" if what == "compiler_params" else "a dict"
     raise SpecError(f"{what} must be {kind}, got {given!r}", at=at)
+
+
+def _other_parameters(given: Any, at: Any) -> SpecError:
+    """The error for an object that configures something else."""
+    kind = type(given).__name__
+    return SpecError(
+        f"compiler_params must be a CompilerParams, got {kind}(...)",
+        at=at,
+        fix="pass it as interpret=" if "Interpret" in kind else "CompilerParams(...)",
+    )
 
 
 def _unknown_parameter(key: Any, at: Any) -> SpecError:

@@ -19,6 +19,8 @@ from pallasite.ir.text import print_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.drop_rules import drop_rules
+from pallasite.passes.normal.guarded_starts import guarded_starts
+from pallasite.passes.progress import watched
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Step:
 SHARED: tuple[Pass, ...] = (
     Pass("drop_rules", drop_rules),
     Pass("canonicalize", canonicalize),
+    Pass("guarded_starts", guarded_starts),
 )
 
 
@@ -70,21 +73,23 @@ def run(
     if dump is not None and not dump.count:
         dump.write("import", print_kernel(kernel, locs=True))
     changed = True
-    for step in passes:
-        if step.if_changed and not changed:
-            continue
-        start = time.perf_counter()
-        new = step.function(kernel)
-        seconds = time.perf_counter() - start
-        changed = new is not kernel
-        if steps is not None:
-            steps.append(Step(step.name, seconds, changed, new))
-        kernel = new
-        if checks and changed:
-            verify(kernel)
-        if dump is not None:
-            head = f"// {step.name}: {1e3 * seconds:.1f} ms\n"
-            dump.write(step.name, head + print_kernel(kernel, locs=True))
+    with watched(kernel) as progress:
+        for step in passes:
+            if step.if_changed and not changed:
+                continue
+            progress.enter(f"pass {step.name}")
+            start = time.perf_counter()
+            new = step.function(kernel)
+            seconds = time.perf_counter() - start
+            changed = new is not kernel
+            if steps is not None:
+                steps.append(Step(step.name, seconds, changed, new))
+            kernel = new
+            if checks and changed:
+                verify(kernel)
+            if dump is not None:
+                head = f"// {step.name}: {1e3 * seconds:.1f} ms\n"
+                dump.write(step.name, head + print_kernel(kernel, locs=True))
     return kernel
 
 

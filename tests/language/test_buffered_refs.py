@@ -112,6 +112,44 @@ def test_a_subclass_moves_its_blocks_itself(mode, placed):
     np.testing.assert_array_equal(got, expected)
 
 
+class Plain(pltpu.BufferedRef):
+    """Neither a dataclass of its own nor registered as a pytree."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubling(pltpu.BufferedRef):
+    """A dataclass with a field of its own, not registered as a pytree."""
+
+    factor: int = dataclasses.field(default=2, metadata=dict(static=True))
+
+    def wait_in(self, src_ref, grid_indices):
+        super().wait_in(src_ref, grid_indices)
+        block_ref = self.current_ref
+        block_ref[...] = self.factor * block_ref[...]
+
+
+@MODES
+@pytest.mark.parametrize("placed", ["scoped", "scratch"])
+@pytest.mark.parametrize(("kind", "factor"), [(Plain, 1), (Doubling, 2)])
+def test_a_subclass_need_not_be_registered(mode, placed, kind, factor):
+    blocks = (kind.input(TWO_ROWS, f32), pltpu.BufferedRef.output(TWO_ROWS, f32))
+
+    def kernel(x_ref, o_ref, *scratch):
+        def run(allocations):
+            assert isinstance(allocations[0], kind)
+
+            def step(x_ref, o_ref):
+                o_ref[...] = x_ref[...] + pl.program_id(0)
+
+            pltpu.emit_pipeline(step, grid=(3,))(x_ref, o_ref, allocations=allocations)
+
+        run(scratch[0]) if scratch else pl.run_scoped(run, blocks)
+
+    scratch_shapes = [blocks] if placed == "scratch" else []
+    got = call(kernel, X.shape, X, scratch_shapes=scratch_shapes, interpret=mode)
+    np.testing.assert_array_equal(got, factor * X + np.arange(6)[:, None] // 2)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Noting(pltpu.BufferedRef):

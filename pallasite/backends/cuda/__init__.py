@@ -62,6 +62,7 @@ TILES = Tiles(
     least_side=64,
     lone=1.15,
     reloads=False,
+    batches=True,
 )
 MASK_ELEMENTS = 1024  # from which unmasked iterations are worth a loop of their own
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads

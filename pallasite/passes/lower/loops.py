@@ -95,7 +95,11 @@ class _Nest:
             pipeline.shown,
             pipeline.body,
         )
-        self.single = [a for a, n in enumerate(self.grid) if n == 1]
+        # Ops name the axes of a cluster by their distance from the last: all remain.
+        clusters = {a for a, said in enumerate(pipeline.semantics) if said == "cluster"}
+        self.single = [
+            a for a, n in enumerate(self.grid) if n == 1 and a not in clusters
+        ]
         rest = [a for a in range(len(self.grid)) if a not in self.single]
         parallel = set(info.parallel)
         self.outer = [a for a in rest if a in parallel and may_be_program(self.grid[a])]
