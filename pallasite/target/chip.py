@@ -94,6 +94,8 @@ class Gpu(Chip):
     registers: int = 65536  # of 32 bits, per SM
     registers_per_thread: int = 255
     threads_per_core: int = 2048
+    latency: float = 0.8e-6  # seconds from a load to its data, under load
+    launch_seconds: float = 2.5e-6  # of a kernel that follows another
 
     @property
     def shared(self) -> Memory:
