@@ -39,7 +39,10 @@ class Elementwise(Core):
             self.functions[kind] = self.function(op, f"{op.name}_{len(self.functions)}")
         name = self.functions[kind][0]
         operands = self.operands(op)
-        names, types = ", ".join(map(str, operands)), ", ".join(v.type for v in operands)
+        names, types = (
+            ", ".join(map(str, operands)),
+            ", ".join(v.type for v in operands),
+        )
         shape, elem = self.layout(op.result.tile, op)
         to = type_text(shape, elem)
         return self.let(f"tt.call @{name}({names}) : ({types}) -> {to}", shape, elem)

@@ -28,7 +28,9 @@ def emit_sort(e: Tiles, op: Op) -> None:
     dtypes = [v.tile.dtype for v in op.operands]
     operands = [e.env[v] for v in op.operands]
     shape, logical = operands[0].shape, op.operands[0].tile.shape
-    keys = [_ordered(e, x, d) for x, d in zip(operands[:num_keys], dtypes, strict=False)]
+    keys = [
+        _ordered(e, x, d) for x, d in zip(operands[:num_keys], dtypes, strict=False)
+    ]
     # Padding has the largest keys and the last positions.
     keys = [e.without_padding(x, logical, [axis], _largest(x)) for x in keys]
     words = _Words(e, keys, operands[:num_keys], axis)
@@ -124,7 +126,9 @@ def _ordered(e: Tiles, x: Val, dtype: DType) -> Val:
         x = e.to_float(x, "f32") if dtype.bits == 8 else x  # compares them, too
         zero = e.compare("oeq", x, e.like(0.0, x))
         pattern = e.select(zero, e.like(0, pattern), pattern)
-        pattern = e.select(e.compare("ord", x, x), pattern, e.like(_nan(dtype), pattern))
+        pattern = e.select(
+            e.compare("ord", x, x), pattern, e.like(_nan(dtype), pattern)
+        )
         reverse = e.scaled("arith.xori", pattern, _largest(pattern))
         negative = e.compare("slt", pattern, e.like(0, pattern))
         return e.select(negative, reverse, pattern)
@@ -135,9 +139,8 @@ def _ordered(e: Tiles, x: Val, dtype: DType) -> Val:
 
 def _nan(dtype: DType) -> int:
     """The bits of a positive NaN."""
-    return int(np.array(np.nan, dtype.np).view(f"u{dtype.bits // 8}")) & ~(
-        1 << (dtype.bits - 1)
-    )
+    pattern = int(np.array(np.nan, dtype.np).view(f"u{dtype.bits // 8}"))
+    return pattern & ~(1 << (dtype.bits - 1))
 
 
 def _sign_flipped(e: Tiles, x: Val) -> Val:
