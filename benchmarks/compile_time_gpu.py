@@ -74,14 +74,13 @@ def by_blocks(row: Row, backend: str | None) -> Callable[[Any], Any]:
         o_ref[...] = row.body(x_ref[...])
 
     spec = pl.BlockSpec((row.rows, row.shape[1]), lambda i: (i, 0))
-    named = {"backend": backend} if backend else {}
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(row.shape, jnp.float32),
         grid=(row.shape[0] // row.rows,),
         in_specs=[spec],
         out_specs=spec,
-        **named,
+        backend=backend,
     )
 
 
