@@ -96,7 +96,9 @@ class TritonBackend:
         )
 
     def stages(self, options: Options) -> Sequence[Stage]:
-        return (Stage("ttir", partial(make_ttir, lines=options.lines)),)
+        shared = _chip(options).shared.bytes
+        make = partial(make_ttir, lines=options.lines, shared_bytes=shared)
+        return (Stage("ttir", make),)
 
     def launch(self, compiled: Compiled) -> Launch:
         return stored_launch(compiled, partial(self._launch, compiled))
@@ -143,9 +145,9 @@ def _chip(options: Options) -> Gpu:
     return options.chip if isinstance(options.chip, Gpu) else GPUS["h100"]
 
 
-def make_ttir(scheduled: str, lines: bool = False) -> str:
+def make_ttir(scheduled: str, lines: bool = False, shared_bytes: int = 0) -> str:
     """The TTIR module of a scheduled kernel."""
-    return emit.emit(scheduled_kernel(scheduled), lines)
+    return emit.emit(scheduled_kernel(scheduled), lines, shared_bytes)
 
 
 BACKEND = TritonBackend()
