@@ -485,6 +485,12 @@ def tpu_cycles(forms: Sequence[Any], chip: str, grad: bool, limit: float, worker
         return found
 
     def cycles(work: Sequence[Any]) -> Row:
+        try:
+            return added(work)
+        except Exception as error:
+            return {"failed": _first_line(error)}
+
+    def added(work: Sequence[Any]) -> Row:
         total = 0
         for result in compile_all(work, chip, cycles=True, timeout=limit):
             if not result.ok:
@@ -540,6 +546,10 @@ def chip_here() -> tuple[str, str]:
     return platform, "_".join(chip)
 
 
+def target_kind(target: str | None) -> str:
+    return (target or "cpu").split(":")[0]
+
+
 def parsed(argv: Sequence[str] | None) -> Any:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -584,6 +594,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         and (not asked.family or form.family in asked.family)
         and (form.grad or not asked.grad)
     ]
+    kind = (
+        {"cuda": "gpu"}.get(platform, platform) if here else target_kind(asked.target)
+    )
+    for form in forms:
+        if kind in form.without:
+            print(f"{form.name}: left out, {form.without[kind]}")
+    forms = [form for form in forms if kind not in form.without]
     families = {form.name: form.family for form in forms}
     if asked.list:
         for form in forms:
