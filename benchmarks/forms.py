@@ -183,21 +183,22 @@ def functional_parts(function: Callable, structs: Sequence[Any]) -> list[str]:
 def interleaved(jax: Any, pair: Sequence[Any], seconds: float, queued: bool):
     """Seconds of a call of each: medians of queued calls, or on CPUs the least."""
 
-    def run(function: Callable, operands: Sequence[Any], calls: int) -> float:
+    def run(each: Any, calls: int) -> float:
+        function, operands = each
         start = time.perf_counter()
         results = [function(*operands) for _ in range(calls)]
         jax.block_until_ready(results)
         return (time.perf_counter() - start) / calls
 
-    first = [run(*each, 1) for each in pair]
-    first = [min(a, run(*each, 1)) for a, each in zip(first, pair, strict=True)]
+    first = [run(each, 1) for each in pair]
+    first = [min(a, run(each, 1)) for a, each in zip(first, pair, strict=True)]
     share = 0.02 if queued else 0.01
     calls = [max(1, min(50, int(share / t))) for t in first]
     times: list[list[float]] = [[], []]
     end = time.perf_counter() + seconds
     while len(times[0]) < 3 or time.perf_counter() < end:
         for n, each in enumerate(pair):
-            times[n].append(run(*each, calls[n]))
+            times[n].append(run(each, calls[n]))
         if sum(first) > seconds:
             break
     return [statistics.median(t) if queued else min(t) for t in times]
@@ -309,7 +310,12 @@ class Run:
                 row = remotes[number].ask(request, self.compile_limit)
                 if row.get("slow"):
                     row["failed"] = f"compiles for over {self.compile_limit:.0f} s"
-                self.rows[name], self.owner[name] = row, number
+                if row.get("slow") or row.get("died"):
+                    for lost in self.held_by(number):
+                        waiting.put(lost)
+                before = self.rows.get(name, {})
+                self.rows[name] = {**before, **(_without(row) if before else row)}
+                self.owner[name] = number
                 print(f"  compiled {len(self.rows)}: {name}", end="\r", flush=True)
 
         threads = [
@@ -320,6 +326,11 @@ class Run:
         for thread in threads:
             thread.join()
         return remotes
+
+    def held_by(self, number: int) -> list[str]:
+        """Forms that a worker has compiled and not failed at."""
+        mine = [name for name, owner in self.owner.items() if owner == number]
+        return [name for name in mine if "failed" not in self.rows[name]]
 
     def time_all(self, remotes: Sequence[Remote]) -> None:
         for number, remote in enumerate(remotes):
@@ -609,7 +620,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     workers = asked.workers or max(1, min(8, (os.cpu_count() or 2) // 2))
     if asked.explain:
-        rows = explain_all(forms, asked.target, asked.grad)
+        rows = explain_all(forms, asked.target or "cpu", asked.grad)
     elif not here:
         limit = max(asked.compile_limit, 300)
         rows = tpu_cycles(forms, chip, asked.grad, limit, workers)
