@@ -82,6 +82,8 @@ class Worker:
     def answer(self, request: Row) -> Row:
         form = self.forms[request["form"]]
         try:
+            if request["do"] == "explain":
+                return explained(form, self.platform, self.grad)
             if form.name not in self.ready:
                 self.ready[form.name] = self.prepared(form)
             made = self.ready[form.name]
@@ -431,40 +433,47 @@ def report(path: Path, chip: str, rows: dict[str, Row], said: Row, grad: bool) -
 # --- without running ---
 
 
-def explain_all(forms: Sequence[Any], target: str, grad: bool) -> dict[str, Row]:
-    """The backend of every form on a chip that need not be here."""
+def explained(form: Any, target: str, grad: bool) -> Row:
+    """The backend of a form on a chip that need not be here, and why not the first."""
     import pallasite as pl
     from tests.forms.form import SIZES, gradient
 
-    size, rows = SIZES["cpu" if target == "cpu" else "model"], {}
+    size = SIZES["cpu" if target == "cpu" else "model"]
+    structs, function = form.problem.structs(size), form.make(size)
+    asked = gradient(function, structs) if grad else function
+    start = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kernels = pl.explain(asked, target, measure=False)(*structs).kernels
+    functional = functional_parts(function, structs) if grad else []
+    names = [k.backend for k in kernels] + ["interpret"] * bool(functional)
+    return {
+        "backend": "+".join(dict.fromkeys(names)),
+        "why": [k.why for k in kernels if "refuses" in k.why] + functional,
+        "error": [k.error for k in kernels if k.error],
+        "sequential": [
+            f"i{n}: {axis.reason}"
+            for k in kernels
+            for n, axis in enumerate(k.axes)
+            if not axis.parallel
+        ],
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+
+
+def explain_all(
+    forms: Sequence[Any], target: str, grad: bool, limit: float
+) -> dict[str, Row]:
+    """Every form in a worker, because some compile without end."""
+    kind = "grad" if grad else "forward"
+    remote, rows = Remote((target, "model", kind)), dict[str, Row]()
     for form in forms:
-        structs = form.problem.structs(size)
-        function = form.make(size)
-        asked = gradient(function, structs) if grad else function
-        start = time.perf_counter()
-        row: Row = {}
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                kernels = pl.explain(asked, target, measure=False)(*structs).kernels
-            row["backend"] = "+".join(dict.fromkeys(k.backend for k in kernels))
-            row["why"] = [k.why for k in kernels if "refuses" in k.why]
-            functional = functional_parts(function, structs) if grad else []
-            row["backend"] += "+interpret" * bool(functional)
-            row["why"] += functional
-            row["error"] = [k.error for k in kernels if k.error]
-            row["grid"] = [
-                f"i{n} {axis}" for k in kernels for n, axis in enumerate(k.axes)
-            ]
-            row["hints"] = [str(h) for k in kernels for h in k.hints]
-        except Exception as error:
-            row["failed"] = _first_line(error)
-        row["seconds"] = round(time.perf_counter() - start, 2)
+        row = remote.ask({"do": "explain", "form": form.name}, limit)
         rows[form.name] = row
-        why = "; ".join(row.get("why", [])) or row.get("failed", "")
-        shown = row.get("backend", "failed")
-        print(f"{form.name[:58]:<58} {shown:<12} {row['seconds']:6.1f} s  {why[:200]}",
-              flush=True)  # fmt: skip
+        why = row.get("failed") or "; ".join([*row["why"], *row["error"]])
+        shown = f"{row.get('backend', 'failed'):<12} {row.get('seconds', limit):6.1f} s"
+        print(f"{form.name[:58]:<58} {shown}  {why[:200]}", flush=True)
+    remote.stop()
     return rows
 
 
@@ -620,7 +629,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     workers = asked.workers or max(1, min(8, (os.cpu_count() or 2) // 2))
     if asked.explain:
-        rows = explain_all(forms, asked.target or "cpu", asked.grad)
+        rows = explain_all(
+            forms, asked.target or "cpu", asked.grad, asked.compile_limit
+        )
     elif not here:
         limit = max(asked.compile_limit, 300)
         rows = tpu_cycles(forms, chip, asked.grad, limit, workers)
