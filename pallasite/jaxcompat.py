@@ -162,6 +162,37 @@ def lower_high_level(closed: Any) -> Any:
     return closed
 
 
+def lower_other_high_level(closed: Any) -> Any:
+    """`lower_high_level`, unless the only high-level primitives are those that have an
+    expansion and derivatives of their own, which an expansion would lose."""
+    return closed if _only_expandable(closed) else lower_high_level(closed)
+
+
+EXPANDABLE = "call_hi_primitive"
+
+
+def _only_expandable(closed: Any) -> bool:
+    for eqn in opened(closed)[0].eqns:
+        inner = list(jaxprs_in_params(eqn.params))
+        if not all(map(_only_expandable, inner)):
+            return False
+        if any(getattr(v.aval, "is_high", False) for v in (*eqn.invars, *eqn.outvars)):
+            return False
+        is_high = getattr(eqn.primitive, "is_high", None)
+        if inner or eqn.primitive.name == EXPANDABLE or is_high is None:
+            continue
+        if is_high(*(v.aval for v in eqn.invars), **eqn.params):
+            return False
+    return True
+
+
+def expansion(eqn: Any) -> Any:
+    """What an equation of the primitive `EXPANDABLE` computes, as a jaxpr."""
+    run = functools.partial(eqn.primitive.to_lojax, **eqn.params)
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    return lower_high_level(jax.make_jaxpr(run)(*avals))
+
+
 def equation_call(eqn: Any) -> Any:
     """The function of an equation (of a primitive with several results), including its
     differentiation rules."""

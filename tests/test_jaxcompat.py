@@ -420,6 +420,26 @@ def test_the_order_of_a_polynomials_coefficients_is_found():
     assert value == (421 if jaxcompat.polynomial_lowest_first(primitive) else 124)
 
 
+def test_primitives_with_derivatives_of_their_own_are_kept_until_import():
+    avals = [np.ones(3, np.float32)]
+    closed = jax.make_jaxpr(lambda x: jnp.frexp(x)[0])(*avals)
+    kept = jaxcompat.lower_other_high_level(closed)
+    names = {e.primitive.name: e for e in _equations(kept)}
+    if jaxcompat.EXPANDABLE not in names:
+        pytest.skip("this JAX has no such primitive")
+    made = jaxcompat.expansion(names[jaxcompat.EXPANDABLE])
+    assert jaxcompat.EXPANDABLE not in {e.primitive.name for e in _equations(made)}
+    lowered = jaxcompat.lower_high_level(closed)
+    assert jaxcompat.EXPANDABLE not in {e.primitive.name for e in _equations(lowered)}
+
+
+def _equations(jaxpr):
+    for eqn in jaxcompat.opened(jaxpr)[0].eqns:
+        yield eqn
+        for inner in jaxcompat.jaxprs_in_params(eqn.params):
+            yield from _equations(inner)
+
+
 def test_an_unknown_meaning_of_polynomial_is_refused():
     product = jaxcompat.Primitive("polynomial")
     product.def_impl(lambda x, *coefficients: x * coefficients[0] * coefficients[1])

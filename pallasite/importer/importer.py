@@ -241,7 +241,7 @@ class Importer:
         """Import `fn`, a JAX function, in place of an equation."""
         avals = [jax.ShapeDtypeStruct(a.tile.shape, a.tile.dtype.np) for a in args]
         with jaxcompat.own_tracing():
-            closed = jaxcompat.lower_high_level(jax.make_jaxpr(fn)(*avals))
+            closed = jaxcompat.lower_other_high_level(jax.make_jaxpr(fn)(*avals))
         return self.run(closed, args)
 
     def per_word(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
