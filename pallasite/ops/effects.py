@@ -338,7 +338,7 @@ _row("atomic_cas", _atomic_cas, None, ("index",), doc="returns the old value")
 _row("subview", _subview, None, ("index",), Effect.PURE, **_laid_out)
 _row("reshape_view", _reshape_view, 1, ("shape",), Effect.PURE)
 _row("bitcast_view", _bitcast_view, 1, ("dtype",), Effect.PURE)
-_row("transpose_view", _transpose_view, 1, ("perm",), Effect.PURE)
+_row("transpose_view", _transpose_view, 1, ("perm",), Effect.PURE, **_laid_out)
 _row(
     "block_view",
     _block_view,
