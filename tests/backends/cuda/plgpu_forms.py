@@ -165,7 +165,7 @@ for _how in itertools.product((True, False), (False, True)):
 @form("late release repeated", 1)
 @form("release repeated", 0)
 def repeated(delay: int) -> Form:
-    """The same pipeline three times: each leaves barriers and slots as it found them."""
+    """The same pipeline three times: each leaves barriers and slots as they were."""
     steps = 4
 
     def body(_, x_ref, o_ref):
