@@ -6,6 +6,7 @@ the package may import `jax._src` (a test enforces that).
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -452,6 +453,22 @@ def is_export(ctx: Any) -> bool:
     """Is a lowering rule called for `jax.export`?"""
     parameters = getattr(ctx.module_context, "lowering_parameters", None)
     return bool(getattr(parameters, "for_export", False))
+
+
+def export_refuses(target: str) -> bool:
+    """Whether the `jax.export` that is lowering will refuse a custom call, for which
+    JAX promises no compatibility, because its check is not disabled.
+
+    Its error prints the whole call, so ours comes first.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "do_export" and code.co_filename.endswith("_export.py"):
+            checks = frame.f_locals.get("disabled_checks", ())
+            return all(check.is_custom_call() != target for check in checks)
+        frame = frame.f_back
+    return False
 
 
 def flag(name: str) -> Any:

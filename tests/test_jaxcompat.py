@@ -116,6 +116,31 @@ def test_memory_spaces_of_traced_values_are_those_of_their_types():
     assert jaxcompat.memory_space_of(np.ones(3)) is None
 
 
+def test_export_says_which_calls_it_refuses():
+    import jax.export
+    from jax.interpreters import mlir
+
+    asked = []
+
+    def export(checks):
+        primitive = jaxcompat.Primitive("asks")
+        primitive.def_abstract_eval(lambda x: x)
+
+        def lower(ctx, x):
+            asked.append(jaxcompat.export_refuses("mine"))
+            return [x]
+
+        mlir.register_lowering(primitive, lower)
+        export = jax.export.export(jax.jit(primitive.bind), disabled_checks=checks)
+        export(jax.ShapeDtypeStruct((), np.float32))
+
+    export([])
+    export([jax.export.DisabledSafetyCheck.custom_call("mine")])
+    export([jax.export.DisabledSafetyCheck.custom_call("another")])
+    assert asked == [True, False, True]
+    assert not jaxcompat.export_refuses("mine")
+
+
 def test_a_view_as_an_index_is_a_pytree():
     leaves = []
 

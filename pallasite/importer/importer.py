@@ -191,7 +191,7 @@ class Importer:
         for var, value in zip(eqn.outvars, results, strict=True):
             self.env[var] = value
 
-    def refused_goal(self, eqn: Any, later: Sequence[Any]) -> UnsupportedError | None:
+    def refused_goal(self, eqn: Any, later: Sequence[Any]) -> PallasError | None:
         """The refusal of what a value is made for that has no dtype in the language.
 
         `jnp.fft.fft` makes complex numbers of its operand first.

@@ -84,7 +84,7 @@ def test_jit_and_bits():
 def test_sequential_forbids_it():
     x = example()
     asked = pltpu.CompilerParams(dimension_semantics=("sequential",))
-    in_order = lambda x: sums(x, compiler_params=asked)  # noqa: E731
+    in_order = lambda x: sums(x, compiler_params=asked)
     assert calls(in_order, x) == 1
     check(in_order(x), np.asarray(x))
 
