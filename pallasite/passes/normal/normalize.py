@@ -7,6 +7,7 @@ from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.counted_loops import counted_loops
 from pallasite.passes.normal.idle_clamps import idle_clamps
+from pallasite.passes.normal.masks import masks
 from pallasite.passes.normal.order import order
 from pallasite.passes.normal.positions import positions
 from pallasite.passes.normal.products import products
@@ -18,6 +19,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("counted_loops", counted_loops),
     ("positions", positions),
     ("idle_clamps", idle_clamps),
+    ("masks", masks),
     ("unit_dims", unit_dims),
     ("replicated", replicated),
     ("columns", columns),
