@@ -8,6 +8,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,6 +21,8 @@ import numpy as np
 from jax._src.core import Primitive as Primitive
 from jax._src.core import jaxprs_in_params as jaxprs_in_params
 from jax._src.lib import _jax  # type: ignore[attr-defined]
+
+from pallasite.errors import UnsupportedError
 
 VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:3])
 
@@ -98,11 +101,43 @@ def is_ref(x: Any) -> bool:
     return isinstance(x, jax.ref.Ref) or hasattr(x, "transforms")
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RefView:
+    """A view of a ref as a pytree; JAX's own is one only in the operands of `jit`."""
+
+    ref: Any
+    transforms: tuple[Any, ...]
+
+
 def ref_and_transforms(x: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The ref under a view (`ref.at[...]`), and the view's transforms."""
+    """The ref under a view (`ref.at[...]`), and the view's transforms.
+
+    They are pytrees, also where a view is an index of another (`x.at[i.at[0]]`).
+    """
     if hasattr(x, "transforms") and hasattr(x, "ref"):
-        return x.ref, tuple(x.transforms)
+        return x.ref, tuple(map(_with_pytree_indices, x.transforms))
     return x, ()
+
+
+def _with_pytree_indices(transform: Any) -> Any:
+    indices = getattr(transform, "indices", ())
+    if not any(hasattr(i, "transforms") for i in indices):
+        return transform
+    made = tuple(
+        RefView(*ref_and_transforms(i)) if hasattr(i, "transforms") else i
+        for i in indices
+    )
+    return replace(transform, indices=made, validate=False)
+
+
+def memory_space_of(x: Any) -> Any:
+    """The memory space that a type, a traced value or a ref has; None if it has none.
+
+    From a traced value itself, JAX 0.11.2 raises a ValueError.
+    """
+    typed = aval_of(x) if isinstance(x, jax.core.Tracer) else x
+    return getattr(typed, "memory_space", None)
 
 
 def is_concrete(x: Any) -> bool:
@@ -160,6 +195,26 @@ def scan_split(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = (len(t) for t in params["ft_in"].unpack())
     return consts, carry
+
+
+@functools.cache
+def polynomial_lowest_first(primitive: Any) -> bool:
+    """Whether the primitive `polynomial` takes its lowest coefficient first.
+
+    Found by evaluating it, because the equation does not say, and the order has changed
+    between releases.
+    """
+    with jax.ensure_compile_time_eval():
+        x, *coefficients = (jax.numpy.float32(v) for v in (2, 1, 10))
+        value = float(primitive.bind(x, *coefficients))
+    if value not in (21, 12):
+        raise UnsupportedError(
+            f"this version of JAX ({jax.__version__}) gives the primitive polynomial a "
+            f"meaning that this version of Pallasite does not know (1, 10 at 2: "
+            f"{value})",
+            fix="use another version of either",
+        )
+    return value == 21
 
 
 def read_effect(position: int) -> Any:
@@ -413,6 +468,22 @@ def auto_devices(ctx: Any) -> int:
         manual = set(context.manual_axes) == set(context.mesh.axis_names)
         return 1 if manual else context.mesh.size
     return 1
+
+
+def lowering_device(ctx: Any) -> Any:
+    """A device that a lowering rule's code is for, if JAX has decided on one.
+
+    The devices of a topology, or of another process, have no client here that runs
+    code, but they have a kind.
+    """
+    context, client = ctx.module_context.axis_context, ctx.module_context.backend
+    devices = list(getattr(context, "device_assignment", None) or ())
+    mesh = getattr(context, "mesh", None)
+    if not devices and isinstance(mesh, jax.sharding.Mesh):
+        devices = list(mesh.devices.flat)
+    if not devices and client is not None:
+        devices = client.devices()
+    return devices[0] if devices else None
 
 
 def manual_mesh_axes(ctx: Any) -> list[tuple[str, int]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
+import jax.core
 import numpy as np
 from jax.interpreters import batching, mlir
 
@@ -25,89 +26,29 @@ from pallasite.errors import (
     ChipMemoryError,
     CompileError,
     FallbackWarning,
+    PerformanceWarning,
     SpecError,
     UnknownBackendError,
     UnsupportedError,
+    compose,
 )
-from pallasite.ir.nodes import Kernel, walk
+from pallasite.interpret.options import Checked as Checked
+from pallasite.interpret.options import CheckedElsewhere as CheckedElsewhere
+from pallasite.interpret.options import Machine as Machine
+from pallasite.interpret.options import interpreted as interpreted
+from pallasite.ir.nodes import Kernel, Loc, walk
 from pallasite.language.arguments import Arguments
+from pallasite.passes.analysis.grid import analyze
+from pallasite.passes.run import run as run_passes
+from pallasite.passes.schedule.plan_parts import Plan, Serial, plan
+from pallasite.passes.schedule.split_axis import Program
 from pallasite.passes.transform.batch import (
     batch_kernel,
     changed_operands,
     maps_a_grid_size,
 )
 from pallasite.sharding.rule import Partition
-from pallasite.target import Chip, Host, chip, chip_of_device, host, named
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The evaluator's choices where machines may differ (`pltpu.InterpretParams`).
-
-    Attributes:
-        zeros: unwritten memory holds zeros, not NaN or the least integer.
-        reads_outside: an element read past the end of a ref is like unwritten memory;
-            otherwise an index past the end is clamped.
-        skips_floats: floating-point values are not computed: all are infinity.
-        cores: how many cores share the programs along parallel axes.
-        seed: seed of a random order of programs along parallel axes.
-        recorder: called with each program's ids and its core's number.
-        warns_of_races: a race is only a warning, and the run continues.
-    """
-
-    zeros: bool = False
-    reads_outside: bool = False
-    skips_floats: bool = False
-    cores: int = 1
-    seed: int | None = None
-    recorder: Callable[..., Any] | None = None
-    warns_of_races: bool = False
-
-
-@dataclass(frozen=True)
-class Checked:
-    """Checked mode: `pallas_call(..., interpret=pl.Checked())`.
-
-    Runs the kernel in numpy with shadow memory and reports the first bug it finds, with
-    the user's line and the program's ids. Each kind of check can be disabled.
-
-    Args:
-        bounds: accesses outside a ref, and blocks outside the array.
-        uninitialised: unwritten values of outputs, scratch or edges where they
-            matter: in a result, a branch, a trip count or an index.
-        races: unordered accesses to the same memory, by two programs along a parallel
-            axis or by two cores.
-        unwritten: outputs with elements never written.
-        copies: async copies never waited for, or whose memory is used too early,
-            semaphores that are not zero at the end, and deadlocks.
-        promises: broken promises of `pl.multiple_of`.
-        nan: the first op to produce a NaN from operands without one (off by default).
-        inf: the first op to produce an infinity from finite operands (off by
-            default, as masks of -inf are common).
-        orders: the orders in which copies, cores and roles are scheduled; a kernel that
-            has any of these is run once in each. "early" performs a copy at its start
-            and runs cores one after another, "late" performs it when it is waited for
-            and runs the last core first, a number is the seed of a random order. The
-            call returns the results of the first order.
-        machine: further settings of `pltpu.InterpretParams`.
-    """
-
-    bounds: bool = True
-    uninitialised: bool = True
-    races: bool = True
-    unwritten: bool = True
-    copies: bool = True
-    promises: bool = True
-    nan: bool = False
-    inf: bool = False
-    orders: tuple[str | int, ...] = ("early", "late", 0)
-    machine: Machine = Machine()
-
-
-@dataclass(frozen=True)
-class CheckedElsewhere(Checked):
-    """Checked mode of a GPU kernel called where there is no GPU: not requested by the
-    user, so tools may still compile the kernel with a GPU's backend."""
+from pallasite.target import GPUS, Chip, Host, chip, chip_of_device, host, named
 
 
 def for_platform(call: "Call", platform: str) -> "Call":
@@ -115,28 +56,6 @@ def for_platform(call: "Call", platform: str) -> "Call":
     if platform == "cuda" and isinstance(call.interpret, CheckedElsewhere):
         return replace(call, interpret=False)
     return call
-
-
-def interpreted(params: Any) -> Checked:
-    """Checked mode configured by a `pltpu.InterpretParams`."""
-    late = params.random_seed if params.random_seed is not None else "late"
-    return Checked(
-        bounds=params.out_of_bounds_reads == "raise",
-        uninitialised=False,
-        races=params.detect_races,
-        unwritten=False,
-        promises=False,
-        orders=("early" if params.dma_execution_mode == "eager" else late,),
-        machine=Machine(
-            zeros=params.uninitialized_memory == "zero",
-            reads_outside=params.out_of_bounds_reads != "raise",
-            skips_floats=params.skip_floating_point_ops,
-            cores=params.num_cores_or_threads,
-            seed=params.random_seed,
-            recorder=params.grid_point_recorder,
-            warns_of_races=getattr(params, "on_race", "raise") == "warn",
-        ),
-    )
 
 
 @dataclass(frozen=True)
@@ -186,12 +105,15 @@ def interpret_mode(given: Any, at: Any) -> bool | Checked:
         given = forced
     if hasattr(given, "dma_execution_mode"):  # ours or upstream's
         return interpreted(given)
-    if given is True or type(given).__name__.endswith(("InterpretParams", "Params")):
+    kind = type(given).__name__
+    # Upstream's `InterpretGPUParams`, and what its older versions had.
+    if given is True or ("Interpret" in kind and kind.endswith("Params")):
         return True
+    got, fix = f"{given!r}", "interpret=True emulates, interpret=pl.Checked() checks"
+    if kind.endswith("Params"):
+        got, fix = f"{kind}(...)", f"pass it as compiler_params=; {fix}"
     raise SpecError(
-        f"interpret must be True, False or pl.Checked(), got {given!r}",
-        at=at,
-        fix="interpret=True emulates, interpret=pl.Checked() checks",
+        f"interpret must be True, False or pl.Checked(), got {got}", at=at, fix=fix
     )
 
 
@@ -331,7 +253,15 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
         from pallasite.sharding.custom_call import call_task, lower_partitioned
 
         return lower_partitioned(ctx, operands, call_task(call, bind_call))
-    chosen = choose(call, platform, jaxcompat.is_export(ctx))
+    chip, exporting = _lowered_for(ctx, platform), jaxcompat.is_export(ctx)
+    found = planned(call, platform, exporting, chip)
+    if found.program is not None:
+        results = _lower_program(ctx, operands, call, found.program, platform, chip)
+        if results is not None:
+            return results
+    elif found.serial is not None and not call.own:
+        warn_serial(call.kernel, found.serial)
+    chosen = choose(call, platform, exporting, chip)
     if chosen.launch is None:
         _announce(chosen, call, platform, ctx)
         return _lower_emulation(ctx, *operands, call=call)
@@ -339,6 +269,88 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
     from pallasite.runtime.ffi import lower_launch
 
     return lower_launch(chosen.launch, ctx, *operands)
+
+
+def planned(
+    call: Call,
+    platform: str | None,
+    exporting: bool = False,
+    chip: Chip | None = None,
+) -> Plan:
+    """Whether a call runs as several kernels on a platform; arguments as `choose`."""
+    if wants_emulation(call) or platform not in ("cpu", "cuda"):
+        return Plan()
+    if platform == "cpu":
+        return Plan() if exporting else plan(call.kernel, host())
+    return plan(call.kernel, chip or accelerator(base.get("triton")) or GPUS["h100"])
+
+
+def parts_of(call: Call, program: Program) -> list[Call]:
+    """The calls that a call is run as."""
+    return [replace(call, kernel=k, cost_estimate=None) for k in program.kernels]
+
+
+def _lower_program(
+    ctx: Any,
+    operands: Sequence[Any],
+    call: Call,
+    program: Program,
+    platform: str | None,
+    chip: Chip | None,
+) -> list[Any] | None:
+    """Emit the calls of a program; None if a backend refuses one of them."""
+    from pallasite.runtime.ffi import lower_launch, lower_value
+
+    exporting = jaxcompat.is_export(ctx)
+    parts = parts_of(call, program)
+    launches = [choose(part, platform, exporting, chip).launch for part in parts]
+    if None in launches:
+        return None
+    record = _recorded.get()
+    if record is not None:
+        record += [part for part in parts if part not in record]
+    plain = jaxcompat.plain_avals(ctx.avals_in)
+    values = list(zip(operands, plain, strict=True))
+    for step, launch in zip(program.steps, launches, strict=True):
+        taken = [values[n] for n in step.operands]
+        refs = [param.ref for param in step.kernel.inputs]
+        given = [
+            lower_value(ctx, functools.partial(_in_shape, shape=ref.shape), *each)
+            for each, ref in zip(taken, refs, strict=True)
+        ]
+        made = [
+            jax.core.ShapedArray(param.ref.shape, param.ref.dtype.np)
+            for param in step.kernel.outputs
+        ]
+        inner = ctx.replace(avals_in=[aval for _, aval in given], avals_out=made)
+        found = lower_launch(launch, inner, *(value for value, _ in given))
+        values += zip(found, made, strict=True)
+    results = []
+    for result, aval in zip(program.results, ctx.avals_out, strict=True):
+        pick = functools.partial(_in_shape, shape=aval.shape, last=result.last)
+        results.append(lower_value(ctx, pick, *values[result.array])[0])
+    return results
+
+
+def _in_shape(x: Any, shape: tuple[int, ...], last: bool = False) -> Any:
+    return (x[-1] if last else x).reshape(shape)
+
+
+def warn_serial(kernel: Kernel, serial: Serial) -> None:
+    """Warn once per kernel that it leaves most of the chip idle, and why."""
+    if "serial" + kernel.text in _warned:
+        return
+    _warned.add("serial" + kernel.text)
+    at = serial.loc or kernel.loc or Loc("<unknown>", 0)
+    text = compose(
+        f"the steps of grid axis {serial.axis} run one after another, on one core",
+        [("kernel", kernel.name), ("why", serial.reason)],
+        at,
+        "let each step write its own block, or keep sums, maxima or other states that "
+        'merge; dimension_semantics "parallel" asserts that the order is irrelevant, '
+        '"sequential" asks for it and silences this',
+    )
+    warnings.warn_explicit(text, PerformanceWarning, at.file, at.line)
 
 
 @dataclass(frozen=True)
@@ -361,13 +373,19 @@ class Choice:
         return f"{self.backend}: {why}" if why else self.backend
 
 
-def choose(call: Call, platform: str | None, exporting: bool = False) -> Choice:
+def choose(
+    call: Call,
+    platform: str | None,
+    exporting: bool = False,
+    chip: Chip | None = None,
+) -> Choice:
     """The requested backend, else the platform's first able one, else the emulation.
 
     Args:
         call: the call.
         platform: what it is lowered for, as JAX's lowering rules name it.
         exporting: whether it is for another process, which lacks this one's code.
+        chip: what it is lowered for; None: this process's device on the platform.
 
     Raises:
         UnsupportedError: the requested backend cannot run the kernel.
@@ -376,13 +394,14 @@ def choose(call: Call, platform: str | None, exporting: bool = False) -> Choice:
         return Choice("interpret")
     name = _asked_backend(call, platform)
     if name is not None:
-        return Choice(name, launch=_launch(name, call))
+        return Choice(name, launch=_launch(name, call, chip))
     refusals: list[tuple[str, Exception]] = []
     for name in base.defaults(platform, call.kernel):
-        if not base.get(name).exports and (exporting or not _is_here(platform)):
+        known = chip is not None or _is_here(platform)
+        if not base.get(name).exports and (exporting or not known):
             continue
         try:
-            return Choice(name, tuple(refusals), _launch(name, call))
+            return Choice(name, tuple(refusals), _launch(name, call, chip))
         except (UnsupportedError, ChipMemoryError, ImportError, CompileError) as error:
             refusals.append((name, error))
     return Choice("interpret", tuple(refusals))
@@ -419,16 +438,28 @@ def _report_failures(chosen: Choice, kernel: Kernel) -> None:
     )
 
 
-def _launch(name: str, call: Call) -> base.Launch:
+def _lowered_for(ctx: Any, platform: str | None) -> Chip | None:
+    """The accelerator that a lowering is for: a topology's, or that of its devices.
+
+    The `target` knob comes first. None: JAX has not said, or it is no accelerator.
+    """
+    device = jaxcompat.lowering_device(ctx)
+    if config.get("target") or device is None:
+        return None
+    family = {"gpu": "cuda"}.get(device.platform, device.platform)
+    return chip_of_device(device.device_kind) if family == platform else None
+
+
+def _launch(name: str, call: Call, chip: Chip | None = None) -> base.Launch:
     backend = base.get(name)
-    options = replace(call.options, chip=_chip(backend))
+    options = replace(call.options, chip=chip or accelerator(backend))
     compiled = base.Compiled(backend, call.kernel, options)
     if config.get("dump"):
         compiled.texts()  # producing them writes the dumps
     return backend.launch(compiled)
 
 
-def _chip(backend: base.Backend) -> Chip | None:
+def accelerator(backend: base.Backend) -> Chip | None:
     """The accelerator to compile for: the `target` knob's, else the one present."""
     if config.get("target"):
         found = named(config.get("target")).chip
@@ -450,7 +481,7 @@ def chip_for(backend: str | None) -> Chip | Host:
     name = backend or config.get("backend")
     if name in base.names():
         platforms = base.get(name).platforms
-        found = None if "cpu" in platforms else _chip(base.get(name))
+        found = None if "cpu" in platforms else accelerator(base.get(name))
     elif config.get("target"):
         return named(config.get("target")).chip
     else:
@@ -686,12 +717,30 @@ class Site:
         inside: the control flow around it, outermost first ("scan", "shard_map").
         times: how often one run of the function makes it; None: data-dependent.
         sources: per operand, the first operand that is the same array.
+        split: for one of the kernels that a call is run as: of which, and why.
     """
 
     call: Call
     inside: tuple[str, ...] = ()
     times: int | None = 1
     sources: tuple[int, ...] = ()
+    split: str = ""
+
+
+def in_parts(site: Site, platform: str, chip: Chip | Host | None) -> list[Site]:
+    """The kernels that a call is run as on a chip: itself, or those of its parts."""
+    call = for_platform(site.call, platform)
+    found = planned(call, platform, chip=chip if isinstance(chip, Chip) else None)
+    if found.program is None:
+        return [site]
+    size = analyze(run_passes(call.kernel)).axes[found.axis or 0].size
+    parts = parts_of(call, found.program)
+    whole = f"{len(parts)} of {call.kernel.name}"
+    how = f"i{found.axis} ({size} steps, {found.kind}) runs as {found.parts} parts"
+    return [
+        Site(part, site.inside, site.times, split=f"kernel {n} of {whole}: {how}")
+        for n, part in enumerate(parts, 1)
+    ]
 
 
 _NOT_CONTROL = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call")

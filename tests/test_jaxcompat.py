@@ -103,6 +103,40 @@ def test_refs_and_views_are_told_from_values():
     assert seen == [(True, True), False, (True, 1), (2, 4)]
 
 
+def test_memory_spaces_of_traced_values_are_those_of_their_types():
+    found = []
+
+    def kernel(x_ref):
+        found.append(jaxcompat.memory_space_of(x_ref))
+        jaxcompat.memory_space_of(x_ref[...])  # does not raise
+
+    with jaxcompat.kernel_tracing():
+        jax.make_jaxpr(kernel)(jaxcompat.abstract_ref((2, 4), np.float32, "here"))
+    assert found == ["here"]
+    assert jaxcompat.memory_space_of(np.ones(3)) is None
+
+
+def test_a_view_as_an_index_is_a_pytree():
+    leaves = []
+
+    def kernel(x_ref, i_ref):
+        view = x_ref.at[i_ref.at[0].at[1:]]
+        parts = jaxcompat.ref_and_transforms(view)
+        flat, tree = jax.tree.flatten(parts)
+        leaves.append(all(isinstance(x, (int, jax.core.Tracer)) for x in flat))
+        _, (indexer,) = jax.tree.unflatten(tree, flat)
+        root, transforms = jaxcompat.ref_and_transforms(indexer.indices[0])
+        leaves.append((root is i_ref, len(transforms)))
+
+    with jaxcompat.kernel_tracing():
+        refs = (
+            jaxcompat.abstract_ref((2, 4), np.float32),
+            jaxcompat.abstract_ref((2, 3), np.int32),
+        )
+        jax.make_jaxpr(kernel)(*refs)
+    assert leaves == [True, (True, 2)]
+
+
 def test_index_classes_keep_their_layout():
     get, swap = (e for e in traced_kernel().jaxpr.eqns)
     (indexer,) = jax.tree.unflatten(get.params["tree"], get.invars[1:])
@@ -372,3 +406,22 @@ def test_weakly_typed():
     x = jaxcompat.weakly_typed(jnp.ones(3))
     assert x.weak_type
     assert (x + jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_the_order_of_a_polynomials_coefficients_is_found():
+    bound = jax.make_jaxpr(lambda c, x: jnp.polyval(c, x))(np.ones(3, np.float32), 1.0)
+    (call,) = (e for e in bound.eqns if "jaxpr" in e.params)
+    inner, _ = jaxcompat.opened(call.params["jaxpr"])
+    names = {e.primitive.name: e.primitive for e in inner.eqns}
+    if "polynomial" not in names:
+        pytest.skip("this JAX has no primitive polynomial")
+    primitive = names["polynomial"]
+    value = float(primitive.bind(*map(np.float32, (2, 1, 10, 100))))
+    assert value == (421 if jaxcompat.polynomial_lowest_first(primitive) else 124)
+
+
+def test_an_unknown_meaning_of_polynomial_is_refused():
+    product = jaxcompat.Primitive("polynomial")
+    product.def_impl(lambda x, *coefficients: x * coefficients[0] * coefficients[1])
+    with pytest.raises(NotImplementedError, match="polynomial"):
+        jaxcompat.polynomial_lowest_first(product)

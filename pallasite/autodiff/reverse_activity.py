@@ -13,8 +13,6 @@ from pallasite.ir.types import TileType
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import VIEWS, Roots, read_refs, written_refs
 
-WRITES = ("store", "atomic_rmw", "atomic_cas", "copy_start")
-
 
 class Activity:
     """What depends on `wanted`, where each ref comes from, what is written."""
@@ -58,7 +56,7 @@ class Activity:
         elif op.name == "cond":
             for branch in Cond.of(op).branches:
                 self.join(op.results, branch.yields)
-        elif op.name in WRITES:
+        elif not op.regions:
             for ref in written_refs(op):
                 if any(map(self.depends, op.operands)) and ref.ref.dtype.is_float:
                     self.varied.add(self.root(ref))

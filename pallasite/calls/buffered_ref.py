@@ -107,7 +107,8 @@ _STATIC = {"static": True}  # part of the pytree's structure
 class BufferedRef(BufferedRefBase):
     """The blocks of one ref of a pipeline.
 
-    As a pytree it holds the memory: allocate it with `run_scoped`, or as scratch.
+    As a pytree it holds the memory: allocate it with `run_scoped`, or as scratch. So do
+    its subclasses, whether or not they are registered as pytrees.
 
     Attributes:
         window_ref: slots for blocks, along a new first dimension (one-dimensional
@@ -136,6 +137,12 @@ class BufferedRef(BufferedRefBase):
     has_allocated_buffer: bool = field(default=False, metadata=_STATIC)
 
     # --- creation ---
+
+    def __post_init__(self) -> None:
+        # At the first object, since a class that registers itself does so after
+        # `__init_subclass__`, and may do so only once.
+        if jax.tree_util.all_leaves([self]):
+            jax.tree_util.register_dataclass(type(self))
 
     @classmethod
     def create(

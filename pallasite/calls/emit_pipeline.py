@@ -64,7 +64,7 @@ class PipelinePlan:
     shared: tuple[int, int | None] | None = None  # axis, and its size if known
 
     def emit(self, im: Importer, eqn: Any) -> None:
-        from pallasite.importer.memory import view
+        from pallasite.importer.views import view
 
         atoms = list(eqn.invars)
         sizes = [im.value(atoms.pop(0)) if g is None else g for g in self.grid]

@@ -479,13 +479,17 @@ class WarpSpecializedPipeline:
             return carry
 
         steps.run(one, (), self.at)
-        # All slots must be free at the end, so that the memory can be reused.
-        for n in range(steps.slots):
+        # All slots must be free at the end, so that the memory can be reused. A body
+        # that releases them itself never releases those of the last steps.
+        delay = max((s.delay for s in ins), default=0)
+        never = delay if self.manual_consumed_barriers else 0
+        for n in range(steps.slots - never):
+            step = steps.count - steps.slots + n
 
-            @when(n < steps.count)
-            def _(n: int = n) -> None:
+            @when(step >= 0)
+            def _(step: Any = step) -> None:
                 for barriers in free:
-                    gpu.barrier_wait(barriers.at[n])
+                    gpu.barrier_wait(barriers.at[steps.slot(step)])
 
     def _step(
         self,
@@ -505,12 +509,14 @@ class WarpSpecializedPipeline:
             gpu.barrier_wait(full.at[slot])
         views = [ring.at[slot] for ring in rings]
         views += [result.at[0] for result in results]
+        delay = max((s.delay for s in ins), default=0)
+        # Not negative in the first steps, which release nothing.
+        released = steps.slot(step + (steps.slots - delay if delay else 0))
         if self.manual_consumed_barriers:
-            views += [barriers.at[slot] for barriers in free]
+            views += [barriers.at[released] for barriers in free]
         carry = _called(self.body, (indices, *views), carry)
         if not self.manual_consumed_barriers:
-            delay = max((s.delay for s in ins), default=0)
-            release = lambda: gpu.barrier_arrive(free[0].at[steps.slot(step - delay)])
+            release = lambda: gpu.barrier_arrive(free[0].at[released])
             if delay:
                 when(step >= delay)(release)
             else:

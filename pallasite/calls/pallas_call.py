@@ -26,7 +26,7 @@ from pallasite.calls.build import (
 )
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.ir import types as T
-from pallasite.language import ref_transforms
+from pallasite.language import ref_transforms, upstream
 from pallasite.language.memory_spaces import (
     MemoryRef,
     SemaphoreType,
@@ -133,11 +133,12 @@ def pallas_call(
     if scratch_types is not None:
         scratch_shapes = scratch_types
     if grid_spec is not None and not isinstance(grid_spec, GridSpec):
+        fix = "pl.GridSpec(grid=..., in_specs=..., out_specs=...)"
         raise SpecError(
             "grid_spec must be a pl.GridSpec",
             [("got", repr(grid_spec))],
             at,
-            "pl.GridSpec(grid=..., in_specs=..., out_specs=...)",
+            upstream.FIX if upstream.is_upstreams(grid_spec) else fix,
         )
     if grid_spec is None:
         grid_spec = GridSpec(grid, in_specs, out_specs, scratch_shapes)
@@ -343,6 +344,8 @@ def params_of(given: Any, at: Any, what: str = "compiler_params") -> dict[str, A
         return {}
     if dataclasses.is_dataclass(given):
         fields = {f.name: getattr(given, f.name) for f in dataclasses.fields(given)}
+        if what == "compiler_params" and PARAMETERS.isdisjoint(fields):
+            raise _other_parameters(given, at)
         return {k: v for k, v in fields.items() if v is not None}
     if isinstance(given, Mapping):
         flat: dict[str, Any] = {}
@@ -357,6 +360,16 @@ def params_of(given: Any, at: Any, what: str = "compiler_params") -> dict[str, A
         return flat
     kind = "a CompilerParams" if what == "compiler_params" else "a dict"
     raise SpecError(f"{what} must be {kind}, got {given!r}", at=at)
+
+
+def _other_parameters(given: Any, at: Any) -> SpecError:
+    """The error for an object that configures something else."""
+    kind = type(given).__name__
+    return SpecError(
+        f"compiler_params must be a CompilerParams, got {kind}(...)",
+        at=at,
+        fix="pass it as interpret=" if "Interpret" in kind else "CompilerParams(...)",
+    )
 
 
 def _unknown_parameter(key: Any, at: Any) -> SpecError:

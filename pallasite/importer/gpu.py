@@ -15,7 +15,8 @@ import jax
 from pallasite.errors import KernelTypeError
 from pallasite.importer import gpu_checks as checks
 from pallasite.importer.importer import Importer
-from pallasite.importer.memory import outside_warpgroups, view
+from pallasite.importer.memory import outside_warpgroups
+from pallasite.importer.views import view
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Op, Span, Value, walk

@@ -35,6 +35,16 @@ class Effect(Enum):
     WRITE = "write"  # also ordering: copies, semaphores, prints
 
 
+class Use(Enum):
+    """What an op does to the memory behind a ref that it takes."""
+
+    NONE = "none"
+    READ = "read"
+    WRITE = "write"  # of a semaphore or barrier: changes its count
+    UPDATE = "update"  # reads and writes, or writes a part and keeps the rest
+    VIEW = "view"  # its result is part of the same memory
+
+
 # Levels of the IR, each including the ops of those before it: operations on whole
 # blocks; copies in flight, semaphores, concurrent roles and layouts.
 TILE, EXPLICIT = "tile", "explicit"
@@ -56,6 +66,13 @@ class OpDef:
     unit: Unit = Unit.NONE
     effect: Effect = Effect.PURE
     elementwise: bool = False
+    # Of its ref operands by position; the last holds for all later ones.
+    uses: tuple[Use, ...] = ()
+    indexed: bool = False  # selects elements of its first operand (`nodes.Access`)
+    # Each element of the result is one of the first operand's; the attributes say
+    # which, and the numbers have no part in it.
+    moves: bool = False
+    linear: tuple[int, ...] = ()  # in each of these operands, if the others are held
     regions: int | None = 0  # None: any number
     domain: tuple[float, float] | None = None  # sampled by the conformance tests
     max_ulp: float = 0  # allowed error in ulps of the result type; 0: exact
@@ -79,6 +96,12 @@ def register(row: OpDef) -> OpDef:
 def table() -> dict[str, OpDef]:
     """The op table. The package's import fills it (`pallasite.ops` holds the rows)."""
     return OPS
+
+
+def names(holds: Callable[[OpDef], bool]) -> frozenset[str]:
+    """The ops whose rows have a property. Only for code above the op table."""
+    assert OPS, "pallasite.ops is not imported yet"
+    return frozenset(name for name, row in table().items() if holds(row))
 
 
 class TypeRuleError(Exception):

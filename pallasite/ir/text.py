@@ -32,7 +32,6 @@ from pallasite.ir.opdef import table
 from pallasite.ir.parse import parse_kernel as parse_kernel
 from pallasite.ir.types import DType, RefType, TileType
 
-INDEXED = frozenset({"load", "store", "atomic_rmw", "atomic_cas", "subview"})
 _IMPLIED = frozenset({"index", "mask", "other"})  # shown by the syntax of indexed ops
 _TYPE, _NOTHING = frozenset({"type"}), frozenset[str]()
 _STORED = {"store": 1, "atomic_rmw": 1, "atomic_cas": 2}  # values written
@@ -119,7 +118,7 @@ class _Printer:
             self.lines.append(f"{indent}yield {self.values(block.yields)}")
 
     def op(self, op: Op, indent: str, regions: bool) -> None:
-        sugared = op.name in INDEXED and _index_fits(op)
+        sugared = _is_indexed(op.name) and _index_fits(op)
         # Operands first: an op cannot use a value that it defines itself.
         operands = self.indexed(op) if sugared else self.values(op.operands)
         line = indent
@@ -211,6 +210,11 @@ def _implied_type(op: Op) -> frozenset[str]:
     """Whether `type` is redundant because the result's type says it already."""
     shown = len(op.results) == 1 and op.attrs.get("type") == op.results[0].type
     return _TYPE if shown else _NOTHING
+
+
+def _is_indexed(name: str) -> bool:
+    row = table().get(name)
+    return row is not None and row.indexed
 
 
 def _index_fits(op: Op) -> bool:

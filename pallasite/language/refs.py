@@ -27,7 +27,7 @@ from pallasite.language.memory_spaces import (
     as_memory_ref,
     of_whom,
 )
-from pallasite.language.trace import innermost_grid, user_location
+from pallasite.language.trace import innermost_grid, negative_size, user_location
 
 ds = jax.ds
 dslice = jax.ds
@@ -200,6 +200,11 @@ def _bind_access(primitive, ref, idx, values=(), mask=None, other=None, **params
     view = _view(ref, idx) if mask is None else _masked_view(ref, idx)
     root, transforms = jaxcompat.ref_and_transforms(view)
     shape, dtype = picked(jaxcompat.aval_of(root), transforms)
+    for size in shape:
+        if size < 0:
+            raise negative_size(
+                size, [("ref", jaxcompat.aval_of(root))], user_location()
+            )
     values = [jnp.asarray(v, dtype) for v in values]
     values = [jnp.broadcast_to(v, shape) if v.shape == () else v for v in values]
     if mask is not None:
@@ -468,8 +473,10 @@ def flatten_views(*views: Any) -> tuple[list[Any], Any]:
 def _picks_rows(ref: Any) -> bool:
     """Whether a view's last index begins with an array or ref of row indices."""
     _, transforms = jaxcompat.ref_and_transforms(ref)
-    indices = getattr(transforms[-1], "indices", ()) if transforms else ()
-    return bool(indices) and bool(getattr(indices[0], "shape", ()))
+    last: Any = transforms[-1] if transforms else None
+    if not getattr(last, "indices", ()) or isinstance(last.indices[0], Slice):
+        return False
+    return bool(last.int_indexer_shape)
 
 
 class SelectedRef:

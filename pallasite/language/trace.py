@@ -28,6 +28,7 @@ from pallasite.errors import (
     SpecError,
 )
 from pallasite.ir.nodes import Loc
+from pallasite.language import upstream
 
 # JAX's messages (0.10, 0.12) for a ref used in place of an array.
 _REF_AS_ARRAY = (
@@ -342,8 +343,10 @@ def explain_trace_failure(
     text = str(error)
     at = _raising_line(error) or location_of(fn)
     facts = [role]
-    if refused := _read_by_no_integer(facts):
+    if refused := _refused_read(facts):
         return refused
+    if theirs := upstream.function_in(_frames_inside(error)):
+        return upstream.foreign(theirs, facts, at)
     if "ShapedArray(bool" in text.partition("Transforms:")[2]:
         return boolean_index("a boolean mask", facts, at)
     if store := _STORE_REFUSED.match(text):
@@ -385,6 +388,14 @@ def explain_trace_failure(
             [*facts, ("value", _kind_of(stored[0]))],
             at,
             "write an array or a number; for a list, jnp.asarray(value, ref.dtype)",
+        )
+    if "__jax_array__" in text and _raised_while_reading(error):
+        return RefIndexError(
+            "a view of a ref is the index of a read or write",
+            facts,
+            at,
+            "read it first: x_ref[i_ref[0]] instead of x_ref[i_ref.at[0]]; copies take "
+            "views",
         )
     if "DShapedArray" in text or "size must be" in text:
         return KernelTypeError(
@@ -504,8 +515,8 @@ def _kind_of(value: Any) -> str:
     return f"a {type(value).__name__}" + (f" of {len(value)}" if sized else "")
 
 
-def _read_by_no_integer(facts: Sequence[tuple[str, Any]]) -> PallasError | None:
-    """The error for an earlier read with a non-integer index.
+def _refused_read(facts: Sequence[tuple[str, Any]]) -> PallasError | None:
+    """The error for an earlier read with a non-integer index or a negative size.
 
     The shape of such a read may be what JAX rejects now.
     """
@@ -513,11 +524,26 @@ def _read_by_no_integer(facts: Sequence[tuple[str, Any]]) -> PallasError | None:
         if eqn.primitive.name == "get":
             ref, *index = eqn.invars
             where = [*facts, ("ref", _type_of(ref.aval))]
+            at = equation_location(eqn)
             for entry in index:
-                at = equation_location(eqn)
                 if refused := non_integer_index(entry, where, at):
                     return refused
+            for size in eqn.outvars[0].aval.shape:
+                if isinstance(size, int) and size < 0:
+                    return negative_size(size, where, at)
     return None
+
+
+def negative_size(
+    size: int, facts: Sequence[tuple[str, Any]], at: Loc | None
+) -> RefIndexError:
+    """The error for a slice with a negative size."""
+    return RefIndexError(
+        f"a slice of a ref has a negative size, {size}",
+        facts,
+        at,
+        "sizes are not negative: pl.ds(start, size) with a size of 0 or more",
+    )
 
 
 def non_integer_index(
@@ -610,7 +636,7 @@ _STORE_REFUSED = re.compile(
 )
 
 
-def _explain_store(found: re.Match[str], facts: Any, at: Any) -> KernelTypeError:
+def _explain_store(found: re.Match[str], facts: Any, at: Any) -> PallasError:
     """The error for a value that JAX cannot store into a ref."""
     if found["what"] == "dtype":
         return KernelTypeError(
@@ -620,6 +646,8 @@ def _explain_store(found: re.Match[str], facts: Any, at: Any) -> KernelTypeError
             "value.astype(ref.dtype)",
         )
     ref, picked, value = found["ref"], found["picked"], found["value"]
+    if negative := re.search(r"-\d+", picked):
+        return negative_size(int(negative[0]), [*facts, ("ref", ref)], at)
     part = None if picked == ref else picked
     shapes = [("ref", ref), ("picked", part), ("value", value)]
     what = "a value of the wrong shape is written to a ref"
@@ -665,6 +693,12 @@ def _not_a_ref(fn: Any, args: Sequence[Any]) -> str | None:
             refs = count_of(len(jax.tree.leaves(arg)), "ref")
             shown.append(f"'{name}' is a {type(arg).__name__} of {refs}")
     return ", ".join(shown) or None
+
+
+def _raised_while_reading(error: BaseException) -> bool:
+    """Whether one of JAX's functions that read and write refs raised the error."""
+    codes = [frame.f_code for frame in _frames_inside(error)]
+    return any(c.co_name in ("ref_get", "ref_swap", "ref_addupdate") for c in codes)
 
 
 def _raised_while_indexing(error: BaseException) -> bool:

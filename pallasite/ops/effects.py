@@ -11,6 +11,7 @@ from pallasite.ir.opdef import (
     TypeRule,
     TypeRuleError,
     Unit,
+    Use,
     register,
 )
 from pallasite.ir.types import I32, RefType, TileType, Type
@@ -321,31 +322,53 @@ def _row(
 _control: dict[str, Any] = {"unit": Unit.CONTROL}
 _explicit: dict[str, Any] = {"level": EXPLICIT, "layouts": True}
 _laid_out: dict[str, Any] = {"layouts": True}
+_view: dict[str, Any] = {"uses": (Use.VIEW,), "effect": Effect.PURE}
+_reads: dict[str, Any] = {"uses": (Use.READ,)}
+_writes: dict[str, Any] = {"uses": (Use.WRITE,)}
+_updates: dict[str, Any] = {"uses": (Use.UPDATE,)}
+_indexed: dict[str, Any] = {"indexed": True}
+# A copy may complete at any time between its start and its wait, so both write. For a
+# remote copy, these are its effects on this device's memory: every device runs the
+# kernel.
+_copies: dict[str, Any] = {"uses": (Use.READ, Use.WRITE), **_explicit}
+# Rows that are not indexed stay as they were.
+_some_rows: dict[str, Any] = {"uses": (Use.READ, Use.UPDATE, Use.WRITE), **_explicit}
 
 # Masked-off elements access no memory. Without a mask, scalar and slice starts are
 # clamped to the ref as by lax.dynamic_slice; gathered indices are clamped when read and
 # dropped when written; with a mask this holds element by element.
-_row("load", _load, None, ("index", "mask", "other"), Effect.READ, **_laid_out)
-_row("store", _store, None, ("index", "mask"), **_laid_out)
+_load_parts = ("index", "mask", "other")
+_row("load", _load, None, _load_parts, Effect.READ, **_reads, **_indexed, **_laid_out)
+_row("store", _store, None, ("index", "mask"), **_writes, **_indexed, **_laid_out)
 _row(
     "atomic_rmw",
     _atomic_rmw,
     None,
     ("kind", "index", "mask"),
     doc="returns the old value",
+    **_updates,
+    **_indexed,
 )
-_row("atomic_cas", _atomic_cas, None, ("index",), doc="returns the old value")
-_row("subview", _subview, None, ("index",), Effect.PURE, **_laid_out)
-_row("reshape_view", _reshape_view, 1, ("shape",), Effect.PURE)
-_row("bitcast_view", _bitcast_view, 1, ("dtype",), Effect.PURE)
-_row("transpose_view", _transpose_view, 1, ("perm",), Effect.PURE)
+_row(
+    "atomic_cas",
+    _atomic_cas,
+    None,
+    ("index",),
+    doc="returns the old value",
+    **_updates,
+    **_indexed,
+)
+_row("subview", _subview, None, ("index",), **_view, **_indexed, **_laid_out)
+_row("reshape_view", _reshape_view, 1, ("shape",), **_view)
+_row("bitcast_view", _bitcast_view, 1, ("dtype",), **_view)
+_row("transpose_view", _transpose_view, 1, ("perm",), **_view)
 _row(
     "block_view",
     _block_view,
     None,
     ("window",),
-    Effect.PURE,
     doc="the block of a pipeline's window at the given block indices",
+    **_view,
 )
 _row(
     "alloc",
@@ -392,13 +415,13 @@ _row(
     doc="waits until every role, or every subcore of the core, arrives",
     **_explicit,
 )
-_row("copy_start", _copy, None, ("priority",), doc="starts an async copy", **_explicit)
+_row("copy_start", _copy, None, ("priority",), doc="starts an async copy", **_copies)
 _row(
     "copy_wait",
     _copy,
     None,
     doc="waits for an async copy of the same shape",
-    **_explicit,
+    **_copies,
 )
 _row(
     "indexed_copy_start",
@@ -408,7 +431,7 @@ _row(
     doc="starts an async copy with rows of its `indexed` side selected by index; "
     "out-of-bounds indices are clamped when read and dropped when written; `add` "
     "accumulates",
-    **_explicit,
+    **_some_rows,
 )
 _row(
     "indexed_copy_wait",
@@ -416,14 +439,15 @@ _row(
     4,
     ("indexed",),
     doc="waits for an async copy of as many rows",
-    **_explicit,
+    **_some_rows,
 )
-_row("sem_signal", _nothing, 2, doc="semaphore, i32 increment", **_explicit)
+_row("sem_signal", _nothing, 2, doc="semaphore, i32 increment", **_writes, **_explicit)
 _row(
     "sem_signal_core",
     _nothing,
     3,
     doc="semaphore, i32 increment, i32 index of the core that owns the semaphore",
+    **_writes,
     **_explicit,
 )
 _row(
@@ -431,15 +455,17 @@ _row(
     _nothing,
     2,
     doc="semaphore, i32 amount: waits, then subtracts",
+    **_writes,
     **_explicit,
 )
-_row("sem_read", _sem_read, 1, (), Effect.READ, **_explicit)
+_row("sem_read", _sem_read, 1, (), Effect.READ, **_reads, **_explicit)
 _row(
     "fetch_and_add",
     _fetch_and_add,
     3,
     doc="i32 in scalar memory, i32 increment, i32 index of the subcore that owns the "
     "memory: atomic add, returns the old value",
+    **_updates,
     **_explicit,
 )
 _row(
@@ -449,13 +475,14 @@ _row(
     ("priority",),
     doc="source, remote destination, local semaphore (source read), remote semaphore "
     "(destination written), device",
-    **_explicit,
+    **_copies,
 )
 _row(
     "sem_signal_device",
     _nothing,
     None,
     doc="semaphore, i32 increment, i32 index of the device, optionally of its core",
+    **_writes,
     **_explicit,
 )
 _row(

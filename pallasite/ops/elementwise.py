@@ -101,6 +101,7 @@ def _row(
     max_ulp: float = 0,
     attrs: tuple[str, ...] = (),
     lower: Callable[..., Any] | None = None,
+    linear: tuple[int, ...] = (),
     doc: str = "",
 ) -> OpDef:
     return register(
@@ -117,6 +118,7 @@ def _row(
             elementwise=True,
             domain=domain,
             max_ulp=max_ulp,
+            linear=linear,
             doc=doc,
         )
     )
@@ -133,10 +135,10 @@ def _special(
 # --- arithmetic ---
 _row("add", 2, np.add, dtypes=NUMBERS)
 _row("sub", 2, np.subtract)
-_row("mul", 2, np.multiply)
-_row("div", 2, m.div, max_ulp=1)
+_row("mul", 2, np.multiply, linear=(0, 1))
+_row("div", 2, m.div, max_ulp=1, linear=(0,))
 _row("rem", 2, m.rem, max_ulp=1)
-_row("neg", 1, np.negative)
+_row("neg", 1, np.negative, linear=(0,))
 _row("abs", 1, np.abs, dtypes=SIGNED)
 _row("sign", 1, m.sign)
 _row("max", 2, np.maximum, dtypes=ALL, doc="NaN if either is NaN")
@@ -234,7 +236,16 @@ for _name, _fn in {
 # --- selection and conversion ---
 _row("select_n", None, m.select_n, dtypes=ALL, rule=_select, domain=None)
 _row("stop_gradient", 1, m.stop_gradient, dtypes=ALL, doc="the operand, held constant")
-_row("cast", 1, m.cast, dtypes=ALL, rule=_cast, attrs=("dtype",), jax="")
+_row(
+    "cast",
+    1,
+    m.cast,
+    dtypes=ALL,
+    rule=_cast,
+    attrs=("dtype",),
+    jax="",
+    linear=(0,),  # but for rounding
+)
 _row(
     "bitcast",
     1,

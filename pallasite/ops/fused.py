@@ -14,6 +14,7 @@ from pallasite.ir.opdef import (
     OpDef,
     TypeRuleError,
     Unit,
+    Use,
     register,
     table,
 )
@@ -95,6 +96,7 @@ register(
         lower=_store,
         unit=Unit.MATRIX,
         effect=Effect.WRITE,
+        uses=(Use.NONE, Use.NONE, Use.UPDATE),
         doc="a dot plus the contents of a ref, or plus `addend`, stored to the ref; "
         "the contents are ignored where `overwrite` is positive",
     )

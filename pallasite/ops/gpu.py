@@ -21,6 +21,7 @@ from pallasite.ir.opdef import (
     TypeRule,
     TypeRuleError,
     Unit,
+    Use,
     register,
 )
 from pallasite.ir.types import INDEX, RefType, TileType, Type
@@ -110,19 +111,30 @@ def gpu_row(
     return register(row)
 
 
+COUNTS = (Use.WRITE,)  # a barrier counts arrivals and bytes
+
 gpu_row(
     "barrier_expect",
     barrier_rule,
     1,
     ("bytes",),
+    uses=COUNTS,
     doc="one arrival; the phase also waits for that many bytes of copies",
 )
-gpu_row("barrier_arrive", barrier_rule, 1, (), doc="one arrival per warp that runs it")
+gpu_row(
+    "barrier_arrive",
+    barrier_rule,
+    1,
+    (),
+    uses=COUNTS,
+    doc="one arrival per warp that runs it",
+)
 gpu_row(
     "barrier_wait",
     barrier_rule,
     2,
     (),
+    uses=COUNTS,
     doc="waits until the phase of that parity is complete",
 )
 gpu_row(
@@ -131,6 +143,7 @@ gpu_row(
     3,
     ("contract",),
     unit=Unit.MATRIX,
+    uses=(Use.READ,),
     doc="starts a matmul of a warpgroup into an accumulator; the result is in flight",
 )
 gpu_row(
@@ -164,6 +177,7 @@ gpu_row(
     barrier_rule,
     1,
     ("axes", "to"),
+    uses=COUNTS,
     doc="one arrival at that barrier in `all` blocks along axes of the cluster, or in "
     "the `first`",
 )
@@ -172,6 +186,7 @@ gpu_row(
     _cluster_copy,
     3,
     ("axes", "to"),
+    uses=(Use.READ, Use.WRITE),
     doc="an async copy that arrives at a barrier: to the same shared memory in `all` "
     "blocks along axes of the cluster, or to this block's, with the barrier of "
     "the `first` block",

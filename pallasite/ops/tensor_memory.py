@@ -10,10 +10,10 @@ from typing import cast
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Op, Value
-from pallasite.ir.opdef import Attrs, TypeRuleError, Unit
+from pallasite.ir.opdef import Attrs, TypeRuleError, Unit, Use
 from pallasite.ir.roles import TensorMma
 from pallasite.ir.types import BOOL, RefType, TileType, Type
-from pallasite.ops.gpu import barrier_rule, gpu_row, nothing
+from pallasite.ops.gpu import COUNTS, barrier_rule, gpu_row, nothing
 
 
 def _mma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
@@ -66,15 +66,24 @@ gpu_row(
     4,
     ("contract", "axes"),
     unit=Unit.MATRIX,
+    uses=(Use.UPDATE, Use.READ),
     doc="starts a matmul that accumulates into tensor memory, or overwrites it; with "
     "axes, a collective one of two blocks of a cluster",
 )
-gpu_row("tensor_copy", _copy, 2, ("axes",), doc="starts a copy into tensor memory")
+gpu_row(
+    "tensor_copy",
+    _copy,
+    2,
+    ("axes",),
+    uses=(Use.READ, Use.WRITE),
+    doc="starts a copy into tensor memory",
+)
 gpu_row(
     "tensor_commit",
     barrier_rule,
     1,
     ("axes",),
+    uses=COUNTS,
     doc="one arrival when all earlier matmuls and copies have completed",
 )
 gpu_row(

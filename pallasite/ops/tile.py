@@ -232,21 +232,24 @@ def _row(
     return register(OpDef(name, rule, arity, attrs=attrs, lower=lower, **kw))
 
 
+_moves: dict[str, Any] = {"moves": True, "linear": (0,)}
+
 _row("constant", _constant, 0, ("value", "type"), doc="a tile filled with one value")
 _row("iota", _iota, 0, ("type", "dim"), doc="each element's position along `dim`")
-_row("broadcast_in_dim", _broadcast, 1, ("shape", "dims"))
-_row("reshape", _reshape, 1, ("shape",))
-_row("transpose", _transpose, 1, ("perm",))
-_row("slice", _slice, 1, ("starts", "limits", "strides"))
+_row("broadcast_in_dim", _broadcast, 1, ("shape", "dims"), **_moves)
+_row("reshape", _reshape, 1, ("shape",), **_moves)
+_row("transpose", _transpose, 1, ("perm",), **_moves)
+_row("slice", _slice, 1, ("starts", "limits", "strides"), **_moves)
 _row("concatenate", _concatenate, None, ("axis",))
 _row("pad", _pad, 2, ("low", "high", "interior"), doc="negative low or high crops")
-_row("rev", _keep, 1, ("axes",))
+_row("rev", _keep, 1, ("axes",), **_moves)
 _row(
     "exchange",
     _exchange,
     1,
     ("axis", "distance"),
     doc="element i moves to i xor `distance`; sizes are powers of two",
+    **_moves,
 )
 _row("reduce", _reduce, 1, ("kind", "axes"), unit=Unit.ALU, max_ulp=4)
 _row(
@@ -264,6 +267,7 @@ _row(
     2,
     ("contract", "batch", "dtype", "precision"),
     unit=Unit.MATRIX,
+    linear=(0, 1),
     doc="contract, batch: (lhs dims, rhs dims); result dims: batch, lhs free, rhs free",
 )
 _row("dynamic_slice", _dynamic_slice, None, ("sizes",), doc="starts are clamped")

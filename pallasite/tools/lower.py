@@ -15,7 +15,17 @@ from pallasite.backends import base
 from pallasite.errors import SpecError
 from pallasite.ir.nodes import Kernel
 from pallasite.language.trace import user_location
-from pallasite.primitive import Call, Choice, calls_in, check_platform, choose
+from pallasite.primitive import (
+    Call,
+    Choice,
+    Site,
+    accelerator,
+    calls_in,
+    check_platform,
+    choose,
+    in_parts,
+)
+from pallasite.target import named
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class Lowered:
 
         call = self.calls[kernel]
         chosen = base.get(backend or _default_backend(call))
-        options = replace(call.options, debug=True)
+        options = replace(call.options, debug=True, chip=accelerator(chosen))
         made = base.Compiled(chosen, call.kernel, options)
         stages = made.texts()
         texts = {"import": print_kernel(call.kernel, locs=True)}
@@ -72,6 +82,20 @@ class Lowered:
         call, platform = self.calls[kernel], platform or _own_platform()
         check_platform(call, (platform,))
         return choose(call, platform)
+
+    def in_parts(self, platform: str | None = None) -> "Lowered":
+        """The calls as they run: a call whose axis is split is several.
+
+        Args:
+            platform: "cpu", "cuda" or "tpu"; by default the one JAX uses.
+        """
+        platform = platform or _own_platform()
+        chip = None
+        if config.get("target"):
+            found = named(config.get("target"))
+            chip = found.chip if found.platform == platform else None
+        parts = (in_parts(Site(call), platform, chip) for call in self.calls)
+        return Lowered(tuple(site.call for sites in parts for site in sites))
 
     def __str__(self) -> str:
         return "\n".join(kernel.text for kernel in self.kernels)

@@ -266,6 +266,32 @@ BAD = {
     "negative index": lambda: call(
         lambda x_ref, o_ref: o_ref.__setitem__(-17, x_ref[0])
     ),
+    "negative size": lambda: stored(lambda x_ref: x_ref[pl.ds(0, -2)]),
+    "negative size, written": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(pl.ds(0, -2), x_ref[...])
+    ),
+    "negative size, not stored": lambda: stored(
+        lambda x_ref: x_ref[pl.ds(0, -2)].sum()
+    ),
+    "negative size, masked": lambda: stored(
+        lambda x_ref: pl.load(x_ref, (pl.ds(9, -2), 0), mask=True)
+    ),
+    "negative size, copied": lambda: call(
+        lambda x_ref, o_ref: pltpu.sync_copy(
+            x_ref.at[pl.ds(0, -2)], o_ref.at[pl.ds(0, -2)]
+        )
+    ),
+    "stride 0, written": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(pl.ds(3, 16, 0), x_ref[...])
+    ),
+    "stride 0, added to": lambda: stored(
+        lambda x_ref: pl.atomic_add(x_ref, (pl.ds(3, 16, 0),), jnp.ones((16, 128)))
+    ),
+    "stride 0, copied": lambda: call(
+        lambda x_ref, o_ref: pltpu.sync_copy(x_ref.at[pl.ds(3, 16, 0)], o_ref)
+    ),
+    "view as index": lambda: stored(lambda x_ref: x_ref[x_ref.at[0]]),
+    "ref of floats as index": lambda: stored(lambda x_ref: x_ref[x_ref]),
     "store dtype": lambda: call(
         lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...].astype(jnp.int32))
     ),
@@ -287,6 +313,13 @@ BAD = {
         out_specs=spec,
     ),
     "interpret": lambda: call(interpret="yes"),
+    "interpret with parameters": lambda: call(
+        interpret=pltpu.CompilerParams(vmem_limit_bytes=4096)
+    ),
+    "parameters of the emulation": lambda: call(
+        compiler_params=pltpu.InterpretParams(num_cores_or_threads=2)
+    ),
+    "parameters of another kind": lambda: call(compiler_params=spec),
     "semantics count": lambda: call(
         grid=2,
         in_specs=[spec],

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import pallasite as pl
+from pallasite import tpu as pltpu
 from pallasite.ir.nodes import walk
 from pallasite.primitive import kernels_in
 from tests.backends.tpu import harness as tpu
@@ -244,3 +245,93 @@ def test_updates_of_a_whole_tile_have_no_indices(change):
     (imported,) = kernels_in(pl.pallas_call(kernel, S(X.shape, X.dtype)), X)
     assert len(imported.inputs) == 1
     np.testing.assert_array_equal(tpu.simulated(imported, [X])[0], want)
+
+
+# --- slices of stride 0: one place, several times ---
+
+REPEATED = {
+    "a row": (lambda x, i: x[pl.ds(2, 5, stride=0)], lambda x: x[[2] * 5]),
+    "a row at run time": (lambda x, i: x[pl.ds(i, 5, stride=0)], lambda x: x[[1] * 5]),
+    "past the end": (lambda x, i: x[pl.ds(i + 9, 2, 0), 1:3], lambda x: x[[2, 2], 1:3]),
+    "a column": (lambda x, i: x[:, pl.ds(3, 7, stride=0)], lambda x: x[:, [3] * 7]),
+    "both": (lambda x, i: x[pl.ds(i, 2, 0), pl.ds(0, 3, 0)], lambda x: x[[1, 1], :1]),
+    "next to an array": (
+        lambda x, i: x[2 - 2 * lax.iota(jnp.int32, 2), pl.ds(i, 3, 0)],
+        lambda x: x[[2, 0], 1:2],
+    ),
+    "once": (lambda x, i: x[pl.ds(i, 1, stride=0)], lambda x: x[1:2]),
+    "never": (lambda x, i: x[pl.ds(i, 0, stride=0)], lambda x: x[1:1]),
+    "of a view": (lambda x, i: x.at[1:].at[pl.ds(i, 4, 0)][...], lambda x: x[[2] * 4]),
+    "pl.load": (lambda x, i: pl.load(x, (pl.ds(i, 6, 0),)), lambda x: x[[1] * 6]),
+    "pl.load with a mask": (
+        lambda x, i: pl.load(x, (pl.ds(i, 6, 0), 0), mask=jnp.arange(6) < 4, other=-1),
+        lambda x: np.where(np.arange(6) < 4, x[1, 0], np.float32(-1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_reads_with_stride_0_repeat_one_place(name, dtype):
+    read, expected = REPEATED[name]
+    x = X.astype(dtype)
+
+    def kernel(x_ref, i_ref, o_ref):
+        o_ref[...] = read(x_ref, i_ref[0])
+
+    want = np.asarray(expected(x), dtype)
+    full = {"both": (2, 3), "a column": (3, 7), "next to an array": (2, 3)}
+    want = np.broadcast_to(want, full.get(name, want.shape))
+    place = np.int32([1])
+    modes = (True, False) if name == "past the end" else MODES  # checked mode reports
+    for mode in modes:
+        call = pl.pallas_call(kernel, S(want.shape, dtype), interpret=mode)
+        np.testing.assert_array_equal(call(x, place), want)
+    if want.size:
+        (imported,) = kernels_in(pl.pallas_call(kernel, S(want.shape, dtype)), x, place)
+        got = simulated(imported, (x, place))[0]
+        np.testing.assert_array_equal(np.asarray(got, dtype), want)
+
+
+# --- refs, and views of refs, as indices ---
+
+ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
+
+
+@pytest.mark.parametrize("mode", MODES[:2], ids=["emulated", "checked"])
+def test_a_copy_takes_a_view_of_row_numbers(mode):
+    """As JAX's page on SparseCores writes it."""
+    numbers = np.int32([[0, 0, 0], [2, 0, 1]])
+
+    def kernel(x_ref, i_ref, gathered_ref, scattered_ref, rows_ref):
+        pltpu.sync_copy(x_ref.at[i_ref.at[1]], rows_ref)
+        gathered_ref[...] = rows_ref[...]
+        pltpu.sync_copy(rows_ref, scattered_ref.at[i_ref.at[pl.program_id(0) + 1]])
+
+    gathered, scattered = pl.pallas_call(
+        kernel,
+        (S(X.shape, X.dtype),) * 2,
+        grid=1,
+        in_specs=[ANYWHERE, pl.BlockSpec((2, 3), lambda i: (0, 0))],
+        out_specs=[pl.BlockSpec((3, 4), lambda i: (0, 0)), ANYWHERE],
+        scratch_shapes=[pltpu.VMEM((3, 4), jnp.float32)],
+        interpret=mode,
+    )(X, numbers)
+    np.testing.assert_array_equal(gathered, X[[2, 0, 1]])
+    np.testing.assert_array_equal(scattered, X)
+
+
+def test_a_ref_of_numbers_is_an_index():
+    def kernel(x_ref, i_ref, o_ref):
+        o_ref[...] = x_ref[i_ref]
+
+    agree_everywhere(kernel, X[ROWS], X, ROWS)
+
+    def masked(x_ref, i_ref, o_ref):
+        o_ref[...] = pl.load(
+            x_ref, (i_ref.at[1],), mask=i_ref[1][:, None] < 0, other=-7.0
+        )
+
+    numbers = np.stack([ROWS, ROWS[::-1]])
+    want = np.where(ROWS[::-1, None] < 0, X[ROWS[::-1]], np.float32(-7))
+    agree_everywhere(masked, want, X, numbers)

@@ -864,3 +864,38 @@ def reverse_rows(x, **call):
         out_specs=pl.BlockSpec((8, 6), lambda i: (i, 0)),
         **call,
     )(x)
+
+
+def scale_by_group_kernel(x_ref, scales_ref, offsets_ref, o_ref):
+    """Each block of rows has one row of scales, and each row one offset."""
+    rows, columns = x_ref.shape
+    scales = scales_ref[pl.ds(pl.program_id(0), rows, stride=0)]
+    offsets = offsets_ref[:, pl.ds(1, columns, stride=0)]
+    o_ref[...] = x_ref[...] * scales + offsets
+
+
+@zoo.case(
+    reference=lambda x, scales, offsets: (
+        x * jnp.repeat(scales, 8, axis=0) + offsets[:, 1:2]
+    ),
+    make_args=lambda rng: (
+        normal(rng, 24, 72),
+        normal(rng, 3, 72),
+        normal(rng, 24, 3),
+    ),
+)
+def scale_by_group(x, scales, offsets, **call):
+    """Loads with stride 0 repeat one row, or one column."""
+    rows = pl.BlockSpec((8, 72), lambda i: (i, 0))
+    return pl.pallas_call(
+        scale_by_group_kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(3,),
+        in_specs=[
+            rows,
+            pl.BlockSpec((3, 72), lambda i: (0, 0)),
+            pl.BlockSpec((8, 3), lambda i: (i, 0)),
+        ],
+        out_specs=rows,
+        **call,
+    )(x, scales, offsets)

@@ -34,6 +34,7 @@ from pallasite.passes.lower.legalize import legalize
 from pallasite.passes.lower.matrix_units import write_out
 from pallasite.passes.lower.own_inputs import own_inputs, own_results
 from pallasite.passes.lower.place_windows import place_windows
+from pallasite.passes.lower.plain_copies import plain_copies
 from pallasite.passes.lower.promote import promote
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.derive_counters import derive_counters
@@ -62,6 +63,7 @@ TILES = Tiles(
     least_side=64,
     lone=1.15,
     reloads=False,
+    batches=True,
 )
 MASK_ELEMENTS = 1024  # from which unmasked iterations are worth a loop of their own
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads
@@ -79,6 +81,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("choose_blocks", partial(for_gpu, chip=chip, tiles=TILES)),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
+        Pass("plain_copies", plain_copies),
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
         Pass("row_strips", partial(row_strips, most_bytes=STRIP_BYTES)),
         Pass("canonicalize", canonicalize),

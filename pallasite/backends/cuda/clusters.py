@@ -55,8 +55,8 @@ class Clusters(RoleCode):
         """The position of the first thread block that shares all axes but `axes`."""
         rest = [
             f"{place} * {step}"
-            for axis, (_, step, place) in self.cluster.items()
-            if axis not in axes
+            for axis, (size, step, place) in self.cluster.items()
+            if axis not in axes and size > 1
         ]
         return " + ".join(rest) or "0"
 

@@ -15,7 +15,7 @@ from math import prod
 from pallasite.backends.cuda import hopper
 from pallasite.backends.cuda.core import Tile
 from pallasite.backends.cuda.layouts import WARPGROUP, Spread, accumulator
-from pallasite.backends.cuda.meetings import NOTHING
+from pallasite.backends.cuda.meetings import NOTHING, synchronised
 from pallasite.backends.cuda.memory import (
     Number,
     Term,
@@ -167,7 +167,7 @@ class Explicit(Shared):
     def sync(self) -> None:
         if self.warpgroups and self.in_role:
             self.out.line(f"meet({self.meeting}, {self.threads});")
-            self.accessed = NOTHING
+            self.accessed = synchronised(self.accessed)
         else:
             super().sync()
 
@@ -224,15 +224,16 @@ class Explicit(Shared):
             whole = ring.has_whole_panels and (
                 not self.is_authored or sizes[-1] % ring.panel_columns == 0
             )
-            if len(sizes) != 2 or not aligned or not whole:
+            if not aligned or not whole:
                 self.refuse(
                     op,
                     "a copy of swizzled memory must cover whole panels of at least "
                     f"{ROWS} whole rows",
                 )
-            box = [min(sizes[0], MAX_BOX), ring.panel_columns]
+            rows = [min(n, MAX_BOX) for n in sizes[-2:-1]]
+            box = [*(1 for _ in sizes[:-2]), *rows, ring.panel_columns]
             base, swizzle = ring.address, ring.swizzle
-            sizes[1] = ring.held_columns
+            sizes[-1] = ring.held_columns
         else:
             box = [min(n, MAX_BOX) for n in sizes]
             if box[1:] != sizes[1:]:
@@ -250,9 +251,10 @@ class Explicit(Shared):
             for dim, first in zip(reversed(view.dims), firsts, strict=True):
                 starts[dim.axis] = plus(starts[dim.axis], first)
             if ring is not None:
-                column, row = firsts
+                column, *rest = firsts
+                steps = (ring.swizzle, *reversed(ring.steps))
                 offset = column // ring.panel_columns * ring.panel_bytes
-                offset += row * ring.swizzle
+                offset += sum(n * step for n, step in zip(rest, steps, strict=False))
             elif firsts:
                 offset = firsts[-1] * prod(sizes[1:]) * view.dtype.bytes
             at = f"{base} + {offset}" if offset else base
@@ -270,7 +272,9 @@ class Explicit(Shared):
         ):
             self.refuse(op, f"TMA does not support arrays of {root.type}")
         if axes != sorted(axes) or any(dim.step != 1 for dim in view.dims):
-            self.refuse(op, "TMA does not support transposed or strided copies")
+            self.refuse(
+                op, "TMA does not support transposed, strided or reshaped copies"
+            )
         if axes[-1:] != [len(shape) - 1]:
             self.refuse(op, "TMA copies must include the last dimension")
         if len(shape) > 1 and shape[-1] * width % 16:
@@ -283,6 +287,8 @@ class Explicit(Shared):
     def plain_address(self, op: Op, shared: Value, alignment: int = ROW_BYTES) -> str:
         """The start address of memory that is not swizzled."""
         view, step = self.views[shared], 1
+        if view.memory in self.rings:
+            self.refuse(op, f"{shared.type} is not made of rows of swizzled memory")
         for dim in reversed(view.dims):
             if dim.stride != step:
                 self.refuse(op, f"{shared.type} is not contiguous")
@@ -317,6 +323,7 @@ class Explicit(Shared):
     def emit_fence_async(self, op: Op) -> None:
         self.out.line("stores_before_copies();")
         self.sync()
+        self.accessed = NOTHING
 
     def emit_bulk_commit(self, op: Op) -> None:
         self.out.line(f"{self.once}copies_together();")

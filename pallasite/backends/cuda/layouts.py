@@ -76,6 +76,7 @@ class Spread:
         return self._sum([d.stride * (d.dim == dim) for d in self.digits], register)
 
     def _sum(self, weights: Sequence[int], register: str) -> str:
+        register = register if register.isidentifier() else f"({register})"
         terms, unit = [], self.registers
         for n, (digit, weight) in enumerate(zip(self.digits, weights, strict=True)):
             unit //= digit.count

@@ -5,6 +5,10 @@ have finished one op before any starts the next. So they synchronise between two
 accesses to the same shared memory of which one is a write, unless something else
 synchronises them there. The accesses since the last synchronisation are a set
 (`Accessed`), tracked through branches and loops.
+
+The copy engine and the tensor cores see what threads have stored only after a fence.
+Authors place it (`commit_smem`); where one did not, the copy or matmul is preceded by
+it. So the set also has what was stored since the last fence.
 """
 
 from collections.abc import Sequence
@@ -12,10 +16,16 @@ from collections.abc import Sequence
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.passes.analysis.memory import Roots
 
-Accessed = frozenset[tuple[str, Value]]  # "read" or "written", and the memory
+Accessed = frozenset[tuple[str, Value]]  # "read", "written", "unfenced"; the memory
 NOTHING: Accessed = frozenset()
 COPIES = ("copy_start", "cluster_copy")
 MEETS = ("fence_async", "bulk_wait")  # these synchronise all warps
+ENGINES = (*COPIES, "wgmma", "tensor_mma")  # these read after a fence
+
+
+def synchronised(accessed: Accessed) -> Accessed:
+    """What is left of the accesses once all warps have met."""
+    return frozenset((how, memory) for how, memory in accessed if how == "unfenced")
 
 
 class Meetings:
@@ -27,18 +37,27 @@ class Meetings:
     def before(self, op: Op, accessed: Accessed) -> tuple[bool, Accessed]:
         """Whether warps synchronise before an op, and the accesses pending after it."""
         if op.name in MEETS:
-            return False, NOTHING
+            return False, synchronised(accessed) if op.name == "bulk_wait" else NOTHING
+        if self.needs_fence(op, accessed):
+            accessed = NOTHING
         reads, writes = self.accesses(op)
         needed = any(("written", memory) in accessed for memory in reads) or any(
             (how, memory) in accessed
             for memory in writes
             for how in ("read", "written")
         )
-        accessed = NOTHING if needed else accessed
+        accessed = synchronised(accessed) if needed else accessed
         if op.name in COPIES or op.name == "tensor_mma":  # their waits cover these
             return needed, accessed
         found = {("read", m) for m in reads} | {("written", m) for m in writes}
+        if op.name == "store":
+            found |= {("unfenced", m) for m in writes}
         return needed, accessed | found
+
+    def needs_fence(self, op: Op, accessed: Accessed) -> bool:
+        """Whether an op reads what threads stored since the last fence."""
+        reads = self.accesses(op)[0] if op.name in ENGINES else []
+        return any(("unfenced", memory) in accessed for memory in reads)
 
     def accesses(self, op: Op) -> tuple[list[Value], list[Value]]:
         """The shared memory that an op reads and writes."""

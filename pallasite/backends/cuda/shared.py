@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
+import numpy as np
+
 from pallasite.backends.cuda.core import Tile
 from pallasite.backends.cuda.layouts import Digit, Lane
-from pallasite.backends.cuda.meetings import NOTHING, Meetings
+from pallasite.backends.cuda.meetings import COPIES, NOTHING, Meetings
 from pallasite.backends.cuda.memory import (
     Memory,
     Number,
@@ -25,9 +27,10 @@ from pallasite.backends.cuda.memory import (
     text_of,
     times,
 )
-from pallasite.ir.nodes import Access, Block, Gather, Op, Span, Value
+from pallasite.ir.nodes import Access, At, Block, Gather, Op, Span, Value, walk
 from pallasite.ir.types import DType, RefType
-from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.analysis.intervals import Facts
+from pallasite.passes.analysis.memory import VIEWS, Roots
 
 ROW_BYTES = 128
 ROWS = 8  # whose chunks are swizzled together
@@ -42,6 +45,7 @@ class Ring:
     dtype: DType
     rows: int  # of a panel, of which this may be a part
     swizzle: int = ROW_BYTES  # bytes of a row
+    steps: tuple[int, ...] = ()  # bytes, along the dimensions before the last two
     has_whole_rows: bool = True  # starts at the first of the rows swizzled together
     has_whole_panels: bool = True  # or is inside one
 
@@ -93,8 +97,13 @@ class Shared(Memory):
                 f"multiple of that size, and a multiple of {ROWS} rows",
                 "use another shape or swizzle",
             )
+        steps = [
+            swizzled_bytes(ref.shape[dim:], ref.dtype, swizzle)
+            for dim in range(1, ref.rank - 1)
+        ]
+        name = self.out.fresh("ring")
         ring = Ring(
-            self.out.fresh("ring"), ref.shape, ref.dtype, ref.shape[-2], swizzle
+            name, ref.shape, ref.dtype, ref.shape[-2], swizzle, steps=tuple(steps)
         )
         offset = self.reserve(ring.bytes, ROWS * ROW_BYTES)
         self.out.line(f"const u32 {ring.address} = shared_address(shared) + {offset};")
@@ -103,12 +112,17 @@ class Shared(Memory):
         self.views[op.result] = self.array(ref, pointer, op.result)
 
     def part_of_ring(self, op: Op, ring: Ring) -> Ring | None:
-        """The ring for a subview; None: it has no rows of its own."""
+        """The ring for a subview: of rows, or of a single one; None: of neither."""
         access, at = Access.of(op), ring.address
         entries = access.split_index()
-        if not all(isinstance(entry, Span) for entry, _ in entries[-2:]):
+        if not is_part_of_ring([entry for entry, _ in entries]):
             return None
         shape, rows, panels = [], ring.has_whole_rows, ring.has_whole_panels
+        steps = [
+            step
+            for (entry, _), step in zip(entries, ring.steps, strict=False)
+            if isinstance(entry, Span)
+        ]
         for dim, (entry, operand) in enumerate(entries):
             assert not isinstance(entry, Gather)
             size = ring.shape[dim]
@@ -116,9 +130,7 @@ class Shared(Memory):
             if isinstance(entry, Span):
                 shape.append(entry.size)
             if dim < len(entries) - 2:
-                inner = ring.shape[dim + 1 :]
-                step = swizzled_bytes(inner, ring.dtype, ring.swizzle)
-                start = times(start, step)
+                start = times(start, ring.steps[dim])
             elif dim == len(entries) - 2:
                 rows = rows and multiple_of(start) % ROWS == 0
                 start = times(start, ring.swizzle)
@@ -130,6 +142,7 @@ class Shared(Memory):
             ring,
             address=at,
             shape=tuple(shape),
+            steps=tuple(steps),
             has_whole_rows=rows,
             has_whole_panels=panels,
         )
@@ -222,14 +235,37 @@ class Shared(Memory):
             return place.view.pointer
         return super().based(place, op, const)
 
+    # --- views that change what an element is ---
+
+    def emit_reshape_view(self, op: Op) -> None:
+        self.expect_rows_in_order(op)
+        super().emit_reshape_view(op)
+
+    def emit_bitcast_view(self, op: Op) -> None:
+        self.expect_rows_in_order(op)
+        view, dtype = self.views[op.operands[0]], op.result.ref.dtype
+        if dtype.bits != view.dtype.bits:
+            self.refuse(op, "the dtypes differ in width", "bitcast the loaded value")
+        pointer, fill = f"(({self.type(dtype, op)}*){view.pointer})", view.fill
+        if fill is not None:
+            fill = np.array(fill, view.dtype.np).view(dtype.np).item()
+        self.views[op.result] = replace(view, pointer=pointer, dtype=dtype, fill=fill)
+
+    def expect_rows_in_order(self, op: Op) -> None:
+        if self.views[op.operands[0]].memory in self.rings:
+            self.refuse(op, "a view of swizzled memory", "change the loaded value")
+
     # --- the order of accesses ---
 
     def meet_before(self, op: Op) -> None:
         """Synchronise the warps of the role before an op, if necessary."""
         if not self.is_authored or not self.in_role:
             return
+        needs_fence = self.meetings.needs_fence(op, self.accessed)
         needed, after = self.meetings.before(op, self.accessed)
-        if needed:
+        if needs_fence:
+            self.out.line("stores_before_copies();")
+        if needed or needs_fence:
             self.sync()
         self.accessed = after
 
@@ -329,6 +365,51 @@ def _bits(parts: Sequence[Lane | Digit]) -> int | None:
     return found
 
 
+def is_part_of_ring(entries: Sequence[At | Span | Gather]) -> bool:
+    """Whether an index selects rows of swizzled memory, or one row of one slot."""
+    *slots, row, column = entries if len(entries) > 1 else (Span(0, 1), *entries)
+    if not all(isinstance(entry, (At, Span)) for entry in entries):
+        return False
+    one_row = isinstance(row, At) and all(isinstance(entry, At) for entry in slots)
+    steps = [entry.stride for entry in entries if isinstance(entry, Span)]
+    is_dense = all(step == 1 for step in steps)
+    return isinstance(column, Span) and (isinstance(row, Span) or one_row) and is_dense
+
+
+def copied_otherwise(body: Block, roots: Roots) -> set[Value]:
+    """Memory that copies access in parts other than rows of whole panels.
+
+    Such memory is not swizzled unless the author says so.
+    """
+    facts, broken = Facts(), set[Value]()
+    facts.note_block(body)
+    for op in walk(body):
+        if op.name in VIEWS and (op.operands[0] in broken or not _keeps(op, facts)):
+            broken.add(op.result)
+    return {
+        roots.of(ref)
+        for op in walk(body)
+        if op.name in COPIES
+        for ref in op.operands[:2]
+        if ref in broken
+    }
+
+
+def _keeps(op: Op, facts: Facts) -> bool:
+    """Whether a view of rows of panels is one, too."""
+    if op.name != "subview":
+        return False
+    access = Access.of(op)
+    entries = access.split_index()
+    if not entries or not is_part_of_ring([entry for entry, _ in entries]):
+        return False
+    columns = ROW_BYTES // access.ref.ref.dtype.bytes
+    entry, operand = entries[-1]
+    assert isinstance(entry, Span)
+    start = entry.start if operand is None else facts.of(operand).multiple
+    return (start or 0) % columns == 0 and entry.size % columns == 0
+
+
 def can_swizzle(ref: RefType) -> bool:
     """Whether memory can have rows of 128 bytes."""
     if ref.rank < 2:
@@ -348,3 +429,9 @@ def _fits_panels(start: Number, size: int, columns: int) -> bool:
     if isinstance(start, int):
         return start % columns == 0 or start % columns + size <= columns
     return apart == columns or size <= apart
+
+
+RULES = {
+    "reshape_view": Shared.emit_reshape_view,
+    "bitcast_view": Shared.emit_bitcast_view,
+}

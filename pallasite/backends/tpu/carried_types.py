@@ -13,6 +13,7 @@ from pallasite.errors import UnsupportedError
 from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, Window, walk
 from pallasite.ir.types import BOOL, F16, F32, I8, I32, U32, DType, RefType, TileType
+from pallasite.passes.analysis.memory import is_access
 
 # The results of these are float16 numbers if their operands are.
 _SHAPE = ("broadcast_in_dim", "reshape", "transpose", "slice", "concatenate", "pad")
@@ -31,7 +32,6 @@ _EXACT = frozenset((*_SHAPE, *_CHOICE, "neg", "abs", "sign", "floor", "ceil", "r
 _EXACT |= {"load", "atomic_rmw", "atomic_cas", "constant", "stop_gradient"}
 _EXACT |= {"for", "while", "cond", "custom"}
 _EXACT_REDUCTIONS = ("max", "min")
-ACCESSES = ("load", "store", "atomic_rmw", "atomic_cas")
 LARGEST, SMALLEST_NORMAL = 65504.0, 2.0**-14
 
 
@@ -94,7 +94,7 @@ class _Carrying:
         if op.name == "bitcast" and F16 in (_element(op.operands[0]), _element(op)):
             self.values[op.result] = self.bitcast(b, op)
             return
-        if op.name in ACCESSES and op.operands[0].ref.dtype == BOOL:
+        if is_access(op) and op.operands[0].ref.dtype == BOOL:
             self.access_of_bools(b, op)
             return
         if op.name == "bitcast_view":

@@ -20,9 +20,9 @@ from pallasite.ir.rewrite import with_regions
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import RefType
 from pallasite.passes.analysis.carried import VIEWS
+from pallasite.passes.analysis.memory import is_access
 
 MOST_BYTES = 2 << 20  # of an array that is kept on the chip
-ACCESSES = ("load", "store", "atomic_rmw", "atomic_cas")
 
 
 def keep_on_chip(kernel: Kernel) -> Kernel:
@@ -79,7 +79,7 @@ class _Uses:
             self.is_used |= self.array in op.operands
             if op.operands and op.operands[0] in self.views and op.name in VIEWS:
                 self.views.add(op.result)
-            if op.name in ACCESSES and op.operands[0] in self.views:
+            if is_access(op) and op.operands[0] in self.views:
                 self.directly = True
             if op.name == "pipeline":
                 for shown in Pipeline.of(op).shown:

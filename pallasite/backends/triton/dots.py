@@ -1,7 +1,9 @@
-"""Matmuls: any contraction as one `tt.dot`, or as multiply and sum.
+"""Matmuls: any contraction as `tt.dot`s, or as multiply and sum.
 
-The operands are brought to (batch, rows, depth) and (batch, depth, columns). Padding
-along the depth is zeroed on both sides. Tensor cores need at least 16 along each
+The operands are brought to (batch, rows, depth) and (batch, depth, columns). Each
+matmul of a batch is a `tt.dot` of its own: on an H200, Triton's pipelined code for
+`tt.dot` of rank 3 reads past its operands. Padding along the depth is zeroed on both
+sides. Tensor cores need at least 16 along each
 dimension (bytes: 32 in depth): fewer rows or columns are repeated, a smaller depth is
 filled with zeros.
 """
@@ -12,7 +14,7 @@ from math import prod
 
 from pallasite.backends.triton.core import FLOAT_BITS
 from pallasite.backends.triton.elementwise import cast_value
-from pallasite.backends.triton.text import Val
+from pallasite.backends.triton.text import Val, type_text
 from pallasite.backends.triton.tiles import Tiles
 from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Dot, DotSide
@@ -94,6 +96,13 @@ class Dots(Tiles):
         accumulator = _accumulator(kind, op.attrs["dtype"])
         if self.is_elementwise(lhs, rhs, kind, accumulator):
             result = self.multiply_and_sum(op, lhs, rhs, kind, accumulator)
+        elif batch:
+            pairs = zip(self.taken_apart(lhs), self.taken_apart(rhs), strict=True)
+            each = [
+                self.in_pieces(op, x, y, accumulator, algorithm)
+                for x, y in list(pairs)[: prod(batch)]
+            ]
+            result = self.put_together([*each, *each[:1] * (lhs.shape[0] - len(each))])
         else:
             result = self.in_pieces(op, lhs, rhs, accumulator, algorithm)
         result = cast_value(self, op, result, accumulator, op.attrs["dtype"])
@@ -220,6 +229,45 @@ class Dots(Tiles):
         result = self.let(f"tt.dot {lhs}, {rhs}, {zero}{mode} : {types}", shape, elem)
         result = self.once(result, first, rows)
         return self.once(result, first + 1, columns)
+
+    # --- batches ---
+
+    def taken_apart(self, x: Val) -> list[Val]:
+        """The matrices of a batch; Triton splits tiles of pairs only."""
+        count, *matrix = x.shape
+        if count == 1:
+            return [self.reshape(x, matrix)]
+        tiles = [self.transpose(x, (1, 2, 0))]
+        while tiles[0].shape[2:] and (half := tiles[0].shape[2] // 2):
+            shape = (*matrix, half, 2) if half > 1 else (*matrix, 2)
+            pairs = [self.halves(self.reshape(tile, shape)) for tile in tiles]
+            # Of tile n of m, the last bit of a number becomes the bit of value m.
+            tiles = [pair[bit] for bit in range(2) for pair in pairs]
+        return tiles
+
+    def put_together(self, tiles: Sequence[Val]) -> Val:
+        """The inverse of `taken_apart`."""
+        if len(tiles) == 1:
+            return self.expand(tiles[0], 0)
+        rest, matrix = list(tiles), tiles[0].shape
+        while len(rest) > 1:
+            half = len(rest) // 2
+            joined = [
+                self.joined(x, y) for x, y in zip(rest, rest[half:], strict=False)
+            ]
+            shape = (*matrix, prod(joined[0].shape[len(matrix) :]))
+            rest = [self.reshape(tile, shape) for tile in joined]
+        return self.transpose(rest[0], (2, 0, 1))
+
+    def halves(self, x: Val) -> tuple[Val, Val]:
+        first, second = (Val(self.out.fresh(), x.shape[:-1], x.elem) for _ in range(2))
+        self.out.line(f"{first}, {second} = tt.split {x} : {x.type} -> {first.type}")
+        return first, second
+
+    def joined(self, x: Val, y: Val) -> Val:
+        shape = (*x.shape, 2)
+        to = type_text(shape, x.elem)
+        return self.let(f"tt.join {x}, {y} : {x.type} -> {to}", shape, x.elem)
 
     # --- operands smaller than a tensor core's minimum ---
 

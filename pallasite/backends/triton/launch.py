@@ -32,11 +32,14 @@ AGAIN = "triton.again"  # on a load that must not be merged with an earlier one
 OVERHEAD = 32  # registers of a thread besides its part of the tiles
 COMFORTABLE = 128  # registers per thread with which two matmuls still overlap
 BUSY_WARPS = 16  # per SM, to hide the latency of arithmetic
-LATENCY = 0.8e-6  # seconds from a load to its data, under load
 VECTOR_BYTES = 16  # of a thread's widest load
 MOST_STAGES = 4
 GOOD_STAGES = 3  # copies for two iterations in flight during a third
 WARPGROUP_ROWS = 64  # of a matmul that four warps compute together
+HOPPER = "sm_90"  # the chips whose warpgroups hold a matmul's result in registers
+WIDEST = 256  # columns of such a matmul
+# Registers of its threads besides the result. ptxas compiles 256 columns for 154.
+BESIDE_RESULT = 26
 RESERVED = 1024  # bytes of shared memory for barriers and reductions
 
 
@@ -99,6 +102,7 @@ class Need:
     narrowest: int  # bytes of the narrowest element that memory accesses move
     loaded: int  # bytes of all loads outside loops, or of one iteration
     rows: int  # of the largest matmul; 0: there is none
+    results: frozenset[tuple[int, int]] = frozenset()  # of matmuls: rows, columns
     reads_own_writes: bool = False  # in a loop, where prefetching would be too early
     streams: dict[Op, int] = field(default_factory=dict)  # loop -> bytes of its loads
 
@@ -109,6 +113,18 @@ class Need:
     def registers(self, warps: int) -> int:
         """Registers per thread."""
         return OVERHEAD + -(-self.words // (32 * warps))
+
+    def can_have(self, warps: int, chip: Gpu) -> bool:
+        """Whether the widest matrix instruction fits a thread's registers.
+
+        More warps have fewer registers each, and an instruction has no smaller part
+        that could be spilled.
+        """
+        most = chip.registers // (32 * warps)
+        if chip.arch != HOPPER or most >= chip.registers_per_thread:
+            return True
+        wide = (_columns_at_once(*shape, warps) for shape in self.results)
+        return all(columns // 2 + BESIDE_RESULT <= most for columns in wide)
 
     def resident(self, warps: int, chip: Gpu, shared: int = 0) -> int:
         """Programs resident on an SM at the same time; at least one."""
@@ -155,6 +171,7 @@ class _Count(LiveTiles):
             narrowest=min(self.widths(), default=4),
             loaded=max(outside, inside),
             rows=max((_rows(dot) for dot in self.dots), default=0),
+            results=frozenset((_rows(dot), _columns(dot)) for dot in self.dots),
             reads_own_writes=self.reads_own_writes(loops),
             streams={
                 loop: self.step_bytes(loop) for loop in loops if self.is_stream(loop)
@@ -199,6 +216,18 @@ def _rows(dot: Dot) -> int:
     return power_of_two(prod(dot.lhs.sizes(dot.lhs.free)))
 
 
+def _columns(dot: Dot) -> int:
+    return power_of_two(prod(dot.rhs.sizes(dot.rhs.free)))
+
+
+def _columns_at_once(rows: int, columns: int, warps: int) -> int:
+    """Columns of a warpgroup's instruction: warps share the rows first."""
+    if rows < WARPGROUP_ROWS:
+        return 0  # another instruction, for which few registers suffice
+    beside = max(1, warps // (rows // (WARPGROUP_ROWS // 4)))
+    return min(WIDEST, columns // beside)
+
+
 def _elements(value: Value) -> int:
     return prod(physical(value.tile.shape))
 
@@ -207,10 +236,15 @@ def _elements(value: Value) -> int:
 
 
 def chosen_warps(need: Need, params: Mapping[str, Any], chip: Gpu) -> int:
-    """The author's number of warps, else the model's."""
+    """The author's number of warps, else the model's; fewer where ptxas needs that."""
     if params.get("num_warps"):
-        return int(params["num_warps"])
-    return _product_warps(need, chip) if need.rows else _stream_warps(need, chip)
+        warps = int(params["num_warps"])
+    else:
+        find = _product_warps if need.rows else _stream_warps
+        warps = find(need, chip)
+    while not need.can_have(warps, chip):
+        warps //= 2
+    return warps
 
 
 def _product_warps(need: Need, chip: Gpu) -> int:
@@ -239,7 +273,7 @@ def _busy(need: Need, warps: int, chip: Gpu) -> float:
     if need.registers(warps) > chip.registers_per_thread:
         return -float(need.registers(warps))  # tiles would spill
     programs = need.resident(warps, chip)
-    wanted = (chip.main.bytes_per_second or 0) / chip.cores * LATENCY
+    wanted = (chip.main.bytes_per_second or 0) / chip.cores * chip.latency
     in_flight = min(1.0, programs * need.loaded / wanted) if wanted else 1.0
     return in_flight * min(1.0, programs * warps / BUSY_WARPS)
 

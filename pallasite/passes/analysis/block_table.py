@@ -5,7 +5,8 @@ Used by `grid.py` and, for the block indices themselves, by `partition.py` and
 `place_windows.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf, prod
 
 import numpy as np
@@ -83,11 +84,14 @@ def _tells(block: np.ndarray, position: np.ndarray, count: int) -> bool:
     return bool(np.all(low == high))
 
 
-def _is_exact(op: Op) -> bool:
+def exact_meaning(op: Op) -> Callable[..., np.ndarray] | None:
+    """An elementwise op as a function of arrays; None if a chip may round otherwise."""
     row = table()[op.name]
-    if not row.elementwise:
-        return False
-    return not (row.max_ulp and any(v.tile.dtype.is_float for v in op.results))
+    if not row.elementwise or row.meaning is None:
+        return None
+    if row.max_ulp and any(v.tile.dtype.is_float for v in op.results):
+        return None
+    return partial(row.meaning, **op.own_attrs)
 
 
 def evaluate_map(index_map: Block, steps: np.ndarray) -> list[np.ndarray] | None:
@@ -97,16 +101,14 @@ def evaluate_map(index_map: Block, steps: np.ndarray) -> list[np.ndarray] | None
     """
     values = dict(zip(index_map.params, steps, strict=True))
     for op in index_map.ops:
-        row = table()[op.name]
+        meaning = exact_meaning(op)
         if op.name == "constant":
             tile: TileType = op.attrs["type"]
             full = np.full(steps.shape[1], op.attrs["value"], tile.dtype.np)
             values[op.result] = full
-        elif _is_exact(op) and row.meaning and all(v in values for v in op.operands):
+        elif meaning is not None and all(v in values for v in op.operands):
             with np.errstate(all="ignore"):
-                operands = (values[v] for v in op.operands)
-                result = row.meaning(*operands, **op.own_attrs)
-            values[op.result] = result
+                values[op.result] = meaning(*(values[v] for v in op.operands))
         else:
             return None
     if any(v not in values for v in index_map.yields):

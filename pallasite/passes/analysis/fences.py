@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pallasite.ir.nodes import Access, Block, Gather, Kernel, Op, Span, Value
+from pallasite.ir.opdef import table
 from pallasite.ir.roles import Loop
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.affine import Affine, Form, Forms, recoverable
 from pallasite.passes.analysis.memory import VIEWS
 
-WRITES = ("store", "atomic_rmw", "atomic_cas")
 Path = tuple[tuple[Op, Block], ...]  # the regions around an op, outermost first
 
 
@@ -118,7 +118,7 @@ def _places(
     while op is not None:
         if op.name == "block_view":
             yield from _block_places(op, forms)
-        elif op.name in ("subview", *WRITES):
+        elif table()[op.name].indexed:
             yield from _index_places(op, forms, sizes)
         op = views.get(op.operands[0])
 

@@ -22,6 +22,7 @@ from pallasite.ir.nodes import (
     Value,
     walk,
 )
+from pallasite.ir.opdef import table
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.affine import Affine, Form, Forms, recoverable
 from pallasite.passes.analysis.block_table import last_number, told_apart
@@ -34,7 +35,6 @@ from pallasite.passes.analysis.memory import MAIN_MEMORY, Roots, read_refs
 from pallasite.passes.lower.place_windows import unclamped
 
 PARALLEL = ("parallel", "core_parallel", "subcore_parallel", "cluster")
-INDEXED = ("load", "store", "atomic_rmw", "atomic_cas", "subview")
 Part = tuple[Affine | None, int]  # a position that steps access, and the reach past it
 
 
@@ -402,7 +402,9 @@ class _Analysis:
         Several refs show the same memory.
         """
         uses = [op for op in walk(self.body) if any(r in op.operands for r in refs)]
-        if any(op.name not in INDEXED or op.operands[0] not in refs for op in uses):
+        if any(
+            not table()[op.name].indexed or op.operands[0] not in refs for op in uses
+        ):
             return []
         if len({r.ref.shape for r in refs}) > 1:
             return []

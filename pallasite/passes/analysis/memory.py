@@ -3,15 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
-from pallasite.ir.opdef import Effect, table
-from pallasite.ir.roles import DotStore, Pipeline
+from pallasite.ir.opdef import Effect, Use, names, table
+from pallasite.ir.roles import Pipeline
 from pallasite.ops.gpu import NOT_OUTSIDE
 
 MAIN_MEMORY = frozenset({"any", "hbm", "host", "gmem"})
-VIEWS = ("subview", "reshape_view", "bitcast_view", "transpose_view", "block_view")
-_SIGNALS = ("sem_signal", "sem_signal_core", "sem_signal_device")
-# For a remote copy, its effects on this device's memory: every device runs the kernel.
-_COPIES = ("copy_start", "copy_wait", "remote_copy_start", "cluster_copy")
+VIEWS = names(lambda row: Use.VIEW in row.uses)
 # Ops that may run although their branch is not taken: cheap, and with derivatives that
 # are finite wherever their operands are.
 _FOLDABLE = {"constant", "iota", "broadcast_in_dim", "reshape", "cast", "load", "store"}
@@ -24,44 +21,33 @@ _FOLD_ELEMENTS = 1 << 20
 def written_refs(op: Op) -> tuple[Value, ...]:
     """The refs that an op itself writes through.
 
-    A copy may complete at any time between its start and its wait. A pipeline writes
-    back every block of an output.
+    A pipeline writes back every block of an output.
     """
-    if op.name in ("store", "atomic_rmw", "atomic_cas", "fetch_and_add"):
-        return op.operands[:1]
-    if op.name in (*_SIGNALS, "sem_wait"):
-        return op.operands[:1]
-    if op.name == "dot_store":
-        return (DotStore.of(op).ref,)
-    if op.name in _COPIES:
-        return tuple(v for v in op.operands[1:] if v.is_ref)
-    if op.name in ("indexed_copy_start", "indexed_copy_wait"):
-        return op.operands[1:3]
-    if op.name in ("barrier_expect", "barrier_arrive", "barrier_wait"):
-        return op.operands[:1]
-    if op.name in ("cluster_arrive", "tensor_commit"):
-        return op.operands
-    if op.name == "tensor_mma":
-        return op.operands[:1]
-    if op.name == "tensor_copy":
-        return op.operands[1:]
-    return _windowed(op, "out") if op.name == "pipeline" else ()
+    if op.name == "pipeline":
+        return _windowed(op, "out")
+    return _used(op, Use.WRITE, Use.UPDATE)
 
 
 def read_refs(op: Op) -> tuple[Value, ...]:
     """The refs that an op itself reads through."""
-    if op.name in ("load", "atomic_rmw", "atomic_cas", "sem_read", "fetch_and_add"):
-        return op.operands[:1]
-    if op.name == "dot_store":
-        return (DotStore.of(op).ref,)
-    if op.name in (*_COPIES, "tensor_copy"):
-        return op.operands[:1]
-    if op.name in ("indexed_copy_start", "indexed_copy_wait"):
-        # Rows that are not indexed stay as they were.
-        return tuple(v for v in op.operands if v.is_ref and not v.ref.is_semaphore)
-    if op.name in ("wgmma", "tensor_mma"):
-        return tuple(v for v in op.operands if v.is_ref)
-    return _windowed(op, "in") if op.name == "pipeline" else ()
+    if op.name == "pipeline":
+        return _windowed(op, "in")
+    return _used(op, Use.READ, Use.UPDATE)
+
+
+def _used(op: Op, *wanted: Use) -> tuple[Value, ...]:
+    """The ref operands that an op uses in one of these ways, by its row."""
+    uses = table()[op.name].uses
+    if not uses:
+        return ()
+    last = len(uses) - 1
+    pairs = enumerate(op.operands)
+    return tuple(v for n, v in pairs if v.is_ref and uses[min(n, last)] in wanted)
+
+
+def is_access(op: Op) -> bool:
+    """Whether an op reads or writes elements of a ref that an index selects."""
+    return table()[op.name].indexed and op.name not in VIEWS
 
 
 def _windowed(op: Op, mode: str) -> tuple[Value, ...]:

@@ -22,7 +22,6 @@ from pallasite.passes.analysis.grid import GridInfo
 
 FIRST, LAST = "first", "last"
 # Linear in the first operand, with the others fixed.
-_LINEAR = ("cast", "reshape", "transpose", "broadcast_in_dim", "neg", "slice")
 
 
 @dataclass(frozen=True)
@@ -246,7 +245,10 @@ class _Search:
             return False
         if op.name == "cast":
             return op.result.tile.dtype.is_float
-        return op.name == "mul" or (op.name in (*_LINEAR, "div") and bool(taints[0]))
+        if op.name == "dot":
+            return False  # it would be computed for each part
+        tainted = next(n for n, taint in enumerate(taints) if taint is not None)
+        return tainted in table()[op.name].linear
 
     def varies(self, value: Value) -> bool:
         """Whether a value may differ between steps of the axis."""

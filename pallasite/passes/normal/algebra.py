@@ -11,7 +11,7 @@ import numpy as np
 
 from pallasite.ir.build import Scalar, python_scalar
 from pallasite.ir.nodes import Op, Value
-from pallasite.ir.opdef import table
+from pallasite.ir.opdef import names, table
 from pallasite.ir.rewrite import Pattern, Rewriter
 from pallasite.ir.text import attr_text
 from pallasite.ir.types import DType, TileType
@@ -429,10 +429,10 @@ def without_index(op: Op, b: Rewriter) -> Value | None:
 
 
 _COMMUTATIVE = ("add", "mul", "and", "or", "xor", "eq", "ne")
-_REARRANGING = ("broadcast_in_dim", "reshape", "transpose", "slice", "rev")
+_MOVES = sorted(names(lambda row: row.moves))
 
 PATTERNS: tuple[Pattern, ...] = (
-    *((name, fold_rearranged) for name in (*_REARRANGING, "dynamic_slice")),
+    *((name, fold_rearranged) for name in (*_MOVES, "dynamic_slice")),
     *((name, fold_joined) for name in ("concatenate", "pad")),
     ("reduce", fold_reduce),
     ("iota", fold_iota),

@@ -6,19 +6,31 @@ from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.counted_loops import counted_loops
+from pallasite.passes.normal.guarded_starts import guarded_starts
 from pallasite.passes.normal.idle_clamps import idle_clamps
+from pallasite.passes.normal.known_clamps import known_clamps
+from pallasite.passes.normal.loop_axes import loop_axes
 from pallasite.passes.normal.masks import masks
+from pallasite.passes.normal.narrow_windows import narrow_windows
 from pallasite.passes.normal.order import order
+from pallasite.passes.normal.pipeline_axes import pipeline_axes
 from pallasite.passes.normal.positions import positions
 from pallasite.passes.normal.products import products
+from pallasite.passes.normal.program_order import program_order
 from pallasite.passes.normal.replicated import replicated
 from pallasite.passes.normal.unit_dims import unit_dims
 
 RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("canonicalize", canonicalize),
     ("counted_loops", counted_loops),
-    ("positions", positions),
+    ("guarded_starts", guarded_starts),
+    ("pipeline_axes", pipeline_axes),
+    ("loop_axes", loop_axes),
+    ("narrow_windows", narrow_windows),
     ("idle_clamps", idle_clamps),
+    ("program_order", program_order),
+    ("positions", positions),
+    ("known_clamps", known_clamps),
     ("masks", masks),
     ("unit_dims", unit_dims),
     ("replicated", replicated),

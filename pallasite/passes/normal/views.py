@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from pallasite.ir.build import access_operands
 from pallasite.ir.nodes import Access, At, Gather, Op, Span, Value, full_index
+from pallasite.ir.opdef import names
 from pallasite.ir.rewrite import Pattern, Rewriter
 from pallasite.passes.normal.algebra import constant_of, reshape, transpose
 
@@ -102,7 +103,7 @@ def same_dtype(op: Op, b: Rewriter) -> Value | None:
     return ref if ref.ref.dtype == op.attrs["dtype"] else None
 
 
-_ACCESSES = ("load", "store", "atomic_rmw", "atomic_cas", "subview")
+_ACCESSES = sorted(names(lambda row: row.indexed))
 
 PATTERNS: tuple[Pattern, ...] = (
     ("subview", whole_view),

@@ -21,6 +21,7 @@ import numpy as np
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.opdef import table
 from pallasite.ir.rewrite import dead_code
 from pallasite.ir.roles import Loop
 from pallasite.ir.types import F32
@@ -30,7 +31,6 @@ LARGEST = float(np.finfo(np.float32).max)
 
 # Ops that commute with a positive factor; for a select, its cases do.
 _COMMUTING = ("sub", "add", "neg", "max", "min", "select_n", "concatenate")
-_MOVING = ("broadcast_in_dim", "reshape", "transpose", "slice")
 _COMPARING = ("lt", "le", "gt", "ge", "eq", "ne")
 # Uses that round anyway, so that one more rounding before them is acceptable.
 _ROUNDING = ("add", "sub", "mul", "div")
@@ -96,7 +96,7 @@ class _Code:
         if op.name in _COMMUTING:
             return op.operands[op.name == "select_n" :]
         extreme = op.name == "reduce" and op.attrs["kind"] in ("max", "min")
-        return op.operands if extreme or op.name in _MOVING else None
+        return op.operands if extreme or table()[op.name].moves else None
 
     def constant(self, value: Value) -> float | None:
         op = self.makers.get(value)
@@ -185,7 +185,7 @@ def _is_rounded(use: _Use, code: _Code) -> bool:
     """Whether a value is used only by arithmetic that rounds."""
     if use.region is not None:
         return False
-    if use.op.name in _MOVING:
+    if table()[use.op.name].moves:
         return all(_is_rounded(u, code) for u in code.uses.get(use.op.result, ()))
     return use.op.name in _ROUNDING
 

@@ -12,15 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
+from pallasite.ir.opdef import table
 from pallasite.ir.rewrite import writes
 from pallasite.ir.roles import Cond
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place
 from pallasite.passes.schedule.loop_over_k import why_not_in_rounds
 from pallasite.passes.schedule.reblock import Divided, in_pipeline
 from pallasite.passes.schedule.resized_code import CannotReblock, Part
-
-# Ops linear in their first operand: the result for a sum is the sum of the results.
-LINEAR = ("transpose", "reshape", "neg")
 
 
 def cut_sums(kernel: Kernel, place: Place, parts: int) -> Kernel:
@@ -89,7 +87,8 @@ class _CutSums(Divided):
             return True
         if op.name == "add":
             return all(map(self._is_share, op.operands))
-        return op.name in LINEAR and self._is_share(op.operands[0])
+        is_linear = table()[op.name].moves or op.name == "neg"  # without rounding
+        return is_linear and self._is_share(op.operands[0])
 
     def _check(self, ops: Sequence[Op]) -> None:
         refs = {op.operands[0] for op in self.sums}

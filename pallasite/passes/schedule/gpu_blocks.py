@@ -50,6 +50,7 @@ COMPUTED_BYTES = 1 << 15  # of a tile that is computed before its matmul
 SHORT_TILE = 64  # rows below which Hopper's wgmma is not used
 TILE_ELEMENTS = 8192  # of the largest tile in code without matmuls
 TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
+SMALL_BATCH = 1 << 16  # elements of one operand times those of the other
 PROGRAMS_PER_CORE = 4  # of those that have grown
 
 
@@ -65,6 +66,7 @@ class Tiles:
         least_side: the smallest side to split to.
         lone: how much longer the matmuls of a warpgroup take if it is alone on its SM.
         reloads: whether operands that exceed shared memory are multiplied in parts.
+        batches: whether a program computes several matmuls of a batch as fast as one.
     """
 
     register_share: float = 0.5
@@ -74,6 +76,7 @@ class Tiles:
     least_side: int = LEAST_SIDE
     lone: float = 1.0
     reloads: bool = True
+    batches: bool = False
 
     def elements(self, shape: Sequence[int]) -> int:
         return _physical(shape) if self.padded else prod(shape)
@@ -98,10 +101,40 @@ def for_gpu(
         return kernel
     if not blocks.dots:
         return _without_products(blocks, chip, tuned)
-    products = _WithProducts(blocks, chip, tiles or Tiles())
+    tiles = tiles or Tiles()
+    if not tiles.batches:
+        blocks = _batches_apart(blocks)
+    products = _WithProducts(blocks, chip, tiles)
     if products.seconds({}) is None:  # it does not fit
-        products = _WithProducts(with_uses_apart(blocks), chip, tiles or Tiles())
+        products = _WithProducts(with_uses_apart(blocks), chip, tiles)
     return products.kernel(tuned)
+
+
+def _batches_apart(blocks: Blocks) -> Blocks:
+    """One matmul of each batch per program, where programs can be split so."""
+    refused = set[tuple[int, int]]()
+    while True:
+        dims = (d for d in blocks.free if d.windows[0] not in refused)
+        dim = next((d for d in dims if _is_batch(blocks, d)), None)
+        if dim is None:
+            return blocks
+        refused.add(dim.windows[0])
+        if 1 not in blocks.parts(dim, 1):
+            continue
+        try:
+            blocks = blocks_of(blocks.rewritten({dim: 1})) or blocks
+        except CannotReblock:
+            continue
+
+
+def _is_batch(blocks: Blocks, dim: LoopDim) -> bool:
+    """Whether the steps along a dimension are separate matmuls, and not small ones."""
+    return dim.size > 1 and any(
+        blocks.dims.get((dot.lhs.value, d)) is dim
+        for dot in blocks.dots
+        if dot.lhs.value.tile.size * dot.rhs.value.tile.size >= SMALL_BATCH
+        for d in dot.lhs.batch
+    )
 
 
 def _power_of_two(n: int) -> int:

@@ -35,7 +35,6 @@ from pallasite.passes.analysis.memory import over_edges
 _PASS_ON = {"neg", "abs", "sign", "max", "min", "select_n", "clamp", "cast", "bitcast"}
 _PASS_ON |= {"floor", "ceil", "round", "reduce_precision", "stop_gradient"}
 _ALSO_NAN = {"dot", "reduce", "scan"}
-_ACCESSES = {"load", "store", "atomic_rmw", "atomic_cas", "subview"}
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ class _Inserted:
             ok = _all(b, b.ne(divisor, b.like(0, divisor)))
             self.report(b, ok, Report("div", op.name))
         is_inside = op.name != "subview" or op.result not in self.may_leave
-        if "index" in self.kinds and op.name in _ACCESSES and is_inside:
+        if "index" in self.kinds and table()[op.name].indexed and is_inside:
             self.check_indices(b, Access.of(op), op.name)
         makes_nan = "nan" in self.kinds and _may_make_nan(op)
         if not b.ops and not makes_nan:

@@ -135,6 +135,7 @@ def test_reductions_of_one_number(tmp_path):
 
 ZOO = ["two_pass_softmax", "mandelbrot", "loop_with_when", "gcd_pairs", "collatz"]
 ZOO += ["residual_rms_norm", "no_grid_two_outputs", "four_dimensional_blocks"]
+ZOO += ["scale_by_group"]
 
 
 @pytest.mark.parametrize("name", ZOO)

@@ -1,0 +1,140 @@
+"""loop_axes: programs that loop over blocks of their results become more programs.
+
+In: a body that is one loop, without values carried from one iteration to the next, over
+blocks of whole results: a persistent kernel (`for t in range(first, tiles, programs)`),
+or a kernel without a grid that walks through its arrays. Out: the iterations as the
+last axis of the grid, and each block as a window (`narrow_windows.py`). Programs run in
+lexicographic order, so the iterations are the same ones in the same order; where the
+number of iterations differs between programs, a guard skips those that are not there.
+
+A loop stays if it does not pick the block of every result that it writes: as steps of a
+grid its iterations would gain nothing.
+"""
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Kernel, Value, walk
+from pallasite.ir.rewrite import inline, used_values, writes
+from pallasite.ir.roles import Loop, Pipeline
+from pallasite.ir.types import INDEX
+from pallasite.passes.analysis.affine import Forms
+from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
+from pallasite.passes.analysis.intervals import HIGHEST, LOWEST, Facts
+from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.normal.again import Again
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.narrow_windows import narrow_windows
+
+
+def loop_axes(kernel: Kernel) -> Kernel:
+    """The kernel with loops over blocks of results as axes of its grid."""
+    grids = [op for op in kernel.body.ops if op.name == "pipeline"]
+    if kernel.level != "tile" or len(grids) != 1:
+        return kernel
+    while (new := _with_one_loop_fewer(kernel)) is not None:
+        kernel = new
+    return kernel
+
+
+def _with_one_loop_fewer(kernel: Kernel) -> Kernel | None:
+    whole = Pipeline.of(find_pipeline(kernel))
+    loop = _only_loop(kernel, whole)
+    if loop is None:
+        return None
+    made = _with_axis(kernel, whole, loop).to_op()
+    new = narrow_windows(canonicalize(with_pipeline(kernel, made)))
+    return new if _moves_results(new) else None
+
+
+def _only_loop(kernel: Kernel, whole: Pipeline) -> Loop | None:
+    """The loop that does all the work of a body, if nothing is carried along it."""
+    effects = [op for op in whole.body.ops if writes(op)]
+    if len(effects) != 1 or effects[0].name != "for":
+        return None
+    loop = Loop.of(effects[0])
+    rest = whole.body.ops[whole.body.ops.index(loop.op) + 1 :]
+    later = {v for op in rest for v in used_values(Block((), (op,)))}
+    if later & {*loop.results} or not all(map(_is_dead, _carried(loop))):
+        return None
+    roots = Roots(kernel)
+    again = Again(whole.body.ops, roots, whole.body)
+    needed = [*used_values(loop.body), *loop.bounds, *loop.inits]
+    outside = [v for v in needed if v in again.made]
+    if not all(map(again.can, outside)) or not all(map(again.is_scalar, loop.bounds)):
+        return None
+    return loop if _steps(_facts(kernel, whole), loop) is not None else None
+
+
+def _facts(kernel: Kernel, whole: Pipeline) -> Facts:
+    facts = Facts()
+    facts.note_grid(whole.ids, whole.grid)
+    for op in (*kernel.body.ops[: kernel.body.ops.index(whole.op)], *whole.body.ops):
+        facts.note_op(op)
+    return facts
+
+
+def _steps(facts: Facts, loop: Loop) -> int | None:
+    """The largest trip count of a loop in any program; None if not known."""
+    most = facts.most_steps(loop)
+    known = facts.of(loop.limit).high < HIGHEST and facts.of(loop.first).low > LOWEST
+    return most if known and not facts.may_overshoot(loop) else None
+
+
+def _carried(loop: Loop) -> list[tuple[Loop, int]]:
+    return [(loop, n) for n in range(len(loop.inits))]
+
+
+def _is_dead(place: tuple[Loop, int]) -> bool:
+    """Whether a carried value is the same in each iteration, or nobody looks at it."""
+    loop, n = place
+    param = loop.carried[n]
+    if loop.yields[n] is param:
+        return True
+    body = Block((), loop.body.ops)
+    rest = [v for m, v in enumerate(loop.yields) if m != n]
+    return param not in [*used_values(body), *rest]
+
+
+def _with_axis(kernel: Kernel, whole: Pipeline, loop: Loop) -> Pipeline:
+    """The pipeline with the iterations of a loop as its last axis."""
+    facts = _facts(kernel, whole)
+    axis = Value(INDEX, f"i{len(whole.grid)}")
+    b = Builder(loop.op.loc)
+    at = whole.body.ops.index(loop.op)
+    b.ops += whole.body.ops[:at]
+    index = b.add(loop.first, b.mul(axis, loop.step))
+    if all(facts.of(v).number is not None for v in loop.bounds):
+        inline(b, loop.body, (index, *loop.inits))
+    else:
+        inside = Builder(loop.op.loc)
+        inline(inside, loop.body, (index, *loop.inits))
+        which = b.cast(b.lt(index, loop.limit), INDEX.dtype)
+        b.emit("cond", which, regions=(Block(), inside.block()))
+    maps = []
+    for old in whole.maps:
+        ids = tuple(Value(INDEX, v.name) for v in (*old.params, axis))
+        m = Builder(loop.op.loc)
+        maps.append(m.block(ids, inline(m, old, ids[:-1])))
+    body = b.block((*whole.ids, axis, *whole.blocks))
+    return whole.with_(
+        grid=(*whole.grid, _steps(facts, loop)),
+        semantics=(*whole.semantics, "arbitrary"),
+        maps=tuple(maps),
+        body=body,
+    )
+
+
+def _moves_results(kernel: Kernel) -> bool:
+    """Whether the last axis picks the block of every result that is written."""
+    whole = Pipeline.of(find_pipeline(kernel))
+    last = len(whole.grid) - 1
+    stored = {op.operands[0] for op in walk(whole.body) if op.name == "store"}
+    shown = [each for each in whole.shown if each.block in stored]
+    scratch = {op.result for op in kernel.body.ops if op.name == "alloc"}
+    if not shown or len(shown) < len(stored - scratch):
+        return False
+    for each in shown:
+        forms = Forms(each.index_map.params)
+        forms.add_ops(each.index_map.ops, loads_vary=False)
+        if not any(last in forms.of(v).axes for v in each.index_map.yields):
+            return False
+    return True
