@@ -106,6 +106,14 @@ def _add(op: Op, b: Rewriter, x: Value, y: Value) -> Value | None:
     return x if is_number(b, y, -0.0 if op.result.tile.dtype.is_float else 0) else None
 
 
+def constant_second(op: Op, b: Rewriter) -> Value | None:
+    """The constant operand of a commutative op is its second one."""
+    x, y = op.operands
+    if constant_of(b, x) is None or constant_of(b, y) is not None:
+        return None
+    return b.op(op.name, y, x, **op.attrs)
+
+
 def _joined_parts(op: Op, b: Rewriter, x: Value, y: Value) -> Value | None:
     """Fold `i / 2 * 128 + i % 2 * 64` to `i * 64`, also with a tile added in between.
 
@@ -420,6 +428,7 @@ def without_index(op: Op, b: Rewriter) -> Value | None:
     return lower(b, *op.operands, **op.own_attrs)
 
 
+_COMMUTATIVE = ("add", "mul", "and", "or", "xor", "eq", "ne")
 _MOVES = sorted(names(lambda row: row.moves))
 
 PATTERNS: tuple[Pattern, ...] = (
@@ -434,6 +443,7 @@ PATTERNS: tuple[Pattern, ...] = (
     ("and", _either_side(_and)),
     ("or", _either_side(_or)),
     ("xor", _either_side(_xor)),
+    *((name, constant_second) for name in _COMMUTATIVE),
     ("sub", sub),
     ("div", div),
     ("neg", undone),

@@ -10,6 +10,7 @@ from pallasite.passes.normal.guarded_starts import guarded_starts
 from pallasite.passes.normal.idle_clamps import idle_clamps
 from pallasite.passes.normal.known_clamps import known_clamps
 from pallasite.passes.normal.loop_axes import loop_axes
+from pallasite.passes.normal.masks import masks
 from pallasite.passes.normal.narrow_windows import narrow_windows
 from pallasite.passes.normal.order import order
 from pallasite.passes.normal.pipeline_axes import pipeline_axes
@@ -30,6 +31,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("program_order", program_order),
     ("positions", positions),
     ("known_clamps", known_clamps),
+    ("masks", masks),
     ("unit_dims", unit_dims),
     ("replicated", replicated),
     ("columns", columns),
