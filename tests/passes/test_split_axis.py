@@ -318,6 +318,123 @@ def test_two_axes():
     assert "also carries along axis 0" in inner.reason
 
 
+# --- running maxima, and sums relative to them ---
+
+
+def attention_kernel(
+    q_ref, k_ref, v_ref, o_ref, m_ref, l_ref, acc_ref, *, base2, start
+):
+    i, j = pl.program_id(0), pl.program_id(1)
+
+    @first(1)
+    def _():
+        m_ref[...] = jnp.full_like(m_ref, start)
+        l_ref[...] = jnp.zeros_like(l_ref)
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    @pl.when(j * 8 <= i * 4 + 3)
+    def _():
+        exp = jnp.exp2 if base2 else jnp.exp
+        s = jnp.dot(q_ref[...], k_ref[...].T)
+        rows = i * 4 + jax.lax.broadcasted_iota(I32, s.shape, 0)
+        s = jnp.where(
+            rows >= j * 8 + jax.lax.broadcasted_iota(I32, s.shape, 1), s, start
+        )
+        m = m_ref[...]
+        new = jnp.maximum(m, s.max(axis=1, keepdims=True))
+        scale = exp(m - new)
+        p = exp(s - new)
+        l_ref[...] = l_ref[...] * scale[:, 0] + p.sum(axis=1)
+        acc_ref[...] = acc_ref[...] * scale + jnp.dot(p, v_ref[...])
+        m_ref[...] = new
+
+    @last(1)
+    def _():
+        o_ref[...] = acc_ref[...] / l_ref[...][:, None]
+
+
+@pytest.mark.parametrize("base2", [False, True])
+@pytest.mark.parametrize("start", [-jnp.inf, -1e30])
+def test_online_softmax(base2, start):
+    """Causal attention: some parts see no key of a row at all."""
+    call = pl.pallas_call(
+        functools.partial(attention_kernel, base2=base2, start=start),
+        out_shape=jax.ShapeDtypeStruct((40, 16), F32),
+        grid=(10, 5),
+        in_specs=[
+            pl.BlockSpec((4, 16), lambda i, j: (i, 0)),
+            pl.BlockSpec((8, 16), lambda i, j: (j, 0)),
+            pl.BlockSpec((8, 16), lambda i, j: (j, 0)),
+        ],
+        out_specs=pl.BlockSpec((4, 16), lambda i, j: (i, 0)),
+        scratch_shapes=[
+            pltpu.VMEM((4, 1), F32),
+            pltpu.VMEM((4,), F32),
+            pltpu.VMEM((4, 16), F32),
+        ],
+    )
+    given = [jax.ShapeDtypeStruct((40, 16), F32)] * 3
+    kernel = run(primitive.kernels_in(call, *given)[0])
+    (state,) = states_of(kernel)
+    assert state.kind == "online softmax"
+    rng = np.random.default_rng(0)
+    arrays = [3 * rng.normal(size=x.shape).astype(np.float32) for x in given]
+    check(kernel, arrays, state, rtol=1e-4, atol=1e-5)
+    assert np.isfinite(evaluate(kernel, arrays)[0]).all()
+
+
+def decayed_kernel(x_ref, o_ref, m_ref, l_ref):
+    """Not an online softmax: the sum also decays."""
+    m = m_ref[...]
+    new = jnp.maximum(m, x_ref[...])
+    l_ref[...] = l_ref[...] * jnp.exp(m - new) * 0.5 + jnp.exp(x_ref[...] - new)
+    m_ref[...] = new
+
+
+def unscaled_kernel(x_ref, o_ref, m_ref, l_ref):
+    """Nor is this: what is added is not relative to the maximum."""
+    m = m_ref[...]
+    new = jnp.maximum(m, x_ref[...])
+    l_ref[...] = l_ref[...] * jnp.exp(m - new) + x_ref[...]
+    m_ref[...] = new
+
+
+def late_kernel(x_ref, o_ref, m_ref, l_ref):
+    """Nor this: the maximum that is kept is another."""
+    m = m_ref[...]
+    new = jnp.maximum(m, x_ref[...])
+    l_ref[...] = l_ref[...] * jnp.exp(m - new) + jnp.exp(x_ref[...] - new)
+    m_ref[...] = jnp.maximum(m, x_ref[...] + 1)
+
+
+@pytest.mark.parametrize("body", [decayed_kernel, unscaled_kernel, late_kernel])
+def test_no_online_softmax(body):
+    @functools.wraps(body)
+    def whole(x_ref, o_ref, m_ref, l_ref):
+        @first()
+        def _():
+            m_ref[...] = jnp.full_like(m_ref, -jnp.inf)
+            l_ref[...] = jnp.zeros_like(l_ref)
+
+        body(x_ref, o_ref, m_ref, l_ref)
+
+        @last()
+        def _():
+            o_ref[...] = m_ref[...] + jnp.log(l_ref[...])
+
+    call = pl.pallas_call(
+        whole,
+        out_shape=jax.ShapeDtypeStruct((8,), F32),
+        grid=(4,),
+        in_specs=[pl.BlockSpec((8,), lambda i: (i,))],
+        out_specs=pl.BlockSpec((8,), lambda i: (0,)),
+        scratch_shapes=[pltpu.VMEM((8,), F32)] * 2,
+    )
+    kernel = run(primitive.kernels_in(call, jax.ShapeDtypeStruct((32,), F32))[0])
+    (state,) = states_of(kernel)
+    assert "l_ref" in state.reason
+
+
 # --- what does not merge ---
 
 
