@@ -1,6 +1,7 @@
 """Axes that carry sums, extremes, atomics or prefixes, split into parts and merged."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -552,3 +553,146 @@ def test_zoo():
                 known += 1
                 check(kernel, list(arrays), state, rtol=2e-3, atol=1e-3)
     assert known >= KNOWN
+
+
+# --- random bodies: what is known to merge does ---
+
+
+def _statements(i, x, refs):
+    """What a step may do, by name; some of it merges."""
+    a, b, each = refs
+    n = pl.num_programs(0)
+
+    def on(condition, do):
+        return lambda: pl.when(condition)(do)
+
+    def store(ref, value):
+        return lambda: ref.__setitem__(..., value().astype(ref.dtype))
+
+    def part(ref, index, value):
+        return lambda: ref.__setitem__(index, value())
+
+    def looped():
+        def body(k, total):
+            return total + x[k]
+
+        a[2] = jax.lax.fori_loop(0, 3, body, a[2])
+
+    return {
+        "a += x": store(a, lambda: a[...] + x),
+        "a -= 2x": store(a, lambda: a[...] - 2 * x),
+        "a = max": store(a, lambda: jnp.maximum(a[...], x)),
+        "a masked": store(a, lambda: jnp.where(x > 0, a[...] + x, a[...])),
+        "a moved": store(a, lambda: (a[...].reshape(2, 4) + 1).reshape(8)),
+        "a turned": store(a, lambda: a[...].reshape(2, 4).T.reshape(8) + x),
+        "a part": part(a, slice(2, 5), lambda: a[2:5] + x[:3]),
+        "a shifted": part(a, slice(2, 5), lambda: a[1:4] + x[:3]),
+        "a at i": lambda: a.__setitem__(i % 8, a[i % 8] + 1),
+        "a loop": looped,
+        "a overwritten": store(a, lambda: x),
+        "a doubled": store(a, lambda: a[...] + a[...]),
+        "a from b": store(a, lambda: a[...] + b[...]),
+        "b += a": store(b, lambda: b[...] + a[...]),
+        "b += x": store(b, lambda: b[...] + x),
+        "b = min": store(b, lambda: jnp.minimum(b[...], x)),
+        "b atomic": lambda: pl.atomic_add(b, (jnp.arange(8) % 3,), x),
+        "a at last": on(i == n - 1, store(a, lambda: a[...] * 2)),
+        "b at last": on(i == n - 1, store(b, lambda: a[...] - 1)),
+        "a if odd": on(i % 2 == 1, store(a, lambda: a[...] + 3)),
+        "a if a": on(a[0] > 0, store(a, lambda: a[...] + 1)),
+        "a at second": on(i == 1, store(a, lambda: x)),
+        "a at first": on(i == 0, store(a, lambda: x + 7)),
+        "each x": store(each, lambda: x * 2),
+        "each a": store(each, lambda: a[...]),
+        "each b": store(each, lambda: b[...] + x),
+    }
+
+
+NAMES = (
+    "a += x",
+    "a -= 2x",
+    "a = max",
+    "a masked",
+    "a moved",
+    "a turned",
+    "a part",
+    "a shifted",
+    "a at i",
+    "a loop",
+    "a overwritten",
+    "a doubled",
+    "a from b",
+    "b += a",
+    "b += x",
+    "b = min",
+    "b atomic",
+    "a at last",
+    "b at last",
+    "a if odd",
+    "a if a",
+    "a at second",
+    "a at first",
+    "each x",
+    "each a",
+    "each b",
+)
+
+
+def random_call(names: tuple[str, ...], steps: int):
+    def body(x_ref, b_ref, each_ref, a_ref):
+        i = pl.program_id(0)
+
+        @first()
+        def _():
+            a_ref[...] = jnp.zeros_like(a_ref)
+            b_ref[...] = jnp.ones_like(b_ref)
+
+        each_ref[...] = jnp.zeros_like(each_ref)
+        menu = _statements(i, x_ref[...], (a_ref, b_ref, each_ref))
+        for name in names:
+            menu[name]()
+
+    return pl.pallas_call(
+        body,
+        out_shape=[
+            jax.ShapeDtypeStruct((8,), I32),
+            jax.ShapeDtypeStruct((8 * steps,), I32),
+        ],
+        grid=(steps,),
+        in_specs=[pl.BlockSpec((8,), lambda i: (i,))],
+        out_specs=[
+            pl.BlockSpec((8,), lambda i: (0,)),
+            pl.BlockSpec((8,), lambda i: (i,)),
+        ],
+        scratch_shapes=[pltpu.VMEM((8,), I32)],
+    )
+
+
+RANDOM = 100
+
+
+def test_random_bodies():
+    """Integers, so that results are equal whatever the order of merging."""
+    rng = np.random.default_rng(0)
+    known = 0
+    for _ in range(RANDOM):
+        steps = int(rng.choice([2, 3, 5, 6]))
+        chosen = [rng.choice(["a += x", "a = max"]), rng.choice(["b += x", "b atomic"])]
+        chosen += list(rng.choice(NAMES, size=rng.integers(0, 4)))
+        names = tuple(map(str, rng.permutation(chosen)))
+        call = random_call(names, steps)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            given = jax.ShapeDtypeStruct((8 * steps,), I32)
+            kernel = run(primitive.kernels_in(call, given)[0])
+        x = rng.integers(-9, 9, size=8 * steps).astype(np.int32)
+        for state in states_of(kernel):
+            if state.reason:
+                continue
+            known += 1
+            expected = evaluate(kernel, [x])
+            for parts in {2, 3, steps}:
+                found = evaluate_program(split(kernel, state, parts), [x])
+                for a, b in zip(expected, found, strict=True):
+                    np.testing.assert_array_equal(a, b.reshape(a.shape), str(names))
+    assert known > RANDOM // 8
