@@ -34,7 +34,6 @@ from pallasite.passes.analysis.step_table import StepTable
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.narrow_windows import affine_value
 
-
 _UNKNOWN = Value(INDEX, "unknown")  # an old index that is not affine in the new ones
 
 
