@@ -131,6 +131,15 @@ def _with_pytree_indices(transform: Any) -> Any:
     return replace(transform, indices=made, validate=False)
 
 
+def memory_space_of(x: Any) -> Any:
+    """The memory space that a type, a traced value or a ref has; None if it has none.
+
+    From a traced value itself, JAX 0.11.2 raises a ValueError.
+    """
+    typed = aval_of(x) if isinstance(x, jax.core.Tracer) else x
+    return getattr(typed, "memory_space", None)
+
+
 def is_concrete(x: Any) -> bool:
     """Whether a value is concrete, not traced."""
     from jax._src.core import Tracer

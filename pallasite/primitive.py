@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
+import jax.core
 import numpy as np
 from jax.interpreters import batching, mlir
 
@@ -25,89 +26,29 @@ from pallasite.errors import (
     ChipMemoryError,
     CompileError,
     FallbackWarning,
+    PerformanceWarning,
     SpecError,
     UnknownBackendError,
     UnsupportedError,
+    compose,
 )
-from pallasite.ir.nodes import Kernel, walk
+from pallasite.interpret.options import Checked as Checked
+from pallasite.interpret.options import CheckedElsewhere as CheckedElsewhere
+from pallasite.interpret.options import Machine as Machine
+from pallasite.interpret.options import interpreted as interpreted
+from pallasite.ir.nodes import Kernel, Loc, walk
 from pallasite.language.arguments import Arguments
+from pallasite.passes.analysis.grid import analyze
+from pallasite.passes.run import run as run_passes
+from pallasite.passes.schedule.plan_parts import Plan, Serial, plan
+from pallasite.passes.schedule.split_axis import Program
 from pallasite.passes.transform.batch import (
     batch_kernel,
     changed_operands,
     maps_a_grid_size,
 )
 from pallasite.sharding.rule import Partition
-from pallasite.target import Chip, Host, chip, chip_of_device, host, named
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The evaluator's choices where machines may differ (`pltpu.InterpretParams`).
-
-    Attributes:
-        zeros: unwritten memory holds zeros, not NaN or the least integer.
-        reads_outside: an element read past the end of a ref is like unwritten memory;
-            otherwise an index past the end is clamped.
-        skips_floats: floating-point values are not computed: all are infinity.
-        cores: how many cores share the programs along parallel axes.
-        seed: seed of a random order of programs along parallel axes.
-        recorder: called with each program's ids and its core's number.
-        warns_of_races: a race is only a warning, and the run continues.
-    """
-
-    zeros: bool = False
-    reads_outside: bool = False
-    skips_floats: bool = False
-    cores: int = 1
-    seed: int | None = None
-    recorder: Callable[..., Any] | None = None
-    warns_of_races: bool = False
-
-
-@dataclass(frozen=True)
-class Checked:
-    """Checked mode: `pallas_call(..., interpret=pl.Checked())`.
-
-    Runs the kernel in numpy with shadow memory and reports the first bug it finds, with
-    the user's line and the program's ids. Each kind of check can be disabled.
-
-    Args:
-        bounds: accesses outside a ref, and blocks outside the array.
-        uninitialised: unwritten values of outputs, scratch or edges where they
-            matter: in a result, a branch, a trip count or an index.
-        races: unordered accesses to the same memory, by two programs along a parallel
-            axis or by two cores.
-        unwritten: outputs with elements never written.
-        copies: async copies never waited for, or whose memory is used too early,
-            semaphores that are not zero at the end, and deadlocks.
-        promises: broken promises of `pl.multiple_of`.
-        nan: the first op to produce a NaN from operands without one (off by default).
-        inf: the first op to produce an infinity from finite operands (off by
-            default, as masks of -inf are common).
-        orders: the orders in which copies, cores and roles are scheduled; a kernel that
-            has any of these is run once in each. "early" performs a copy at its start
-            and runs cores one after another, "late" performs it when it is waited for
-            and runs the last core first, a number is the seed of a random order. The
-            call returns the results of the first order.
-        machine: further settings of `pltpu.InterpretParams`.
-    """
-
-    bounds: bool = True
-    uninitialised: bool = True
-    races: bool = True
-    unwritten: bool = True
-    copies: bool = True
-    promises: bool = True
-    nan: bool = False
-    inf: bool = False
-    orders: tuple[str | int, ...] = ("early", "late", 0)
-    machine: Machine = Machine()
-
-
-@dataclass(frozen=True)
-class CheckedElsewhere(Checked):
-    """Checked mode of a GPU kernel called where there is no GPU: not requested by the
-    user, so tools may still compile the kernel with a GPU's backend."""
+from pallasite.target import GPUS, Chip, Host, chip, chip_of_device, host, named
 
 
 def for_platform(call: "Call", platform: str) -> "Call":
@@ -115,28 +56,6 @@ def for_platform(call: "Call", platform: str) -> "Call":
     if platform == "cuda" and isinstance(call.interpret, CheckedElsewhere):
         return replace(call, interpret=False)
     return call
-
-
-def interpreted(params: Any) -> Checked:
-    """Checked mode configured by a `pltpu.InterpretParams`."""
-    late = params.random_seed if params.random_seed is not None else "late"
-    return Checked(
-        bounds=params.out_of_bounds_reads == "raise",
-        uninitialised=False,
-        races=params.detect_races,
-        unwritten=False,
-        promises=False,
-        orders=("early" if params.dma_execution_mode == "eager" else late,),
-        machine=Machine(
-            zeros=params.uninitialized_memory == "zero",
-            reads_outside=params.out_of_bounds_reads != "raise",
-            skips_floats=params.skip_floating_point_ops,
-            cores=params.num_cores_or_threads,
-            seed=params.random_seed,
-            recorder=params.grid_point_recorder,
-            warns_of_races=getattr(params, "on_race", "raise") == "warn",
-        ),
-    )
 
 
 @dataclass(frozen=True)
@@ -334,8 +253,15 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
         from pallasite.sharding.custom_call import call_task, lower_partitioned
 
         return lower_partitioned(ctx, operands, call_task(call, bind_call))
-    chip = _lowered_for(ctx, platform)
-    chosen = choose(call, platform, jaxcompat.is_export(ctx), chip)
+    chip, exporting = _lowered_for(ctx, platform), jaxcompat.is_export(ctx)
+    found = planned(call, platform, exporting, chip)
+    if found.program is not None:
+        results = _lower_program(ctx, operands, call, found.program, platform, chip)
+        if results is not None:
+            return results
+    elif found.serial is not None and not call.own:
+        warn_serial(call.kernel, found.serial)
+    chosen = choose(call, platform, exporting, chip)
     if chosen.launch is None:
         _announce(chosen, call, platform, ctx)
         return _lower_emulation(ctx, *operands, call=call)
@@ -343,6 +269,88 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
     from pallasite.runtime.ffi import lower_launch
 
     return lower_launch(chosen.launch, ctx, *operands)
+
+
+def planned(
+    call: Call,
+    platform: str | None,
+    exporting: bool = False,
+    chip: Chip | None = None,
+) -> Plan:
+    """Whether a call runs as several kernels on a platform; arguments as `choose`."""
+    if wants_emulation(call) or platform not in ("cpu", "cuda"):
+        return Plan()
+    if platform == "cpu":
+        return Plan() if exporting else plan(call.kernel, host())
+    return plan(call.kernel, chip or accelerator(base.get("triton")) or GPUS["h100"])
+
+
+def parts_of(call: Call, program: Program) -> list[Call]:
+    """The calls that a call is run as."""
+    return [replace(call, kernel=k, cost_estimate=None) for k in program.kernels]
+
+
+def _lower_program(
+    ctx: Any,
+    operands: Sequence[Any],
+    call: Call,
+    program: Program,
+    platform: str | None,
+    chip: Chip | None,
+) -> list[Any] | None:
+    """Emit the calls of a program; None if a backend refuses one of them."""
+    from pallasite.runtime.ffi import lower_launch, lower_value
+
+    exporting = jaxcompat.is_export(ctx)
+    parts = parts_of(call, program)
+    launches = [choose(part, platform, exporting, chip).launch for part in parts]
+    if None in launches:
+        return None
+    record = _recorded.get()
+    if record is not None:
+        record += [part for part in parts if part not in record]
+    plain = jaxcompat.plain_avals(ctx.avals_in)
+    values = list(zip(operands, plain, strict=True))
+    for step, launch in zip(program.steps, launches, strict=True):
+        taken = [values[n] for n in step.operands]
+        refs = [param.ref for param in step.kernel.inputs]
+        given = [
+            lower_value(ctx, functools.partial(_in_shape, shape=ref.shape), *each)
+            for each, ref in zip(taken, refs, strict=True)
+        ]
+        made = [
+            jax.core.ShapedArray(param.ref.shape, param.ref.dtype.np)
+            for param in step.kernel.outputs
+        ]
+        inner = ctx.replace(avals_in=[aval for _, aval in given], avals_out=made)
+        found = lower_launch(launch, inner, *(value for value, _ in given))
+        values += zip(found, made, strict=True)
+    results = []
+    for result, aval in zip(program.results, ctx.avals_out, strict=True):
+        pick = functools.partial(_in_shape, shape=aval.shape, last=result.last)
+        results.append(lower_value(ctx, pick, *values[result.array])[0])
+    return results
+
+
+def _in_shape(x: Any, shape: tuple[int, ...], last: bool = False) -> Any:
+    return (x[-1] if last else x).reshape(shape)
+
+
+def warn_serial(kernel: Kernel, serial: Serial) -> None:
+    """Warn once per kernel that it leaves most of the chip idle, and why."""
+    if "serial" + kernel.text in _warned:
+        return
+    _warned.add("serial" + kernel.text)
+    at = serial.loc or kernel.loc or Loc("<unknown>", 0)
+    text = compose(
+        f"the steps of grid axis {serial.axis} run one after another, on one core",
+        [("kernel", kernel.name), ("why", serial.reason)],
+        at,
+        "let each step write its own block, or keep sums, maxima or other states that "
+        'merge; dimension_semantics "parallel" asserts that the order is irrelevant, '
+        '"sequential" asks for it and silences this',
+    )
+    warnings.warn_explicit(text, PerformanceWarning, at.file, at.line)
 
 
 @dataclass(frozen=True)
@@ -709,12 +717,30 @@ class Site:
         inside: the control flow around it, outermost first ("scan", "shard_map").
         times: how often one run of the function makes it; None: data-dependent.
         sources: per operand, the first operand that is the same array.
+        split: for one of the kernels that a call is run as: of which, and why.
     """
 
     call: Call
     inside: tuple[str, ...] = ()
     times: int | None = 1
     sources: tuple[int, ...] = ()
+    split: str = ""
+
+
+def in_parts(site: Site, platform: str, chip: Chip | Host | None) -> list[Site]:
+    """The kernels that a call is run as on a chip: itself, or those of its parts."""
+    call = for_platform(site.call, platform)
+    found = planned(call, platform, chip=chip if isinstance(chip, Chip) else None)
+    if found.program is None:
+        return [site]
+    size = analyze(run_passes(call.kernel)).axes[found.axis or 0].size
+    parts = parts_of(call, found.program)
+    whole = f"{len(parts)} of {call.kernel.name}"
+    how = f"i{found.axis} ({size} steps, {found.kind}) runs as {found.parts} parts"
+    return [
+        Site(part, site.inside, site.times, split=f"kernel {n} of {whole}: {how}")
+        for n, part in enumerate(parts, 1)
+    ]
 
 
 _NOT_CONTROL = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call")

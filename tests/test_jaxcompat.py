@@ -103,6 +103,19 @@ def test_refs_and_views_are_told_from_values():
     assert seen == [(True, True), False, (True, 1), (2, 4)]
 
 
+def test_memory_spaces_of_traced_values_are_those_of_their_types():
+    found = []
+
+    def kernel(x_ref):
+        found.append(jaxcompat.memory_space_of(x_ref))
+        jaxcompat.memory_space_of(x_ref[...])  # does not raise
+
+    with jaxcompat.kernel_tracing():
+        jax.make_jaxpr(kernel)(jaxcompat.abstract_ref((2, 4), np.float32, "here"))
+    assert found == ["here"]
+    assert jaxcompat.memory_space_of(np.ones(3)) is None
+
+
 def test_a_view_as_an_index_is_a_pytree():
     leaves = []
 

@@ -179,11 +179,16 @@ class Compiled(Mapping[str, Any]):
         return 1 + len(self._stages)
 
     def __getitem__(self, name: str) -> Any:
+        from pallasite.passes.progress import watched
+
         if name not in self._made:
             if name == "scheduled":
                 made = Scheduled.of(self.scheduled)
             else:
-                made = self._stages[name].make(self[self._before(name)])
+                before = self[self._before(name)]
+                with watched(self.imported) as progress:
+                    progress.enter(f"stage {name} of backend {self.backend.name!r}")
+                    made = self._stages[name].make(before)
                 if self._dump is not None and isinstance(made, str):
                     self._dump.write(f"{self.backend.name}-{name}", made)
             self._made[name] = made

@@ -7,6 +7,7 @@ backend, which derives from it, defines how others are added and multiplied.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Any, Generic, NoReturn, TypeVar
@@ -28,7 +29,7 @@ class Dim:
     edge: int | None = None  # key of the Edge it moves along
     edge_step: int = 1  # positions along that edge per element
     axis: int = 0  # the dimension of the array it moves along
-    step: int = 1  # elements of that dimension per element
+    step: int = 1  # elements of that dimension per element; 0: moves along several
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,18 @@ class StridedViews(ABC, Generic[V, N]):
         dims = tuple(view.dims[d] for d in op.attrs["perm"])
         self.views[op.result] = replace(view, dims=dims)
 
+    def emit_reshape_view(self, op: Op) -> None:
+        view = self.views[op.operands[0]]
+        dims = _split_and_merge(view.dims, op.attrs["shape"])
+        if dims is None:
+            self.refuse(
+                op,
+                "the dimensions are not contiguous in memory, or may extend past an "
+                "edge",
+                "reshape the loaded value instead",
+            )
+        self.views[op.result] = replace(view, dims=dims)
+
 
 def _strided(dim: Dim, size: int, stride: int) -> Dim:
     return replace(
@@ -232,8 +245,46 @@ def _strided(dim: Dim, size: int, stride: int) -> Dim:
     )
 
 
+def _split_and_merge(
+    dims: Sequence[Dim], shape: Sequence[int]
+) -> tuple[Dim, ...] | None:
+    """The dimensions of a reshaped view, if strides can express it."""
+    old = [d for d in dims if d.size != 1]
+    new: list[Dim] = []
+    pending = [n for n in shape if n != 1]
+    while pending:
+        group = [pending.pop(0)]
+        if not old:
+            return None
+        merged = old.pop(0)
+        while prod(group) != merged.size:
+            if prod(group) < merged.size:
+                group.append(pending.pop(0))
+                continue
+            inner = old.pop(0)
+            if merged.stride != inner.size * inner.stride:
+                return None
+            if merged.edge is not None or inner.edge is not None:
+                return None
+            merged = replace(inner, size=merged.size * inner.size)
+        for number, n in enumerate(group):
+            inside = prod(group[number + 1 :])
+            new.append(
+                replace(
+                    merged,
+                    size=n,
+                    stride=merged.stride * inside,
+                    edge_step=merged.edge_step * inside,
+                    step=0,
+                )
+            )
+    found = iter(new)
+    return tuple(next(found) if n != 1 else Dim(1, 0, step=0) for n in shape)
+
+
 RULES = {
     "block_view": StridedViews.emit_block_view,
     "subview": StridedViews.emit_subview,
     "transpose_view": StridedViews.emit_transpose_view,
+    "reshape_view": StridedViews.emit_reshape_view,
 }

@@ -39,8 +39,12 @@ class CoreMesh:
         return self.axis_names[0]
 
     @property
-    def num_cores(self) -> int:
+    def size(self) -> int:
         return math.prod(self.sizes)
+
+    @property
+    def num_cores(self) -> int:
+        return self.size
 
 
 class TensorCoreMesh(CoreMesh):
@@ -92,8 +96,20 @@ class VectorSubcoreMesh(CoreMesh):
         super().__init__(names, sizes, "sc_vector_subcore")
 
     @property
+    def num_cores(self) -> int:
+        return self.sizes[0]
+
+    @property
     def num_subcores(self) -> int:
         return self.sizes[1]
+
+    @property
+    def core_axis_name(self) -> str:
+        return self.axis_names[0]
+
+    @property
+    def subcore_axis_name(self) -> str:
+        return self.axis_names[1]
 
 
 def _sparse_cores(asked: int | None) -> int:

@@ -26,7 +26,7 @@ from pallasite.calls.build import (
 )
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.ir import types as T
-from pallasite.language import ref_transforms
+from pallasite.language import ref_transforms, upstream
 from pallasite.language.memory_spaces import (
     MemoryRef,
     SemaphoreType,
@@ -133,11 +133,12 @@ def pallas_call(
     if scratch_types is not None:
         scratch_shapes = scratch_types
     if grid_spec is not None and not isinstance(grid_spec, GridSpec):
+        fix = "pl.GridSpec(grid=..., in_specs=..., out_specs=...)"
         raise SpecError(
             "grid_spec must be a pl.GridSpec",
             [("got", repr(grid_spec))],
             at,
-            "pl.GridSpec(grid=..., in_specs=..., out_specs=...)",
+            upstream.FIX if upstream.is_upstreams(grid_spec) else fix,
         )
     if grid_spec is None:
         grid_spec = GridSpec(grid, in_specs, out_specs, scratch_shapes)

@@ -15,7 +15,7 @@ from pallasite.importer.importer import Importer, tile_type
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.rewrite import substitute, writes
-from pallasite.ir.rule_table import RuleTable
+from pallasite.ir.rule_table import ANY, RuleTable
 from pallasite.language.refs import positional_fields
 from pallasite.passes.analysis.intervals import Fact
 
@@ -24,7 +24,16 @@ RULES = RuleTable()
 # --- calls are inlined ---
 
 
-@RULES.rule("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat")
+@RULES.rule(
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat2",
+    "checkpoint",
+    "remat",
+    params=ANY,
+)
 def _call(im: Importer, eqn: Any, *args: Value) -> list[Value]:
     jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     return im.run(jaxpr, args)
@@ -41,7 +50,7 @@ def _kernel_call(im: Importer, eqn: Any, *args: Value) -> None:
     )
 
 
-@RULES.rule("custom_fusion")
+@RULES.rule("custom_fusion", params=ANY)
 def _custom_fusion(im: Importer, eqn: Any, *args: Value) -> list[Value]:
     """A function with rules for blocks, as its author computes it in kernels."""
     count, impl = eqn.params["num_constants"], eqn.params["rules"].pallas_impl
@@ -56,7 +65,7 @@ def _custom_fusion(im: Importer, eqn: Any, *args: Value) -> list[Value]:
     return im.splice(run, args)
 
 
-@RULES.rule("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+@RULES.rule("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", params=ANY)
 def _custom_call(im: Importer, eqn: Any, *args: Value) -> Sequence[Value]:
     """The function's code, with the name of its rule where that can matter."""
     jaxpr = eqn.params["call_jaxpr"]
@@ -83,7 +92,7 @@ def _has_derivative(eqn: Any, args: Sequence[Value]) -> bool:
 # --- branches ---
 
 
-@RULES.rule("cond")
+@RULES.rule("cond", params="branches branches_platforms")
 def _cond(im: Importer, eqn: Any, which: Value, *args: Value) -> Sequence[Value]:
     branches = [im.region(b, (), args) for b in eqn.params["branches"]]
     which = im.builder.cast(which, T.I32)
@@ -121,7 +130,7 @@ class Carry:
         return [after for before, after in pairs if not before.is_ref]
 
 
-@RULES.rule("while")
+@RULES.rule("while", params="cond_nconsts cond_jaxpr body_nconsts body_jaxpr")
 def _while(im: Importer, eqn: Any, *args: Value) -> list[Value]:
     p = eqn.params
     split = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
@@ -277,7 +286,11 @@ def _as_counted_loop(
             for k in range(len(carried))]  # fmt: skip
 
 
-@RULES.rule("scan")
+@RULES.rule(
+    "scan",
+    params="reverse length jaxpr num_consts num_carry ft_in ft_out linear "
+    "_split_transpose",
+)
 def _scan(im: Importer, eqn: Any, *args: Value) -> list[Value]:
     """A counted loop; scanned inputs are sliced, scanned outputs collected."""
     p, b = eqn.params, im.builder
@@ -349,7 +362,7 @@ def _num_programs(im: Importer, eqn: Any) -> Value:
     return size if isinstance(size, Value) else im.builder.index(size)
 
 
-@RULES.rule("axis_index")
+@RULES.rule("axis_index", params="axis_name")
 def _axis_index(im: Importer, eqn: Any) -> Value:
     """An axis of the kernel's own mesh is a program id; one of an enclosing
     shard_map is a value from outside the kernel."""
@@ -388,7 +401,7 @@ def _debug_print(im: Importer, eqn: Any, *values: Value) -> None:
     im.builder.emit("debug_print", *_read(im, values), format=eqn.params["format"])
 
 
-@RULES.rule("debug_print")
+@RULES.rule("debug_print", params=ANY)
 def _jax_debug_print(im: Importer, eqn: Any, *values: Value) -> None:
     """Fields given by name become positional ones."""
     p = eqn.params
@@ -405,12 +418,12 @@ def _read(im: Importer, values: Sequence[Value]) -> list[Value]:
     return [im.builder.load(v) if v.is_ref else v for v in values]
 
 
-@RULES.rule("debug_callback", "io_callback", "pure_callback")
+@RULES.rule("debug_callback", "io_callback", "pure_callback", params=ANY)
 def _callback(im: Importer, eqn: Any, *values: Value) -> None:
     raise im.unsupported(eqn, "a kernel cannot call Python; use pl.debug_print")
 
 
-@RULES.rule("check")
+@RULES.rule("check", params="err_tree debug")
 def _checkify_check(im: Importer, eqn: Any, *values: Value) -> None:
     """`checkify.check` inside a kernel: of each kind of error in it, one check."""
     for failed, message, fields in jaxcompat.errors_in_check(eqn.params, values):

@@ -5,7 +5,7 @@ rules (`rules.py` lists the files). `pipeline_op.py` drives this for a whole cal
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,14 @@ import jax
 import numpy as np
 
 from pallasite import jaxcompat
-from pallasite.errors import KernelTypeError, UnsupportedError
+from pallasite.errors import KernelTypeError, PallasError, UnsupportedError
+from pallasite.importer.parameters import unknown_parameter
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Loc, Value
 from pallasite.ir.opdef import BY_JAX, TypeRuleError, table
+from pallasite.ir.rule_table import ANY, RuleTable
+from pallasite.language import upstream
 from pallasite.language.trace import equation_location
 from pallasite.passes.analysis.intervals import Facts
 
@@ -62,7 +65,7 @@ class Captures:
 class Importer:
     """Imports jaxprs into the block under construction."""
 
-    def __init__(self, kernel_name: str, captures: Captures, rules: Mapping[str, Rule]):
+    def __init__(self, kernel_name: str, captures: Captures, rules: RuleTable):
         self.kernel_name = kernel_name
         self.rules = rules
         self.captures = captures
@@ -170,6 +173,7 @@ class Importer:
                 results = self.per_word(eqn, operands)
             elif name in self.rules:
                 self.used = used
+                self._check_parameters(eqn, self.rules.known[name])
                 results = self.rules[name](self, eqn, *operands)
             elif name in BY_JAX:
                 results = self.elementwise(eqn, operands)
@@ -207,12 +211,21 @@ class Importer:
     def elementwise(self, eqn: Any, operands: Sequence[Value]) -> Value:
         """An op of the table: operands broadcast as JAX allows, attributes by name."""
         row = BY_JAX[eqn.primitive.name]
+        self._check_parameters(eqn, row.attrs)
         result = tile_type(eqn.outvars[0].aval, self.where)
         operands = [self.builder.broadcast(v, result.shape) for v in operands]
         self._check_dtypes(row, operands)
         attrs = {a: _attribute(eqn.params[a]) for a in row.attrs}
         value = self.builder.op(row.name, *operands, **attrs)
         return self.builder.cast(value, result.dtype)
+
+    def _check_parameters(self, eqn: Any, known: Collection[str]) -> None:
+        """Raises if a rule would ignore a parameter of JAX's; ours change with their
+        rules."""
+        if ANY in known or eqn.primitive.name.startswith("pallasite_"):
+            return
+        if why := unknown_parameter(eqn.params, known):
+            raise self.unsupported(eqn, why)
 
     def _check_dtypes(self, row: Any, operands: Sequence[Value]) -> None:
         for value in operands:
@@ -259,7 +272,10 @@ class Importer:
             results = self.run(jaxpr, args)
             return builder.block(params, results)
 
-    def unsupported(self, eqn: Any, detail: str = "") -> UnsupportedError:
+    def unsupported(self, eqn: Any, detail: str = "") -> PallasError:
+        if upstream.has_primitive(eqn.primitive):
+            facts = [("kernel", self.kernel_name)]
+            return upstream.foreign(eqn.primitive.name, facts, self.where)
         shapes = ", ".join(v.aval.str_short() for v in eqn.invars)
         return UnsupportedError(
             f"the kernel language does not support {eqn.primitive.name}",

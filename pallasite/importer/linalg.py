@@ -32,7 +32,7 @@ def _steps(count: int) -> tuple[Any, Any]:
     return jnp.int32(0), jnp.int32(count)
 
 
-@RULES.rule("cholesky")
+@RULES.rule("cholesky", params="")
 def _cholesky_rule(im: Importer, eqn: Any, a: Value) -> list[Value]:
     return im.splice(_each_matrix(_cholesky, a.tile.rank), [a])
 
@@ -54,7 +54,7 @@ def _cholesky(a: Any) -> Any:
     return jnp.where(jnp.isnan(factor).any(), jnp.nan, factor)
 
 
-@RULES.rule("triangular_solve")
+@RULES.rule("triangular_solve", params="left_side lower transpose_a unit_diagonal")
 def _triangular_solve(im: Importer, eqn: Any, a: Value, b: Value) -> list[Value]:
     p = eqn.params
 
@@ -86,7 +86,7 @@ def _substitute(a: Any, b: Any, lower: bool, unit_diagonal: bool) -> Any:
     return lax.fori_loop(*_steps(size), row, jnp.zeros_like(b))
 
 
-@RULES.rule("lu")
+@RULES.rule("lu", params="")
 def _lu_rule(im: Importer, eqn: Any, a: Value) -> list[Value]:
     return im.splice(_each_matrix(_lu, a.tile.rank), [a])
 
@@ -121,7 +121,7 @@ def _lu(a: Any) -> tuple[Any, Any, Any]:
     return lax.fori_loop(*_steps(steps), column, start)
 
 
-@RULES.rule("custom_linear_solve")
+@RULES.rule("custom_linear_solve", params="const_lengths jaxprs")
 def _linear_solve(im: Importer, eqn: Any, *args: Value) -> Sequence[Value]:
     """Its solver's code, with the derivatives of the equation it solves."""
     lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]

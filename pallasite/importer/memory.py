@@ -49,12 +49,12 @@ def _transforms(eqn: Any, first: int) -> Any:
     return jax.tree.unflatten(eqn.params["tree"], eqn.invars[first:])
 
 
-@RULES.rule("get")
+@RULES.rule("get", params="tree")
 def _get(im: Importer, eqn: Any, ref: Value, *rest: Value) -> Value:
     return _load(im, pick(im, ref, _transforms(eqn, 1)))
 
 
-@RULES.rule("swap")
+@RULES.rule("swap", params="tree")
 def _swap(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value) -> Value:
     picked = pick(im, ref, _transforms(eqn, 2), writes=True)
     old = _load(im, picked) if eqn.outvars[0] in im.used else value
@@ -62,7 +62,7 @@ def _swap(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value) -> Val
     return old
 
 
-@RULES.rule("addupdate")
+@RULES.rule("addupdate", params="tree")
 def _addupdate(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value) -> None:
     picked = pick(im, ref, _transforms(eqn, 2), writes=True)
     _store(im, picked, im.builder.add(_load(im, picked), value))
@@ -130,7 +130,7 @@ def _atomic_cas(im: Importer, eqn: Any, ref: Value, cmp: Value, val: Value, *res
 # --- allocation ---
 
 
-@RULES.rule("empty_ref")
+@RULES.rule("empty_ref", params="ty memory_space pin")
 def _empty_ref(im: Importer, eqn: Any) -> Value:
     im.freed.discard(eqn.outvars[0])  # a body is imported once per warpgroup
     type_ = _ref_type(im, eqn.outvars[0].aval)
@@ -154,7 +154,7 @@ def _empty_ref(im: Importer, eqn: Any) -> Value:
     return ref
 
 
-@RULES.rule("new_ref", "ref")
+@RULES.rule("new_ref", "ref", params="memory_space kind pin")
 def _new_ref(im: Importer, eqn: Any, init: Value) -> Value:
     ref = allocate(im, eqn.outvars[0].aval)  # each warpgroup's own
     im.builder.store(ref, init)

@@ -31,7 +31,7 @@ from pallasite.language.trace import (
 )
 from pallasite.passes.analysis.intervals import Fact
 
-SEMANTICS = ("parallel", "arbitrary", "core_parallel", "subcore_parallel")
+SEMANTICS = ("parallel", "arbitrary", "sequential", "core_parallel", "subcore_parallel")
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,19 @@ from pallasite.language.helpers import strides_from_shape
 RULES = RuleTable()
 
 
-@RULES.rule("random_wrap", "random_unwrap", "random_clone")
+@RULES.rule("random_wrap", "random_unwrap", "random_clone", params="impl")
 def _same_words(im: Importer, eqn: Any, key: Value) -> Value:
     return key
 
 
-@RULES.rule("random_seed")
+@RULES.rule("random_seed", params="impl")
 def _seed(im: Importer, eqn: Any, seed: Value) -> Value:
     impl = jaxcompat.key_implementation(eqn.outvars[0].aval.dtype)
     (words,) = im.splice(_over_batch(impl.seed, eqn.invars[0].aval.ndim), [seed])
     return words
 
 
-@RULES.rule("random_fold_in")
+@RULES.rule("random_fold_in", params="")
 def _fold_in(im: Importer, eqn: Any, key: Value, data: Value) -> Value:
     aval = eqn.invars[0].aval
     impl = jaxcompat.key_implementation(aval.dtype)
@@ -35,7 +35,7 @@ def _fold_in(im: Importer, eqn: Any, key: Value, data: Value) -> Value:
     return words
 
 
-@RULES.rule("random_split")
+@RULES.rule("random_split", params="shape")
 def _split(im: Importer, eqn: Any, key: Value) -> Value:
     aval, shape = eqn.invars[0].aval, tuple(eqn.params["shape"])
     impl = jaxcompat.key_implementation(aval.dtype)
@@ -43,7 +43,7 @@ def _split(im: Importer, eqn: Any, key: Value) -> Value:
     return words
 
 
-@RULES.rule("random_bits")
+@RULES.rule("random_bits", params="bit_width shape")
 def _bits(im: Importer, eqn: Any, key: Value) -> Value:
     aval = eqn.invars[0].aval
     impl = jaxcompat.key_implementation(aval.dtype)
@@ -59,7 +59,7 @@ def _over_batch(fn: Any, rank: int) -> Any:
     return fn
 
 
-@RULES.rule("iota_2x32_shape")
+@RULES.rule("iota_2x32_shape", params="shape")
 def _iota_2x32(im: Importer, eqn: Any) -> list[Value]:
     """The row-major position of each element as two words, high and low."""
     shape = tuple(eqn.params["shape"])
@@ -76,7 +76,7 @@ def _iota_2x32(im: Importer, eqn: Any) -> list[Value]:
     return im.splice(words, [])
 
 
-@RULES.rule("threefry2x32")
+@RULES.rule("threefry2x32", params="")
 def _threefry2x32(im: Importer, eqn: Any, *words: Value) -> list[Value]:
     return im.splice(_threefry, list(words))
 

@@ -23,6 +23,7 @@ from pallasite.ir.rule_table import RuleTable
 from pallasite.ops.neutral import neutral
 
 RULES = RuleTable()
+_WINDOW = "window_dimensions window_strides padding base_dilation window_dilation"
 
 # What combines two tuples of arrays of one shape into one.
 Combine = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
@@ -45,7 +46,7 @@ def _combine_by(params: Any) -> Combine:
 # --- reductions ---
 
 
-@RULES.rule("reduce")
+@RULES.rule("reduce", params="jaxpr consts dimensions computation")
 def _reduce(im: Importer, eqn: Any, *operands: Value) -> list[Value]:
     combine = _combine_by(eqn.params)
     axes = tuple(eqn.params["dimensions"])
@@ -82,7 +83,12 @@ def _fold_pairs(combine: Combine, rows: Sequence[Any]) -> Sequence[Any]:
 # --- windows ---
 
 
-@RULES.rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")
+@RULES.rule(
+    "reduce_window_sum",
+    "reduce_window_max",
+    "reduce_window_min",
+    params=_WINDOW,
+)
 def _reduce_window_known(im: Importer, eqn: Any, x: Value) -> list[Value]:
     kind = eqn.primitive.name.removeprefix("reduce_window_")
     function = {"sum": lax.add, "max": lax.max, "min": lax.min}[kind]
@@ -97,7 +103,10 @@ def _reduce_window_known(im: Importer, eqn: Any, x: Value) -> list[Value]:
     return im.splice(windows, [x])
 
 
-@RULES.rule("reduce_window")
+@RULES.rule(
+    "reduce_window",
+    params="jaxpr consts " + _WINDOW,
+)
 def _reduce_window(im: Importer, eqn: Any, *operands: Value) -> list[Value]:
     combine = _combine_by(eqn.params)
 
@@ -146,7 +155,11 @@ def _taps(x: Any, dim: int, start: int, width: int, stride: int, dilation: int) 
 # --- convolutions ---
 
 
-@RULES.rule("conv_general_dilated")
+@RULES.rule(
+    "conv_general_dilated",
+    params="window_strides padding lhs_dilation rhs_dilation dimension_numbers "
+    "feature_group_count batch_group_count precision preferred_element_type",
+)
 def _convolution(im: Importer, eqn: Any, lhs: Value, rhs: Value) -> list[Value]:
     result = eqn.outvars[0].aval.dtype
     return im.splice(lambda x, w: _convolve(x, w, result, eqn.params), [lhs, rhs])
@@ -186,7 +199,10 @@ def _convolve(x: Any, w: Any, dtype: Any, p: Any) -> Any:
     return jnp.transpose(total, np.argsort(numbers.out_spec).tolist())
 
 
-@RULES.rule("ragged_dot_general")
+@RULES.rule(
+    "ragged_dot_general",
+    params="ragged_dot_dimension_numbers precision preferred_element_type",
+)
 def _ragged_dot(
     im: Importer, eqn: Any, lhs: Value, rhs: Value, sizes: Value
 ) -> list[Value]:

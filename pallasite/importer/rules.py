@@ -20,5 +20,4 @@ RULES = RuleTable()
 _FILES = (control, gpu, linalg, matrix_units, memory, random, reduce_window)
 _FILES += (seeded_random, tiles)
 for _file in _FILES:
-    assert not RULES.keys() & _file.RULES.keys(), _file.__name__
-    RULES.update(_file.RULES)
+    RULES.join(_file.RULES)

@@ -16,56 +16,63 @@ from pallasite.ir.rule_table import RuleTable
 RULES = RuleTable()
 
 
-@RULES.rule("copy", "pvary", "pbroadcast", "reduced_vary_cast", "copy_p")
+@RULES.rule(
+    "copy",
+    "pvary",
+    "pbroadcast",
+    "reduced_vary_cast",
+    "copy_p",
+    params="axes axis_name",
+)
 def _identity(im: Importer, eqn: Any, x: Value) -> Value:
     return x
 
 
-@RULES.rule("optimization_barrier")
+@RULES.rule("optimization_barrier", params="")
 def _identities(im: Importer, eqn: Any, *xs: Value) -> Sequence[Value]:
     return xs
 
 
-@RULES.rule("convert_element_type")
+@RULES.rule("convert_element_type", params="new_dtype")
 def _convert(im: Importer, eqn: Any, x: Value) -> Value:
     return im.builder.cast(x, tile_type(eqn.outvars[0].aval, im.where).dtype)
 
 
-@RULES.rule("bitcast_convert_type")
+@RULES.rule("bitcast_convert_type", params="new_dtype")
 def _bitcast(im: Importer, eqn: Any, x: Value) -> Value:
     dtype = tile_type(eqn.outvars[0].aval, im.where).dtype
     return x if dtype == x.tile.dtype else im.builder.op("bitcast", x, dtype=dtype)
 
 
-@RULES.rule("select_n")
+@RULES.rule("select_n", params="")
 def _select_n(im: Importer, eqn: Any, which: Value, *cases: Value) -> Value:
     shape = eqn.outvars[0].aval.shape
     cases = tuple(im.builder.broadcast(c, shape) for c in cases)
     return im.builder.op("select_n", which, *cases)
 
 
-@RULES.rule("clamp")
+@RULES.rule("clamp", params="")
 def _clamp(im: Importer, eqn: Any, low: Value, x: Value, high: Value) -> Value:
     return im.builder.op("clamp", low, x, high)
 
 
-@RULES.rule("add_any")
+@RULES.rule("add_any", params="")
 def _add_any(im: Importer, eqn: Any, x: Value, y: Value) -> Value:
     return im.builder.op("add", x, y)
 
 
-@RULES.rule("broadcast_in_dim")
+@RULES.rule("broadcast_in_dim", params="shape broadcast_dimensions")
 def _broadcast_in_dim(im: Importer, eqn: Any, x: Value, *dynamic: Value) -> Value:
     p = eqn.params
     return im.builder.broadcast(x, p["shape"], p["broadcast_dimensions"])
 
 
-@RULES.rule("broadcast_to")
+@RULES.rule("broadcast_to", params="shape")
 def _broadcast_to(im: Importer, eqn: Any, x: Value) -> Value:
     return im.builder.broadcast(x, eqn.outvars[0].aval.shape)
 
 
-@RULES.rule("reshape", "squeeze", "expand_dims")
+@RULES.rule("reshape", "squeeze", "expand_dims", params="new_sizes dimensions")
 def _reshape(im: Importer, eqn: Any, x: Value, *dynamic: Value) -> Value:
     if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
         x = im.builder.op("transpose", x, perm=tuple(eqn.params["dimensions"]))
@@ -78,7 +85,7 @@ def reshape(im: Importer, x: Value, shape: Sequence[int]) -> Value:
     return im.builder.op("reshape", x, shape=tuple(shape))
 
 
-@RULES.rule("transpose")
+@RULES.rule("transpose", params="permutation")
 def _transpose(im: Importer, eqn: Any, x: Value) -> Value:
     perm = tuple(eqn.params["permutation"])
     if perm == tuple(range(len(perm))):
@@ -86,18 +93,18 @@ def _transpose(im: Importer, eqn: Any, x: Value) -> Value:
     return im.builder.op("transpose", x, perm=perm)
 
 
-@RULES.rule("iota")
+@RULES.rule("iota", params="dtype shape dimension")
 def _iota(im: Importer, eqn: Any, *dynamic: Value) -> Value:
     type_ = tile_type(eqn.outvars[0].aval, im.where)
     return im.builder.op("iota", type=type_, dim=eqn.params["dimension"])
 
 
-@RULES.rule("concatenate")
+@RULES.rule("concatenate", params="dimension")
 def _concatenate(im: Importer, eqn: Any, *parts: Value) -> Value:
     return im.builder.op("concatenate", *parts, axis=eqn.params["dimension"])
 
 
-@RULES.rule("slice")
+@RULES.rule("slice", params="start_indices limit_indices strides")
 def _slice(im: Importer, eqn: Any, x: Value) -> Value:
     p = eqn.params
     strides = p["strides"] or (1,) * x.tile.rank
@@ -119,7 +126,7 @@ def take_slice(
     return im.builder.op("slice", x, starts=starts, limits=limits, strides=strides)
 
 
-@RULES.rule("split")
+@RULES.rule("split", params="sizes axis")
 def _split(im: Importer, eqn: Any, x: Value) -> list[Value]:
     axis, parts, first = eqn.params["axis"], [], 0
     for size in eqn.params["sizes"]:
@@ -130,7 +137,7 @@ def _split(im: Importer, eqn: Any, x: Value) -> list[Value]:
     return parts
 
 
-@RULES.rule("unstack")
+@RULES.rule("unstack", params="axis")
 def _unstack(im: Importer, eqn: Any, x: Value) -> list[Value]:
     axis = eqn.params["axis"]
     parts = []
@@ -142,7 +149,7 @@ def _unstack(im: Importer, eqn: Any, x: Value) -> list[Value]:
     return parts
 
 
-@RULES.rule("stack")
+@RULES.rule("stack", params="axis")
 def _stack(im: Importer, eqn: Any, *parts: Value) -> Value:
     axis = eqn.params["axis"]
     shape = list(parts[0].tile.shape)
@@ -151,7 +158,7 @@ def _stack(im: Importer, eqn: Any, *parts: Value) -> Value:
     return im.builder.op("concatenate", *widened, axis=axis)
 
 
-@RULES.rule("tile")
+@RULES.rule("tile", params="reps")
 def _tile(im: Importer, eqn: Any, x: Value) -> Value:
     reps = eqn.params["reps"]
     (result,) = im.splice(lambda v: _tile_by_broadcast(v, reps), [x])
@@ -166,7 +173,7 @@ def _tile_by_broadcast(x: Any, reps: Sequence[int]) -> Any:
     return jnp.broadcast_to(x, wide).reshape(total)
 
 
-@RULES.rule("pad")
+@RULES.rule("pad", params="padding_config")
 def _pad(im: Importer, eqn: Any, x: Value, value: Value) -> Value:
     config = eqn.params["padding_config"]
     # JAX's own rules give numpy integers.
@@ -174,7 +181,7 @@ def _pad(im: Importer, eqn: Any, x: Value, value: Value) -> Value:
     return im.builder.op("pad", x, value, low=low, high=high, interior=interior)
 
 
-@RULES.rule("rev")
+@RULES.rule("rev", params="dimensions")
 def _rev(im: Importer, eqn: Any, x: Value) -> Value:
     return im.builder.op("rev", x, axes=tuple(eqn.params["dimensions"]))
 
@@ -199,10 +206,10 @@ def _reduction(kind: str):
 
 
 for _kind in ("sum", "prod", "max", "min", "and", "or", "xor"):
-    RULES.rule(f"reduce_{_kind}")(_reduction(_kind))
+    RULES.rule(f"reduce_{_kind}", params="axes")(_reduction(_kind))
 
 
-@RULES.rule("argmax", "argmin")
+@RULES.rule("argmax", "argmin", params="axes index_dtype")
 def _arg_reduce(im: Importer, eqn: Any, x: Value) -> Value:
     (axis,) = eqn.params["axes"]
     dtype = T.dtype_of(eqn.params["index_dtype"])
@@ -222,10 +229,10 @@ def _scan(kind: str):
 
 
 for _kind in ("sum", "prod", "max", "min", "logsumexp"):
-    RULES.rule(f"cum{_kind}")(_scan(_kind))
+    RULES.rule(f"cum{_kind}", params="axis reverse")(_scan(_kind))
 
 
-@RULES.rule("dot_general")
+@RULES.rule("dot_general", params="dimension_numbers precision preferred_element_type")
 def _dot_general(im: Importer, eqn: Any, lhs: Value, rhs: Value) -> Value:
     contract, batch = eqn.params["dimension_numbers"]
     result = tile_type(eqn.outvars[0].aval, im.where)
@@ -270,18 +277,18 @@ def _short(kind: Any) -> str:
 # --- data-dependent selection on values ---
 
 
-@RULES.rule("dynamic_slice")
+@RULES.rule("dynamic_slice", params="slice_sizes")
 def _dynamic_slice(im: Importer, eqn: Any, x: Value, *starts: Value) -> Value:
     sizes = tuple(eqn.params["slice_sizes"])
     return im.builder.op("dynamic_slice", x, *starts[: x.tile.rank], sizes=sizes)
 
 
-@RULES.rule("dynamic_update_slice")
+@RULES.rule("dynamic_update_slice", params="")
 def _dynamic_update(im: Importer, eqn: Any, x: Value, u: Value, *starts: Value):
     return im.builder.op("dynamic_update_slice", x, u, *starts)
 
 
-@RULES.rule("sort")
+@RULES.rule("sort", params="dimension num_keys is_stable")
 def _sort(im: Importer, eqn: Any, *operands: Value) -> Sequence[Value]:
     p = eqn.params
     return im.builder.emit(
@@ -293,13 +300,14 @@ def _sort(im: Importer, eqn: Any, *operands: Value) -> Sequence[Value]:
     )
 
 
-@RULES.rule("top_k")
+@RULES.rule("top_k", params="k axis is_stable")
 def _top_k(im: Importer, eqn: Any, x: Value) -> list[Value]:
+    """Stable in any case: of equal elements the first."""
     axis = eqn.params.get("axis", -1) % x.tile.rank
     return _largest(im, eqn, x, axis)
 
 
-@RULES.rule("approx_top_k")
+@RULES.rule("approx_top_k", params="k reduction_dimension is_max_k aggregate_to_topk")
 def _approx_top_k(im: Importer, eqn: Any, x: Value) -> list[Value]:
     """The exact result is a valid approximation."""
     p = eqn.params
@@ -319,7 +327,7 @@ def _largest(im: Importer, eqn: Any, x: Value, axis: int) -> list[Value]:
     return [values, im.builder.cast(places, tile_type(eqn.outvars[1].aval).dtype)]
 
 
-@RULES.rule("gather")
+@RULES.rule("gather", params="dimension_numbers slice_sizes mode fill_value")
 def _gather(im: Importer, eqn: Any, x: Value, indices: Value) -> Value:
     p = eqn.params
     result = tile_type(eqn.outvars[0].aval, im.where)
@@ -352,19 +360,25 @@ def _fill_value(fill: Any, dtype: T.DType) -> Any:
 _SCATTER_KINDS = {
     "scatter": "set",
     "scatter-add": "add",
+    "scatter-sub": "add",
     "scatter-mul": "mul",
     "scatter-min": "min",
     "scatter-max": "max",
     "scatter_add": "add",
+    "scatter_sub": "add",
     "scatter_mul": "mul",
     "scatter_min": "min",
     "scatter_max": "max",
 }
 
 
-@RULES.rule(*_SCATTER_KINDS)
+@RULES.rule(*_SCATTER_KINDS, params="dimension_numbers mode update_jaxpr")
 def _scatter(im: Importer, eqn: Any, x: Value, indices: Value, updates: Value) -> Value:
     p = eqn.params
+    if eqn.primitive.name == "scatter" and not _takes_updates(p["update_jaxpr"]):
+        raise im.unsupported(eqn, "its update is a function of the old values")
+    if eqn.primitive.name in ("scatter-sub", "scatter_sub"):
+        updates = im.builder.neg(updates)
     return im.builder.op(
         "scatter",
         x,
@@ -375,6 +389,14 @@ def _scatter(im: Importer, eqn: Any, x: Value, indices: Value, updates: Value) -
         mode=mode_name(p["mode"]),
         type=x.tile,
     )
+
+
+def _takes_updates(function: Any) -> bool:
+    """Whether a scatter puts its updates in, without asking what was there."""
+    if function is None:
+        return True
+    jaxpr, _ = jaxcompat.opened(function)
+    return jaxpr.outvars[0] is jaxpr.invars[1]
 
 
 _GATHER_FIELDS = (
@@ -408,12 +430,12 @@ def mode_name(mode: Any) -> str:
 # --- primitives that are short for others ---
 
 
-@RULES.rule("one_minus_square")
+@RULES.rule("one_minus_square", params="")
 def _one_minus_square(im: Importer, eqn: Any, x: Value) -> Value:
     return im.builder.sub(im.builder.like(1, x), im.builder.mul(x, x))
 
 
-@RULES.rule("le_to", "lt_to")
+@RULES.rule("le_to", "lt_to", params="")
 def _total_order(im: Importer, eqn: Any, x: Value, y: Value) -> Value:
     """Comparison in the total order of floats: -NaN < -inf < ... < inf < NaN."""
     compare = jnp.less_equal if eqn.primitive.name == "le_to" else jnp.less
@@ -429,7 +451,7 @@ def _total_order(im: Importer, eqn: Any, x: Value, y: Value) -> Value:
     return result
 
 
-@RULES.rule("mulhi")
+@RULES.rule("mulhi", params="")
 def _mulhi(im: Importer, eqn: Any, x: Value, y: Value) -> list[Value]:
     """The upper half of the whole product, from the products of half words."""
     signed, bits = x.tile.dtype.is_signed_int, x.tile.dtype.bits
@@ -449,7 +471,7 @@ def _mulhi(im: Importer, eqn: Any, x: Value, y: Value) -> list[Value]:
     return im.splice(upper, [x, y])
 
 
-@RULES.rule("polynomial")
+@RULES.rule("polynomial", params="")
 def _polynomial(im: Importer, eqn: Any, x: Value, *coefficients: Value) -> Value:
     """Horner's rule, from the highest coefficient down."""
     shape, b = tile_type(eqn.outvars[0].aval).shape, im.builder
@@ -461,7 +483,7 @@ def _polynomial(im: Importer, eqn: Any, x: Value, *coefficients: Value) -> Value
     return result
 
 
-@RULES.rule("platform_index")
+@RULES.rule("platform_index", params="platforms")
 def _platform_index(im: Importer, eqn: Any) -> Value:
     return im.builder.index(0)
 

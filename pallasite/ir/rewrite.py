@@ -38,23 +38,25 @@ Rewrite = Callable[[Op, Rewriter], Sequence[Value] | Value | None]
 Pattern = tuple[str, Rewrite]  # op name or "*", what to do with such an op
 
 
-def map_ops(node: Node, rewrite: Rewrite) -> Node:
+def map_ops(node: Node, rewrite: Rewrite, before: Sequence[Op] = ()) -> Node:
     """Rebuild with each op replaced as `rewrite` says, inner ops before outer ones.
 
     The operands and regions of the ops `rewrite` gets are already rewritten. The ops it
-    emits take the place of the original.
+    emits take the place of the original. `before`: the ops in front of a block, as
+    producers of the values it uses.
     """
+    mapper = _Mapper(rewrite, before)
     if isinstance(node, Kernel):
-        body = _Mapper(rewrite).block(node.body)
+        body = mapper.block(node.body)
         return node if body is node.body else node.with_(body=body)
-    return _Mapper(rewrite).block(node)
+    return mapper.block(node)
 
 
 class _Mapper:
-    def __init__(self, rewrite: Rewrite):
+    def __init__(self, rewrite: Rewrite, before: Sequence[Op]):
         self.rewrite = rewrite
         self.replaced: dict[Value, Value] = {}
-        self.builder = Rewriter({})
+        self.builder = Rewriter({v: op for op in before for v in op.results})
 
     def block(self, block: Block) -> Block:
         ops: list[Op] = []

@@ -305,7 +305,7 @@ def run_state(f: Callable[..., None]) -> Callable[..., Any]:
         return jax.tree.unflatten(structure, [jax.ref.freeze(r) for r in refs])
 
     def call(tree: Any) -> Any:
-        placed = lambda x: hasattr(x, "memory_space") and hasattr(x, "value")
+        placed = lambda x: hasattr(x, "value") and hasattr(x, "memory_space")
         leaves, structure = jax.tree.flatten(tree, is_leaf=placed)
         spaces = tuple(x.memory_space if placed(x) else None for x in leaves)
         values = [x.value if placed(x) else x for x in leaves]

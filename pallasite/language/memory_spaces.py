@@ -13,6 +13,7 @@ from typing import Any
 import jax.core
 import numpy as np
 
+from pallasite import jaxcompat
 from pallasite.errors import SpecError
 from pallasite.language.trace import user_location
 
@@ -97,8 +98,6 @@ class MemoryRef:
         return jax.core.ShapedArray(self.shape, self.dtype)
 
     def get_ref_aval(self) -> Any:
-        from pallasite import jaxcompat
-
         return jaxcompat.abstract_ref(self.shape, self.dtype, self.memory_space)
 
 
@@ -138,7 +137,7 @@ def as_memory_ref(spec: Any) -> MemoryRef | None:
     if isinstance(spec, SemaphoreType):
         return spec()
     if hasattr(spec, "shape") and isinstance(getattr(spec, "dtype", None), np.dtype):
-        space = getattr(spec, "memory_space", None)
+        space = jaxcompat.memory_space_of(spec)
         space = space if isinstance(space, MemorySpace) else MemorySpace.VMEM
         return MemoryRef(tuple(spec.shape), np.dtype(spec.dtype), space)
     return None

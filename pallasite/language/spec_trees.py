@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from pallasite.errors import SpecError
+from pallasite.language import upstream
 from pallasite.language.specs import BlockSpec, GridSpec, no_block_spec
 from pallasite.language.trace import count_of
 
@@ -59,7 +60,7 @@ def _match(specs: Any, operands: Any, role: str, request: Any):
                     f"{role}[{n}] is not a BlockSpec",
                     [("kernel", request.name), ("got", repr(entry))],
                     request.at,
-                    "pl.BlockSpec(block_shape, index_map)",
+                    _fix(entry),
                 ) from None
         raise SpecError(
             f"{role} does not match the structure of the operands",
@@ -80,7 +81,7 @@ def _match(specs: Any, operands: Any, role: str, request: Any):
                 f"{role}{shown} is not a BlockSpec",
                 [("kernel", request.name), ("got", repr(s))],
                 request.at,
-                "pl.BlockSpec(block_shape, index_map)",
+                _fix(s),
             )
         result.append((shown, s))
     return result
@@ -127,3 +128,11 @@ def is_shaped(x: Any) -> bool:
 def describe(x: Any) -> str:
     """An array's type as errors show it."""
     return f"{getattr(x.dtype, 'name', x.dtype)}{list(x.shape)}"
+
+
+def _fix(given: Any) -> str:
+    return (
+        upstream.FIX
+        if upstream.is_upstreams(given)
+        else "pl.BlockSpec(block_shape, index_map)"
+    )

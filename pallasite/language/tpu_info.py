@@ -2,12 +2,14 @@
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
 from pallasite import config, target
 from pallasite.errors import SpecError
 from pallasite.ir import types as T
+from pallasite.language.trace import user_location
 
 
 class ChipVersion(enum.Enum):
@@ -21,6 +23,36 @@ class ChipVersion(enum.Enum):
 
     def __str__(self) -> str:
         return self.value
+
+    @property
+    def is_lite(self) -> bool:
+        return target.TPUS[self.value].is_lite
+
+    @property
+    def num_physical_tensor_cores_per_chip(self) -> int:
+        return target.TPUS[self.value].chip_cores
+
+    @property
+    def supports_megacore(self) -> bool:
+        return target.TPUS[self.value].cores > 1
+
+
+_FLOATS = frozenset({"f32", "bf16"})
+_OLD_F8 = frozenset({"f8e5m2", "f8e4m3b11fnuz"})
+_NEW_F8 = frozenset({"f8e5m2", "f8e4m3fn"})
+_BYTES, _HALF_BYTES = frozenset({"i8", "u8"}), frozenset({"i4", "u4"})
+_SINCE_V5 = (
+    (_FLOATS | _OLD_F8, _FLOATS | _OLD_F8),
+    (_BYTES, _BYTES),
+    (_HALF_BYTES, _HALF_BYTES),
+)
+# What matrix units multiply, by generation: types of the left and the right operand.
+_MULTIPLIED = {
+    4: ((_FLOATS, _FLOATS | {"i8"}),),
+    5: _SINCE_V5,
+    6: _SINCE_V5,
+    7: ((_FLOATS, _FLOATS), (_FLOATS | _NEW_F8, _NEW_F8)),
+}
 
 
 @dataclass(frozen=True)
@@ -41,20 +73,46 @@ class TpuInfo:
     chip_version: ChipVersion
     generation: int
     num_cores: int
+    num_lanes: int
+    num_sublanes: int
     mxu_column_size: int
     num_mxus: int
+    num_accumulators: int  # of one matrix unit; 0: it has none of its own
     vmem_capacity_bytes: int
+    cmem_capacity_bytes: int
+    smem_capacity_bytes: int
     hbm_capacity_bytes: int
     mem_bw_bytes_per_second: int
     bf16_ops_per_second: int
-    num_lanes: int
-    num_sublanes: int
-    smem_capacity_bytes: int
-    sparse_core: SparseCoreInfo | None  # None: the chip has none
+    int8_ops_per_second: int  # 0, as those below: not published, or not in hardware
+    fp8_ops_per_second: int
+    int4_ops_per_second: int
+    sparse_core: SparseCoreInfo | None = None  # None: the chip has none
 
     @property
     def is_lite(self) -> bool:
         return self._row.is_lite
+
+    @property
+    def is_megacore(self) -> bool:
+        """Whether several cores are one device."""
+        return self.num_cores > 1
+
+    @property
+    def is_split_chip(self) -> bool:
+        """Whether the cores of a chip are a device each."""
+        return (
+            self.num_cores == 1
+            and self.chip_version.num_physical_tensor_cores_per_chip > 1
+        )
+
+    def is_matmul_supported(self, lhs_dtype: Any, rhs_dtype: Any) -> bool:
+        """Whether the matrix unit multiplies these types without conversions."""
+        pair = [
+            getattr(T.dtype_of(dtype), "name", "") for dtype in (lhs_dtype, rhs_dtype)
+        ]
+        kinds = _MULTIPLIED.get(self.generation, ())
+        return any(pair[0] in left and pair[1] in right for left, right in kinds)
 
     def get_sublane_tiling(self, dtype: object) -> int:
         """How many rows a tile of this dtype has."""
@@ -106,26 +164,47 @@ def _with_sparse_cores() -> str:
     return " or ".join(name for name, row in target.TPUS.items() if row.sparse)
 
 
-def get_tpu_info_for_chip(chip_version: ChipVersion, *_: int) -> TpuInfo:
-    """The properties of a given chip."""
-    return _info(target.TPUS[chip_version.value])
+def get_tpu_info_for_chip(
+    chip_version: ChipVersion, num_tensor_cores_per_logical_device: int | None = None
+) -> TpuInfo:
+    """The properties of a given chip; by default, of all cores that can be one device.
+
+    Args:
+        chip_version: the chip.
+        num_tensor_cores_per_logical_device: how many cores are one device; 2 only
+            where the chip supports it.
+    """
+    row, cores = target.TPUS[chip_version.value], num_tensor_cores_per_logical_device
+    if cores is not None and not 1 <= cores <= row.cores:
+        raise SpecError(
+            f"a device of {row.name} has at most {row.cores} TensorCores, not {cores}",
+            at=user_location(),
+            fix=f"pass a number from 1 to {row.cores}, or leave it out",
+        )
+    return _info(row, cores)
 
 
-def _info(row: target.Tpu) -> TpuInfo:
-    sparse = row.sparse
+def _info(row: target.Tpu, cores: int | None = None) -> TpuInfo:
+    sparse, rates = row.sparse, {**row.rates, **row.narrow_rates}
+    eight = max(rates.get(name, 0) for name in ("f8e4m3fn", "f8e5m2"))
     return TpuInfo(
         chip_version=ChipVersion(row.name),
         generation=row.generation,
-        num_cores=row.cores,
-        mxu_column_size=row.mxu_size,
-        num_mxus=row.mxus,
-        vmem_capacity_bytes=row.vmem.bytes,
-        hbm_capacity_bytes=row.main.bytes,
-        mem_bw_bytes_per_second=int(row.main.bytes_per_second or 0),
-        bf16_ops_per_second=int(row.rates["bf16"]),
+        num_cores=cores or row.cores,
         num_lanes=row.lanes,
         num_sublanes=row.sublanes,
+        mxu_column_size=row.mxu_size,
+        num_mxus=row.mxus,
+        num_accumulators=row.accumulators,
+        vmem_capacity_bytes=row.vmem.bytes,
+        cmem_capacity_bytes=row.cmem_bytes,
         smem_capacity_bytes=row.smem.bytes,
+        hbm_capacity_bytes=row.main.bytes,
+        mem_bw_bytes_per_second=int(row.main.bytes_per_second or 0),
+        bf16_ops_per_second=int(rates["bf16"]),
+        int8_ops_per_second=int(rates.get("i8", 0)),
+        fp8_ops_per_second=int(eight),
+        int4_ops_per_second=int(rates.get("i4", 0)),
         sparse_core=sparse
         and SparseCoreInfo(
             sparse.cores,

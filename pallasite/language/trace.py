@@ -28,6 +28,7 @@ from pallasite.errors import (
     SpecError,
 )
 from pallasite.ir.nodes import Loc
+from pallasite.language import upstream
 
 # JAX's messages (0.10, 0.12) for a ref used in place of an array.
 _REF_AS_ARRAY = (
@@ -344,6 +345,8 @@ def explain_trace_failure(
     facts = [role]
     if refused := _refused_read(facts):
         return refused
+    if theirs := upstream.function_in(_frames_inside(error)):
+        return upstream.foreign(theirs, facts, at)
     if "ShapedArray(bool" in text.partition("Transforms:")[2]:
         return boolean_index("a boolean mask", facts, at)
     if store := _STORE_REFUSED.match(text):

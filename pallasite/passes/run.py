@@ -17,13 +17,9 @@ from pallasite import config
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import print_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal import normalize
 from pallasite.passes.normal.drop_rules import drop_rules
-from pallasite.passes.normal.idle_clamps import idle_clamps
-from pallasite.passes.normal.loop_axes import loop_axes
-from pallasite.passes.normal.narrow_windows import narrow_windows
-from pallasite.passes.normal.pipeline_axes import pipeline_axes
-from pallasite.passes.normal.program_order import program_order
+from pallasite.passes.progress import watched
 
 
 @dataclass(frozen=True)
@@ -46,15 +42,7 @@ class Step:
 
 
 # One spelling for kernels that mean the same (docs/normal_form.md).
-NORMAL: tuple[Pass, ...] = (
-    Pass("canonicalize", canonicalize),
-    Pass("pipeline_axes", pipeline_axes),
-    Pass("loop_axes", loop_axes),
-    Pass("narrow_windows", narrow_windows),
-    Pass("idle_clamps", idle_clamps),
-    Pass("program_order", program_order),
-)
-
+NORMAL: tuple[Pass, ...] = tuple(Pass(name, rule) for name, rule in normalize.RULES)
 SHARED: tuple[Pass, ...] = (Pass("drop_rules", drop_rules), *NORMAL)
 
 
@@ -82,21 +70,23 @@ def run(
     if dump is not None and not dump.count:
         dump.write("import", print_kernel(kernel, locs=True))
     changed = True
-    for step in passes:
-        if step.if_changed and not changed:
-            continue
-        start = time.perf_counter()
-        new = step.function(kernel)
-        seconds = time.perf_counter() - start
-        changed = new is not kernel
-        if steps is not None:
-            steps.append(Step(step.name, seconds, changed, new))
-        kernel = new
-        if checks and changed:
-            verify(kernel)
-        if dump is not None:
-            head = f"// {step.name}: {1e3 * seconds:.1f} ms\n"
-            dump.write(step.name, head + print_kernel(kernel, locs=True))
+    with watched(kernel) as progress:
+        for step in passes:
+            if step.if_changed and not changed:
+                continue
+            progress.enter(f"pass {step.name}")
+            start = time.perf_counter()
+            new = step.function(kernel)
+            seconds = time.perf_counter() - start
+            changed = new is not kernel
+            if steps is not None:
+                steps.append(Step(step.name, seconds, changed, new))
+            kernel = new
+            if checks and changed:
+                verify(kernel)
+            if dump is not None:
+                head = f"// {step.name}: {1e3 * seconds:.1f} ms\n"
+                dump.write(step.name, head + print_kernel(kernel, locs=True))
     return kernel
 
 

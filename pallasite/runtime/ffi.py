@@ -9,7 +9,7 @@ and scratch results.
 import ctypes
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +115,18 @@ def _run(ctx: Any, fn: Any, avals: Any, out: Any, *operands: Any) -> Sequence[An
     inner = ctx.replace(avals_in=list(avals), avals_out=list(out))
     many = len(out) != 1
     return mlir.lower_fun(fn, multiple_results=many)(inner, *operands)
+
+
+def lower_value(
+    ctx: Any, fn: Callable[[Any], Any], value: Any, aval: Any
+) -> tuple[Any, Any]:
+    """Lowers a JAX function of one array; gives the result and its type."""
+    made = jax.eval_shape(fn, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    new = jax.core.ShapedArray(made.shape, made.dtype)
+    if new.shape == aval.shape:
+        return value, aval
+    (found,) = _run(ctx, fn, [aval], [new], value)
+    return found, new
 
 
 def _note_for_export(launch: Launch, ctx: Any) -> dict[str, Any] | None:

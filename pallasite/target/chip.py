@@ -1,7 +1,7 @@
 """The facts about an accelerator: memories, rates, the shapes it computes on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -59,6 +59,11 @@ class Tpu(Chip):
     topology: str = ""  # what libtpu compiles for: the smallest slice
     chip_config: str = ""  # libtpu's configuration of the chip, if not the default
     is_lite: bool = False
+    chip_cores: int = 1  # TensorCores on a chip; `cores` of them can be one device
+    accumulators: int = 0  # of a matrix unit, `sublanes` x `mxu_size` words each
+    cmem_bytes: int = 0  # a core's share of memory common to the chip
+    # Published matmul rates of types that kernels multiply in another type.
+    narrow_rates: Mapping[str, float] = field(default_factory=dict)
     sparse: SparseCore | None = None
     scoped_vmem: int = 16 * MIB  # XLA's default limit for one kernel
     lanes: int = 128
@@ -89,6 +94,8 @@ class Gpu(Chip):
     registers: int = 65536  # of 32 bits, per SM
     registers_per_thread: int = 255
     threads_per_core: int = 2048
+    latency: float = 0.8e-6  # seconds from a load to its data, under load
+    launch_seconds: float = 2.5e-6  # of a kernel that follows another
 
     @property
     def shared(self) -> Memory:

@@ -37,6 +37,8 @@ class Host:
     ns_per_flop: float = 0.01
     ns_per_transcendental: float = 0.8
     ns_per_byte: float = 0.05
+    ns_per_step: float = 10.0  # to start a program
+    ns_per_wake: float = 10_000.0  # until another thread runs, or more
     architecture: str = _architecture()
 
     def lanes(self, bits: int) -> int:

@@ -45,30 +45,34 @@ TPUS: dict[str, Tpu] = {
     for row in (
         _tpu(
             "v4", (16, 614), 16, {"bf16": 137.5 * T},
-            device_kinds=("TPU v4",), cores=2, generation=4, mxus=4, mxu_size=128,
-            clock=1.05e9, topology="v4:2x2x1", chip_config="megacore",
+            device_kinds=("TPU v4",), cores=2, chip_cores=2, generation=4, mxus=4,
+            mxu_size=128, clock=1.05e9, topology="v4:2x2x1", chip_config="megacore",
+            cmem_bytes=64 * MIB,
         ),
         _tpu(
             "v5e", (16, 819), 128, {"bf16": 197 * T, "i8": 394 * T},
             device_kinds=("TPU v5 lite", "TPU v5e"), cores=1, generation=5, mxus=4,
             mxu_size=128, clock=1.5e9, topology="v5e:2x2", is_lite=True,
+            narrow_rates={"i4": 788 * T},
         ),
         _tpu(
             "v5p", (47.5, 1382), 64, {"bf16": 229.5 * T, "i8": 459 * T},
-            device_kinds=("TPU v5", "TPU v5p"), cores=2, generation=5, mxus=4,
-            mxu_size=128, clock=1.75e9, topology="v5p:2x2x1",
-            sparse=SparseCore(4, 16, 8, 512 * KIB),
+            device_kinds=("TPU v5", "TPU v5p"), cores=2, chip_cores=2, generation=5,
+            mxus=4, mxu_size=128, clock=1.75e9, topology="v5p:2x2x1",
+            narrow_rates={"i4": 918 * T}, sparse=SparseCore(4, 16, 8, 512 * KIB),
         ),
         _tpu(
             "v6e", (32, 1640), 128, {"bf16": 918 * T, "i8": 1836 * T},
             device_kinds=("TPU v6 lite", "TPU v6e"), cores=1, generation=6, mxus=2,
             mxu_size=256, clock=1.75e9, topology="v6e:2x2", is_lite=True,
+            narrow_rates={"f8e5m2": 918 * T, "i4": 3672 * T},
             sparse=SparseCore(2, 16, 8, 256 * KIB), scoped_vmem=32 * MIB,
         ),
         _tpu(
             "7x", (96, 3690), 64, {"bf16": 1153 * T, "f8e4m3fn": 2307 * T},
             device_kinds=("TPU7x", "TPU 7x"), cores=1, generation=7, mxus=2,
-            mxu_size=256, clock=2.2e9, topology="TPU7x:2x2x1",
+            mxu_size=256, clock=2.2e9, topology="TPU7x:2x2x1", chip_cores=2,
+            accumulators=128,
             sparse=SparseCore(2, 16, 16, 512 * KIB), scoped_vmem=32 * MIB,
         ),
     )

@@ -71,6 +71,7 @@ def analyse(site: Site, target: Named) -> Analysis:
         work=work,
         bound=bound,
         fused=call.fused,
+        split=site.split,
     )
     made, why, said, error = _compile(call, target)
     report = replace(report, why=why, error=error)

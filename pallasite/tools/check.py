@@ -12,7 +12,7 @@ from pathlib import Path
 from pallasite import config
 from pallasite.backends import base
 from pallasite.backends.base import Resource
-from pallasite.primitive import Site
+from pallasite.primitive import Site, in_parts
 from pallasite.runtime import aot as libtpu
 from pallasite.target import Named, Tpu
 from pallasite.tools.analysis import Analysis, analyse
@@ -51,11 +51,13 @@ def compile_sites(
         progress: called with a line of text at each event.
     """
     tell, found = progress or (lambda text: None), []
+    whole = [native(site, target) for site in sites]
+    sites = [p for s in whole for p in in_parts(s, target.platform, target.chip)]
     with config.override(dump=str(folder or config.get("dump"))):
         for number, site in enumerate(sites, 1):
             name = site.call.kernel.name
             tell(f"{target.name}: {number} of {len(sites)}, {name}")
-            found.append(analyse(native(site, target), target))
+            found.append(analyse(site, target))
         if isinstance(target.chip, Tpu):
             found = estimated(found, folder, timeout, tell)
     return [each.report for each in found]

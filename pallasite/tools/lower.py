@@ -18,11 +18,14 @@ from pallasite.language.trace import user_location
 from pallasite.primitive import (
     Call,
     Choice,
+    Site,
     accelerator,
     calls_in,
     check_platform,
     choose,
+    in_parts,
 )
+from pallasite.target import named
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,20 @@ class Lowered:
         call, platform = self.calls[kernel], platform or _own_platform()
         check_platform(call, (platform,))
         return choose(call, platform)
+
+    def in_parts(self, platform: str | None = None) -> "Lowered":
+        """The calls as they run: a call whose axis is split is several.
+
+        Args:
+            platform: "cpu", "cuda" or "tpu"; by default the one JAX uses.
+        """
+        platform = platform or _own_platform()
+        chip = None
+        if config.get("target"):
+            found = named(config.get("target"))
+            chip = found.chip if found.platform == platform else None
+        parts = (in_parts(Site(call), platform, chip) for call in self.calls)
+        return Lowered(tuple(site.call for sites in parts for site in sites))
 
     def __str__(self) -> str:
         return "\n".join(kernel.text for kernel in self.kernels)

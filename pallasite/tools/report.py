@@ -58,6 +58,7 @@ class KernelReport:
         hints: what would make it faster, most useful first.
         note: further remarks, such as why numbers are missing.
         fused: what `pl.fuse` moved into the kernel, and why not more.
+        split: for one of the kernels that a call is run as: of which, and why.
     """
 
     name: str
@@ -78,6 +79,7 @@ class KernelReport:
     hints: tuple[str, ...] = ()
     note: str = ""
     fused: tuple[str, ...] = ()
+    split: str = ""
 
     @property
     def ok(self) -> bool:
@@ -95,6 +97,8 @@ class KernelReport:
         yield "target", [self.target]
         why = f": {self.why}" if self.why else ""
         yield "backend", [self.backend + why]
+        if self.split:
+            yield "split", [self.split]
         if self.fused:
             yield "fused", list(self.fused)
         if self.error:

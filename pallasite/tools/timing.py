@@ -10,7 +10,7 @@ from dataclasses import replace
 import jax
 
 from pallasite import config
-from pallasite.primitive import Site
+from pallasite.primitive import Site, in_parts
 from pallasite.target import Named, Tpu, chip_of_device, measured, named
 from pallasite.target.names import of_chip
 from pallasite.tools.analysis import Analysis, analyse, bound_of
@@ -32,9 +32,10 @@ def explain_sites(
     """
     targets = [named(each) for each in wanted] if wanted else [this_computer()]
     found = [
-        explain_site(site, target, measure)
+        explain_site(part, target, measure)
         for target in targets
         for site in traced_for(target, trace)
+        for part in in_parts(site, target.platform, target.chip)
     ]
     return Report(tuple(each.report for each in found))
 

@@ -11,6 +11,10 @@ import pytest
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
+from pallasite.passes.run import run
+from pallasite.primitive import kernels_in
+from tests.backends.cuda import host
+from tests.backends.triton.harness import simulated
 
 S = jax.ShapeDtypeStruct
 f32 = jnp.float32
@@ -336,6 +340,100 @@ def test_fill_of_a_reshaped_ref(mode):
     padded = np.concatenate([X.reshape(24, 32), np.ones((1, 32), np.float32)])
     expected = padded.reshape(5, 5, 32).sum(1)
     np.testing.assert_array_equal(call(kernel, (5, 32), X, interpret=mode), expected)
+
+
+# --- on GPUs ---
+
+
+def doubled_rows(x_ref, o_ref):
+    """Blocks of reshaped refs; the last one hangs over."""
+
+    def step(x_ref, o_ref):
+        o_ref[...] = 2 * x_ref[...] + pl.program_id(0)
+
+    rows = pl.BlockSpec((5, 32), lambda i: (i, 0))
+    pltpu.emit_pipeline(step, grid=(5,), in_specs=[rows], out_specs=[rows])(
+        x_ref.reshape(24, 32), o_ref.reshape(24, 32)
+    )
+
+
+def split_rows(x_ref, o_ref):
+    """Blocks of three dimensions of a ref of two."""
+
+    def step(x_ref, o_ref):
+        o_ref[...] = 2 * x_ref[...] + pl.program_id(0)
+
+    rows = pl.BlockSpec((2, 2, 64), lambda i: (i, 0, 0))
+    pltpu.emit_pipeline(step, grid=(3,), in_specs=[rows], out_specs=[rows])(
+        x_ref.reshape(6, 2, 64), o_ref.reshape(6, 2, 64)
+    )
+
+
+def turned(x_ref, o_ref):
+    def step(x_ref, o_ref):
+        o_ref[...] = x_ref[...].T + pl.program_id(0)
+
+    rows = pl.BlockSpec((32, 6), lambda i: (i, 0))
+    columns = pl.BlockSpec((6, 32), lambda i: (0, i))
+    pltpu.emit_pipeline(step, grid=(4,), in_specs=[rows], out_specs=[columns])(
+        x_ref.transpose((1, 0)), o_ref
+    )
+
+
+def negated(x_ref, o_ref):
+    def step(x_ref, o_ref):
+        o_ref[...] = x_ref[...] ^ jnp.int32(-(2**31))
+
+    words = [ref.bitcast(jnp.int32) for ref in (x_ref, o_ref)]
+    pltpu.emit_pipeline(step, grid=(3,), in_specs=[TWO_ROWS], out_specs=TWO_ROWS)(
+        *words
+    )
+
+
+def without_blocks(x_ref, o_ref):
+    """A pipeline that only counts; its steps index the refs themselves."""
+
+    def step():
+        rows = pl.ds(2 * pl.program_id(0), 2)
+        o_ref[rows] = 3 * x_ref[rows]
+
+    pltpu.emit_pipeline(step, grid=(3,))()
+
+
+def own_copies(x_ref, o_ref):
+    def run(block_ref, semaphore):
+        @pl.loop(0, 3)
+        def _(i):
+            rows = pl.ds(2 * i, 2)
+            pltpu.async_copy(x_ref.at[rows], block_ref, semaphore).wait()
+            block_ref[...] = 2 * block_ref[...] + i.astype(f32)
+            pltpu.async_copy(block_ref, o_ref.at[rows], semaphore).wait()
+
+    pl.run_scoped(run, pltpu.VMEM((2, 128), f32), pltpu.SemaphoreType.DMA)
+
+
+ON_GPUS = (doubled_rows, split_rows, turned, negated, without_blocks, own_copies)
+BY_CUDA = (doubled_rows, turned, negated, own_copies)
+
+
+def imported(kernel):
+    (made,) = kernels_in(lambda x: call(kernel, X.shape, x), X)
+    return made
+
+
+@pytest.mark.parametrize("kernel", ON_GPUS, ids=lambda kernel: kernel.__name__)
+def test_pipelines_through_triton(kernel):
+    (got,) = simulated(run(imported(kernel)), [X])
+    want = call(kernel, X.shape, X, interpret=True)
+    np.testing.assert_array_equal(got.reshape(X.shape), want)
+
+
+@pytest.mark.skipif(host.compiler() is None, reason="needs g++")
+@pytest.mark.parametrize("kernel", BY_CUDA, ids=lambda kernel: kernel.__name__)
+def test_pipelines_through_cuda(kernel, tmp_path):
+    (got,) = host.run(imported(kernel), [X], tmp_path)
+    want = call(kernel, X.shape, X, interpret=True)
+    np.testing.assert_array_equal(np.asarray(got).reshape(X.shape), want)
 
 
 # --- arguments of the body ---

@@ -109,3 +109,21 @@ def test_indices_are_their_values():
     with pytest.raises(UnsupportedError, match="ignored_value"):
         plsc.Indices(numbers, ignored_value=-1)
     assert issubclass(plsc.SparseCorePushStreamWarning, UserWarning)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_core_map_captures_the_refs_of_run_state(jitted):
+    """Traced values go into `run_state`, whose refs the kernel captures."""
+    x = jnp.arange(6 * 128, dtype=jnp.float32).reshape(6, 128)
+
+    def copied(x):
+        def body(refs):
+            mesh = pltpu.create_tensorcore_mesh("core", num_cores=1)
+
+            @pl.core_map(mesh, interpret=True)
+            def _():
+                pltpu.sync_copy(refs[0], refs[1])
+
+        return pl.run_state(body)((x, jnp.zeros_like(x)))[1]
+
+    np.testing.assert_array_equal((jax.jit(copied) if jitted else copied)(x), x)

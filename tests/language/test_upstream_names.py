@@ -11,7 +11,8 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.errors import CheckError, KernelTypeError
+from pallasite import tpu_sc as plsc
+from pallasite.errors import CheckError, KernelTypeError, SpecError
 
 S = jax.ShapeDtypeStruct
 f32 = jnp.float32
@@ -183,6 +184,93 @@ def test_tpu_numbers_are_there_without_a_tpu():
     seven = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_7X, 1)
     assert seven.generation == 7
     assert not seven.is_lite
+
+
+CHIPS = ("TPU_V4", "TPU_V5E", "TPU_V5P", "TPU_V6E", "TPU_7X")
+MULTIPLIED = "float32 bfloat16 int8 uint8 int4 uint4 float8_e5m2 float8_e4m3fn float16"
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_tpu_numbers_are_those_of_jax(name):
+    theirs = pytest.importorskip("jax.experimental.pallas.tpu")
+    cores = 2 if name in ("TPU_V4", "TPU_V5P") else 1
+    for number in {1, cores}:
+        chips = [getattr(m.ChipVersion, name) for m in (theirs, pltpu)]
+        want = theirs.get_tpu_info_for_chip(chips[0], number)
+        info = pltpu.get_tpu_info_for_chip(chips[1], number)
+        for field in filter(lambda n: not n.startswith("_"), dir(want)):
+            known, ours = getattr(want, field), getattr(info, field)
+            if isinstance(known, int):
+                assert ours == pytest.approx(known, rel=0.13), field
+        for lhs in MULTIPLIED.split():
+            for rhs in MULTIPLIED.split():
+                both = getattr(jnp, lhs), getattr(jnp, rhs)
+                assert info.is_matmul_supported(*both) == want.is_matmul_supported(
+                    *both
+                ), (lhs, rhs)
+        for field in ("is_lite", "supports_megacore"):
+            assert getattr(chips[1], field) == getattr(chips[0], field)
+
+
+def test_a_device_has_no_more_cores_than_the_chip():
+    with pytest.raises(SpecError, match="at most 1 TensorCores, not 2"):
+        pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V6E, 2)
+
+
+def test_a_mesh_of_subcores_names_its_axes():
+    mesh = plsc.VectorSubcoreMesh(
+        core_axis_name="c", subcore_axis_name="s", num_cores=2, num_subcores=4
+    )
+    assert (mesh.core_axis_name, mesh.subcore_axis_name) == ("c", "s")
+    assert (mesh.num_cores, mesh.num_subcores, mesh.size) == (2, 4, 8)
+
+
+# --- parts of JAX's own Pallas ---
+
+# Each is a kernel that uses one: by a primitive, in JAX's own code, as an argument.
+FOREIGN = {
+    "run_scoped": lambda theirs, x_ref, o_ref: theirs.run_scoped(
+        lambda memory: None, pltpu.VMEM((8, 128), jnp.float32)
+    ),
+    "program_id": lambda theirs, x_ref, o_ref: theirs.program_id(0),
+    "multiple_of": lambda theirs, x_ref, o_ref: theirs.multiple_of(jnp.int32(8), 8),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_functions_of_jaxs_own_pallas_are_told_as_such(name):
+    theirs = pytest.importorskip("jax._src.pallas.primitives")
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jnp.zeros_like(o_ref)
+        FOREIGN[name](theirs, x_ref, o_ref)
+
+    with pytest.raises(KernelTypeError, match=f"{name} is of JAX's own Pallas") as told:
+        emulated(kernel, X)
+    assert "import it from pallasite" in str(told.value)
+
+
+def test_keys_and_specs_of_jaxs_own_pallas_are_told_as_such():
+    pytest.importorskip("jax._src.pallas.mosaic.random")
+    theirs = pytest.importorskip("jax._src.pallas.core")
+    key = jax.random.key(0, impl="pallas_tpu")
+
+    def kernel(key_ref, o_ref):
+        o_ref[...] = jax.random.uniform(key_ref[...], o_ref.shape)
+
+    with pytest.raises(KernelTypeError, match="make keys with pltpu"):
+        emulated(kernel, key)
+    for options in (
+        dict(in_specs=[theirs.BlockSpec((8, 128), lambda: (0, 0))]),
+        dict(grid_spec=theirs.GridSpec(grid=(1,))),
+    ):
+        with pytest.raises(SpecError, match="import it from pallasite"):
+            emulated(kernel, X, **options)
+
+
+def emulated(kernel, *args, **options):
+    shape = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    return pl.pallas_call(kernel, shape, interpret=True, **options)(*args)
 
 
 # --- cores, memory, words ---

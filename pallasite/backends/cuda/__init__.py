@@ -34,6 +34,7 @@ from pallasite.passes.lower.legalize import legalize
 from pallasite.passes.lower.matrix_units import write_out
 from pallasite.passes.lower.own_inputs import own_inputs, own_results
 from pallasite.passes.lower.place_windows import place_windows
+from pallasite.passes.lower.plain_copies import plain_copies
 from pallasite.passes.lower.promote import promote
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.derive_counters import derive_counters
@@ -84,6 +85,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("choose_blocks", partial(for_gpu, chip=chip, tiles=TILES)),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
+        Pass("plain_copies", plain_copies),
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
         Pass("row_strips", partial(row_strips, most_bytes=STRIP_BYTES)),
         Pass("canonicalize", canonicalize),

@@ -19,7 +19,7 @@ from pallasite.backends.cuda.text import Writer, c_type, is_narrow, number
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.text import print_op
-from pallasite.ir.types import DType
+from pallasite.ir.types import DType, TileType
 from pallasite.passes.analysis.intervals import Facts
 
 MAX_REGISTERS = 1 << 9  # of one tile, per thread; ptxas has 255 for all of them
@@ -88,6 +88,7 @@ class Core:
         self.producers: dict[Value, Op] = {}
         self.assignment = Assignment({}, frozenset())
         self.rounded_away: frozenset[Value] = frozenset()  # see `analysis/rounding.py`
+        self.called: frozenset[tuple[str, TileType]] = frozenset()  # not inlined
         self.again = Again()
         self.threads = 0
         self.shared_bytes = 0

@@ -8,6 +8,7 @@ other type is computed as it is.
 from collections.abc import Callable
 
 from pallasite.backends.cuda.text import c_type, is_narrow, number
+from pallasite.backends.libdevice import LINES
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import DTYPES, F32, I32, DType
 
@@ -309,6 +310,14 @@ NATIVE: dict[str, Row] = {
     "cast": _cast,
     "bitcast": _bitcast,
 }
+
+CALLED = frozenset(LINES) - {"logistic"}  # rows that are one function of CUDA's
+
+
+def called(row: Row) -> Row:
+    """A row by a function that is not inlined (`functions.py`)."""
+    return lambda op, *xs: f"called_{row(op, *xs)}"
+
 
 # Accurate enough for results that are rounded to 16 bits or fewer.
 ROUGH: dict[str, Row] = {

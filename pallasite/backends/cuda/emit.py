@@ -20,6 +20,7 @@ from pallasite.backends.cuda import (
     functions,
     memory,
     role_code,
+    shared,
     tensor_memory,
     tiles,
 )
@@ -27,6 +28,7 @@ from pallasite.backends.cuda.again import computed_again
 from pallasite.backends.cuda.assign import assign
 from pallasite.backends.cuda.authored import BLOCKS
 from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
+from pallasite.backends.cuda.elementwise import CALLED
 from pallasite.backends.cuda.explicit import MAP_BYTES
 from pallasite.backends.cuda.layouts import WARPGROUP, Spread, striped
 from pallasite.backends.cuda.meetings import COPIES, NOTHING, Meetings
@@ -36,6 +38,7 @@ from pallasite.backends.cuda.role_code import Rounds
 from pallasite.backends.cuda.shared import can_swizzle, copied_otherwise, widest_swizzle
 from pallasite.backends.cuda.tensor_memory import TensorMemory, rows_by_thread
 from pallasite.backends.cuda.text import c_type
+from pallasite.backends.libdevice import is_called
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import table
@@ -141,6 +144,8 @@ class Emitter(TensorMemory):
         )
         if roles:
             self.threads = sum(roles[0].attrs["cuda.warpgroups"]) * WARPGROUP
+        if not roles:  # with calls, ptxas ignores how roles share registers
+            self.called = _called(self.program.body, self.threads)
         self.arch = _arch(self.program.body) if roles else ""
         self.instructions_wait = self.arch != BLACKWELL
         self.users = users_of(self.program.body)
@@ -409,6 +414,7 @@ class Emitter(TensorMemory):
 RULES: dict[str, Callable[[Any, Op], None]] = {
     **tiles.RULES,
     **memory.RULES,
+    **shared.RULES,
     **explicit.RULES,
     **role_code.RULES,
     **clusters.RULES,
@@ -466,6 +472,20 @@ def _threads(kernel: Kernel, accesses: Mapping[Value, list[Op]]) -> tuple[int, i
 
 def _written(accesses: Mapping[Value, list[Op]]) -> set[Value]:
     return {m for m, ops in accesses.items() if any(op.name != "load" for op in ops)}
+
+
+def _called(body: Block, threads: int) -> frozenset[tuple[str, TileType]]:
+    """Functions, and the tiles they are used on too often to inline them."""
+    uses = Counter(
+        (op.name, op.operands[0].tile)
+        for op in walk(body)
+        if op.name in CALLED and op.operands[0].tile.dtype.is_float
+    )
+    return frozenset(
+        (name, tile)
+        for (name, tile), n in uses.items()
+        if is_called(name, tile, tile.size // threads, n)
+    )
 
 
 def _exchanges(accesses: Mapping[Value, list[Op]]) -> bool:

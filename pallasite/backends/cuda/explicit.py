@@ -272,7 +272,9 @@ class Explicit(Shared):
         ):
             self.refuse(op, f"TMA does not support arrays of {root.type}")
         if axes != sorted(axes) or any(dim.step != 1 for dim in view.dims):
-            self.refuse(op, "TMA does not support transposed or strided copies")
+            self.refuse(
+                op, "TMA does not support transposed, strided or reshaped copies"
+            )
         if axes[-1:] != [len(shape) - 1]:
             self.refuse(op, "TMA copies must include the last dimension")
         if len(shape) > 1 and shape[-1] * width % 16:

@@ -41,7 +41,27 @@ def _from_f8(name: str, kind: str) -> str:
     )
 
 
+def _not_inlined(name: str, operands: int) -> dict[str, str]:
+    """`called_sinf` and `called_sin`, for kernels that use `sin` often."""
+    made = {}
+    for kind, symbol in (("float", f"{name}f"), ("double", name)):
+        params = ", ".join(f"{kind} x{n}" for n in range(operands))
+        args = ", ".join(f"x{n}" for n in range(operands))
+        made[f"called_{symbol}"] = (
+            f"__device__ __noinline__ {kind} called_{symbol}({params}) "
+            f"{{ return {symbol}({args}); }}\n"
+        )
+    return made
+
+
+_LONG = ("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh")
+_LONG += ("acosh", "atanh", "erf", "erfc", "erfinv", "lgamma", "cbrt")
+_LONG += ("exp", "expm1", "log", "log1p", "log2")
+
 FUNCTIONS: dict[str, str] = {
+    **{k: v for name in _LONG for k, v in _not_inlined(name, 1).items()},
+    **_not_inlined("pow", 2),
+    **_not_inlined("atan2", 2),
     "from_bf16": (
         "DEVICE float from_bf16(bf16 x) { return __uint_as_float((u32)x << 16); }\n"
     ),

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
+import numpy as np
+
 from pallasite.backends.cuda.core import Tile
 from pallasite.backends.cuda.layouts import Digit, Lane
 from pallasite.backends.cuda.meetings import COPIES, NOTHING, Meetings
@@ -233,6 +235,26 @@ class Shared(Memory):
             return place.view.pointer
         return super().based(place, op, const)
 
+    # --- views that change what an element is ---
+
+    def emit_reshape_view(self, op: Op) -> None:
+        self.expect_rows_in_order(op)
+        super().emit_reshape_view(op)
+
+    def emit_bitcast_view(self, op: Op) -> None:
+        self.expect_rows_in_order(op)
+        view, dtype = self.views[op.operands[0]], op.result.ref.dtype
+        if dtype.bits != view.dtype.bits:
+            self.refuse(op, "the dtypes differ in width", "bitcast the loaded value")
+        pointer, fill = f"(({self.type(dtype, op)}*){view.pointer})", view.fill
+        if fill is not None:
+            fill = np.array(fill, view.dtype.np).view(dtype.np).item()
+        self.views[op.result] = replace(view, pointer=pointer, dtype=dtype, fill=fill)
+
+    def expect_rows_in_order(self, op: Op) -> None:
+        if self.views[op.operands[0]].memory in self.rings:
+            self.refuse(op, "a view of swizzled memory", "change the loaded value")
+
     # --- the order of accesses ---
 
     def meet_before(self, op: Op) -> None:
@@ -407,3 +429,9 @@ def _fits_panels(start: Number, size: int, columns: int) -> bool:
     if isinstance(start, int):
         return start % columns == 0 or start % columns + size <= columns
     return apart == columns or size <= apart
+
+
+RULES = {
+    "reshape_view": Shared.emit_reshape_view,
+    "bitcast_view": Shared.emit_bitcast_view,
+}

@@ -11,6 +11,7 @@ from pallasite.backends.cuda.elementwise import (
     NATIVE,
     OF_BITS,
     ROUGH,
+    called,
     choice,
     computed,
     infix,
@@ -36,8 +37,10 @@ class Tiles(Core):
 
     def emit_elementwise(self, op: Op) -> None:
         tile, row = op.result.tile, NATIVE[op.name]
-        if self.is_rough(op):
-            row = ROUGH.get(op.name, row)
+        if self.is_rough(op) and op.name in ROUGH:
+            row = ROUGH[op.name]
+        elif (op.name, op.operands[0].type) in self.called:
+            row = called(row)
         for value in (*op.operands, op.result):
             self.type(value.tile.dtype, op)
         if op.name == "bitcast" and op.operands[0].tile.dtype.bits != tile.dtype.bits:

@@ -28,12 +28,13 @@ from pallasite.backends.triton.integer_dots import integer_dots
 from pallasite.backends.triton.launch import STAGES, WARPS, schedule_launch
 from pallasite.backends.triton.prints import WORDS, reader, sites_of
 from pallasite.backends.triton.reload_operands import reload_operands
-from pallasite.backends.triton.schedule import check_types, is_native, plain_copies
+from pallasite.backends.triton.schedule import check_types, is_native
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.lower.legalize import legalize
 from pallasite.passes.lower.matrix_units import write_out
 from pallasite.passes.lower.own_inputs import own_inputs, own_results
 from pallasite.passes.lower.place_windows import place_windows
+from pallasite.passes.lower.plain_copies import plain_copies
 from pallasite.passes.lower.promote import promote
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.loop_steps import loop_steps

@@ -8,8 +8,9 @@ accuracy requires it, and round once at the end.
 
 from collections.abc import Callable
 
+from pallasite.backends.triton.called_functions import Kind, kind_of
 from pallasite.backends.triton.core import FLOAT_BITS, Core
-from pallasite.backends.triton.text import Val
+from pallasite.backends.triton.text import Val, Writer, type_text
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.types import DType
 
@@ -19,9 +20,47 @@ Row = Callable[["Elementwise", Op], Val]
 class Elementwise(Core):
     """Looks rows up, and holds what several rows share."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: frozenset[Kind] = frozenset()
+        self.functions: dict[Kind, list[str]] = {}
+
     def emit_elementwise(self, op: Op) -> None:
         self.layout(op.result.tile, op)
-        self.env[op.result] = NATIVE[op.name](self, op)
+        kind = kind_of(op, self.is_rough(op)) if self.called else None
+        if kind is not None and kind in self.called:
+            self.env[op.result] = self.call(op, kind)
+        else:
+            self.env[op.result] = NATIVE[op.name](self, op)
+
+    def call(self, op: Op, kind: Kind) -> Val:
+        """By a function of the module (`called_functions.py`)."""
+        if kind not in self.functions:
+            self.functions[kind] = self.function(op, f"{op.name}_{len(self.functions)}")
+        name = self.functions[kind][0]
+        operands = self.operands(op)
+        names, types = (
+            ", ".join(map(str, operands)),
+            ", ".join(v.type for v in operands),
+        )
+        shape, elem = self.layout(op.result.tile, op)
+        to = type_text(shape, elem)
+        return self.let(f"tt.call @{name}({names}) : ({types}) -> {to}", shape, elem)
+
+    def function(self, op: Op, name: str) -> list[str]:
+        """The name of the function that computes an op, then its lines."""
+        out, values = self.out, [self.env[v] for v in op.operands]
+        self.out = Writer()
+        self.out.depth = 2
+        params = [Val(f"%x{n}", v.shape, v.elem) for n, v in enumerate(values)]
+        self.env.update(zip(op.operands, params, strict=True))
+        result = NATIVE[op.name](self, op)
+        self.out.line(f"tt.return {result} : {result.type}")
+        lines, self.out = self.out.lines, out
+        self.env.update(zip(op.operands, values, strict=True))
+        head = ", ".join(f"{v}: {v.type}" for v in params)
+        head = f"  tt.func private @{name}({head}) -> {result.type}"
+        return [name, f"{head} attributes {{noinline = true}} {{", *lines, "  }"]
 
     def operands(self, op: Op) -> list[Val]:
         return [self.env[v] for v in op.operands]

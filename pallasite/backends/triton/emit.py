@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from pallasite.backends.triton import atomics, dots, four_bits, memory, prints, tiles
+from pallasite.backends.triton import (
+    atomics,
+    dots,
+    four_bits,
+    memory,
+    prints,
+    sorting,
+    tiles,
+)
+from pallasite.backends.triton.called_functions import called_kinds
 from pallasite.backends.triton.elementwise import NATIVE
 from pallasite.backends.triton.launch import GROUP, STAGES
 from pallasite.backends.triton.memory import Number
@@ -82,6 +91,7 @@ class Emitter(Prints):
         accesses = accesses_of(kernel)
         self.fenced = fenced(kernel, accesses)
         self.rounded_away = rounded_away(kernel)
+        self.called = called_kinds(kernel, self.is_rough)
         self.several_from_if = any(
             op.name == "cond" and len(op.results) > 1 for op in walk(kernel.body)
         )
@@ -111,6 +121,7 @@ class Emitter(Prints):
             f"{head} attributes {{noinline = false}} {{",
             *self.out.lines,
             "  }",
+            *(line for _, *lines in self.functions.values() for line in lines),
             "}",
             "",
         ]
@@ -390,6 +401,7 @@ class Emitter(Prints):
 RULES: dict[str, Callable[[Any, Op], None]] = {
     **dict.fromkeys(NATIVE, Emitter.emit_elementwise),
     **tiles.RULES,
+    **sorting.RULES,
     **dots.RULES,
     **memory.RULES,
     **atomics.RULES,

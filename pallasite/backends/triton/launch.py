@@ -32,7 +32,6 @@ AGAIN = "triton.again"  # on a load that must not be merged with an earlier one
 OVERHEAD = 32  # registers of a thread besides its part of the tiles
 COMFORTABLE = 128  # registers per thread with which two matmuls still overlap
 BUSY_WARPS = 16  # per SM, to hide the latency of arithmetic
-LATENCY = 0.8e-6  # seconds from a load to its data, under load
 VECTOR_BYTES = 16  # of a thread's widest load
 MOST_STAGES = 4
 GOOD_STAGES = 3  # copies for two iterations in flight during a third
@@ -274,7 +273,7 @@ def _busy(need: Need, warps: int, chip: Gpu) -> float:
     if need.registers(warps) > chip.registers_per_thread:
         return -float(need.registers(warps))  # tiles would spill
     programs = need.resident(warps, chip)
-    wanted = (chip.main.bytes_per_second or 0) / chip.cores * LATENCY
+    wanted = (chip.main.bytes_per_second or 0) / chip.cores * chip.latency
     in_flight = min(1.0, programs * need.loaded / wanted) if wanted else 1.0
     return in_flight * min(1.0, programs * warps / BUSY_WARPS)
 

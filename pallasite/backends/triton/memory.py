@@ -8,7 +8,6 @@ written.
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import numpy as np
 
@@ -88,18 +87,6 @@ class Memory(Dots, StridedViews[View, Val]):
     def stepped(self, view: View, dim: Dim, start: Number, multiple: int) -> View:
         is_even = view.is_even and multiple * dim.stride % 2 == 0
         return replace(super().stepped(view, dim, start, multiple), is_even=is_even)
-
-    def emit_reshape_view(self, op: Op) -> None:
-        view = self.views[op.operands[0]]
-        dims = _split_and_merge(view.dims, op.attrs["shape"])
-        if dims is None:
-            self.refuse(
-                op,
-                "the dimensions are not contiguous in memory, or may extend past an "
-                "edge",
-                "reshape the loaded value instead",
-            )
-        self.views[op.result] = replace(view, dims=dims)
 
     def emit_bitcast_view(self, op: Op) -> None:
         view = self.views[op.operands[0]]
@@ -373,7 +360,6 @@ class Memory(Dots, StridedViews[View, Val]):
 
 RULES = {
     **strided_views.RULES,
-    "reshape_view": Memory.emit_reshape_view,
     "bitcast_view": Memory.emit_bitcast_view,
     "load": Memory.emit_load,
     "store": Memory.emit_store,
@@ -389,39 +375,3 @@ class Place:
     shape: tuple[int, ...]
     view: View
     spots: tuple[tuple[Dim, Val], ...]  # positions along dimensions that are tiles
-
-
-def _split_and_merge(
-    dims: Sequence[Dim], shape: Sequence[int]
-) -> tuple[Dim, ...] | None:
-    """The dimensions of a reshaped view, if strides can express it."""
-    old = [d for d in dims if d.size != 1]
-    new: list[Dim] = []
-    pending = [n for n in shape if n != 1]
-    while pending:
-        group = [pending.pop(0)]
-        if not old:
-            return None
-        merged = old.pop(0)
-        while prod(group) != merged.size:
-            if prod(group) < merged.size:
-                group.append(pending.pop(0))
-                continue
-            inner = old.pop(0)
-            if merged.stride != inner.size * inner.stride:
-                return None
-            if merged.edge is not None or inner.edge is not None:
-                return None
-            merged = replace(inner, size=merged.size * inner.size)
-        for number, n in enumerate(group):
-            inside = prod(group[number + 1 :])
-            new.append(
-                replace(
-                    merged,
-                    size=n,
-                    stride=merged.stride * inside,
-                    edge_step=merged.edge_step * inside,
-                )
-            )
-    found = iter(new)
-    return tuple(next(found) if n != 1 else Dim(1, 0) for n in shape)

@@ -40,10 +40,11 @@ def to_loops(kernel: Kernel, info: GridInfo, dynamic_programs: bool = False) -> 
     outside = Builder(pipeline.loc)
     moved = {id(op) for op in (*scratch, pipeline)}
     outside.ops += [op for op in kernel.body.ops if id(op) not in moved]
+    body = map_ops(program.block(ids), _inner_pipeline, outside.ops)
     outside.emit(
         "pipeline",
         *[n for a in nest.outer if isinstance(n := nest.sizes[a], Value)],
-        regions=(program.block(ids),),
+        regions=(body,),
         grid=tuple(nest.grid[a] for a in nest.outer),
         windows=(),
         semantics=tuple(
@@ -51,8 +52,7 @@ def to_loops(kernel: Kernel, info: GridInfo, dynamic_programs: bool = False) -> 
         ),
     )
     outside.ops += kernel.body.ops[kernel.body.ops.index(pipeline) + 1 :]
-    result = kernel.with_(body=outside.block())
-    return map_ops(result, _inner_pipeline)
+    return kernel.with_(body=outside.block())
 
 
 def _scratch_ops(kernel: Kernel) -> list[Op]:
@@ -70,7 +70,7 @@ def _scratch_ops(kernel: Kernel) -> list[Op]:
 
 def _inner_pipeline(op: Op, builder: Rewriter) -> Sequence[Value] | None:
     """A pipeline inside a program: every axis is a loop."""
-    if op.name != "pipeline" or not Pipeline.of(op).windows:
+    if op.name != "pipeline":
         return None
     before = [builder.producers[v] for v in builder.producers]
     info = analyze_pipeline(op, list(dict.fromkeys(before)))

@@ -282,6 +282,62 @@ def reshape(op: Op, b: Rewriter) -> Value | None:
     return b.op(op.name, inner.operands[0], **op.attrs) if inner else None
 
 
+def reshaped_broadcast(op: Op, b: Rewriter) -> Value | None:
+    """A reshape of copies of one number, or of what has as many elements."""
+    inner = b.producer(op.operands[0], "broadcast_in_dim")
+    if inner is None:
+        return None
+    (x,), shape = inner.operands, op.attrs["shape"]
+    if not x.type.shape:
+        return b.broadcast(x, shape, ())
+    return b.reshape(x, shape=shape) if x.type.size == prod(shape) else None
+
+
+def added_units(op: Op, b: Rewriter) -> Value | None:
+    """A reshape that only adds dimensions of size one is a broadcast."""
+    (x,), shape = op.operands, op.attrs["shape"]
+    dims = _kept_dims(x.type.shape, shape)
+    if dims is None or len(shape) <= x.type.rank or not x.type.shape:
+        return None
+    return b.broadcast(x, shape, dims)
+
+
+def broadcast_reshaped(op: Op, b: Rewriter) -> Value | None:
+    """Broadcast a tile whose dimensions of size one were dropped with them.
+
+    Each of them takes the place of a dimension that the broadcast adds.
+    """
+    inner = b.producer(op.operands[0], "reshape")
+    if inner is None:
+        return None
+    (x,), dims = inner.operands, op.attrs["dims"]
+    kept = _kept_dims(inner.attrs["shape"], x.type.shape)
+    if kept is None:
+        return None
+    places = dict(zip(kept, dims, strict=True))
+    last, taken = -1, []
+    for d in range(x.type.rank):
+        place = places.get(d, last + 1)
+        if place <= last or (d not in places and place in dims):
+            return None
+        taken.append(place)
+        last = place
+    if last >= len(op.attrs["shape"]):
+        return None
+    return b.broadcast(x, op.attrs["shape"], taken)
+
+
+def _kept_dims(small: tuple[int, ...], large: tuple[int, ...]) -> list[int] | None:
+    """The dimensions of `large` that are those of `small`, if others have size one."""
+    found: list[int] = []
+    for d, n in enumerate(large):
+        if len(found) < len(small) and n == small[len(found)]:
+            found.append(d)
+        elif n != 1:
+            return None
+    return found if len(found) == len(small) else None
+
+
 def transpose(op: Op, b: Rewriter) -> Value | None:
     """Also on views: `transpose_view` has the same attribute."""
     (x,), perm = op.operands, op.attrs["perm"]
@@ -392,8 +448,11 @@ PATTERNS: tuple[Pattern, ...] = (
     ("cast", cast),
     ("ne", not_equal_zero),
     ("reshape", reshape),
+    ("reshape", reshaped_broadcast),
+    ("reshape", added_units),
     ("transpose", transpose),
     ("broadcast_in_dim", broadcast),
+    ("broadcast_in_dim", broadcast_reshaped),
     *((n, unchanged) for n in ("slice", "dynamic_slice", "concatenate")),
     *((n, unchanged) for n in ("rev", "reduce", "pad")),
     ("concatenate", without_empty),

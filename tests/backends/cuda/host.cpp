@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <vector>
 #include <setjmp.h>
+#include <signal.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 
 #include "host.h"
@@ -9,7 +11,7 @@ typedef unsigned u32;
 typedef unsigned long long u64;
 #include "host_explicit.h"
 
-char shared[1 << 18] __attribute__((aligned(1024)));
+char* shared;
 Index threadIdx, blockIdx, gridDim;
 void call_kernel(void** arguments);  // by one thread; in the kernel's own file
 
@@ -46,42 +48,13 @@ constexpr size_t STACK = 1 << 17;
 // system call, as `swapcontext` does.
 struct Fiber { ucontext_t start; jmp_buf place; bool started; };
 static jmp_buf scheduler;
-static std::vector<Fiber> fibers;
-static std::vector<char> stacks;
+static std::vector<Fiber> fibers;  // of all threads of a cluster, block by block
 static std::vector<char> done;
-static int current;
+static int current, block_threads;
 static long long events;  // what other threads may wait for
-unsigned long long exchanged[2048];
-int threads() { return fibers.size(); }
+int threads() { return block_threads; }
 static void others_go_on() {
   if (!_setjmp(fibers[current].place)) _longjmp(scheduler, 1);
-}
-static void spin() {  // until what is waited for may have happened
-  others_go_on();
-  threadIdx.x = current;
-}
-struct Meeting { int arrived, times; };
-static Meeting meetings[256];
-void meet(int id, int threads, bool waits) {
-  Meeting& m = meetings[id];
-  const int before = m.times;
-  ++events;
-  if (++m.arrived == threads) { m.arrived = 0; ++m.times; return; }
-  while (waits && m.times == before) spin();
-}
-
-static char engine[1 << 18] __attribute__((aligned(1024)));  // shared, as they see it
-static unsigned shared_bytes;
-static bool late_copies, late_products;
-struct Barrier { int count, left, phase; long long bytes; int waiting; };
-static Barrier barriers[1 << 15];  // by address / 8
-static Barrier& barrier(unsigned at) { return barriers[at / 8]; }
-static void complete(Barrier& b) {
-  if (b.left == 0 && b.bytes == 0) { ++b.phase; b.left = b.count; }
-}
-// By 16 (not at all), 32, 64 or 128 bytes.
-static unsigned swizzled(unsigned at, int by) {
-  return at ^ (at >> 7 & (by / 16 - 1)) << 4;
 }
 static const char* problem;  // the first; the block goes no further
 void check(bool fine, const char* what) {
@@ -89,9 +62,60 @@ void check(bool fine, const char* what) {
   problem = what;
   others_go_on();
 }
+static void spin() {  // until what is waited for may have happened
+  others_go_on();
+}
+struct Meeting { int arrived, times; };
+struct Barrier { int count, left, phase; long long bytes; int waiting; };
+constexpr unsigned MOST_SHARED = 1 << 18, PAGE = 1 << 16;  // or a part of that
+constexpr unsigned MAPPED = MOST_SHARED + 2 * PAGE;
+struct Block {
+  char* mapped;
+  char* memory;  // between forbidden pages; what is left before the second is a pattern
+  char engine[MOST_SHARED];  // shared memory, as the copy engine and products see it
+  Meeting meetings[256];
+  Barrier barriers[MOST_SHARED / 8];  // by address / 8
+  unsigned long long exchanged[2048];
+  int number, running;  // threads that have not ended
+};
+static std::vector<Block*> blocks;  // of a cluster
+static unsigned shared_bytes;
+static Block& block() { return *blocks[current / block_threads]; }
+unsigned long long* exchanged;
+static void met(Meeting& m, int threads, bool waits) {
+  const int before = m.times;
+  ++events;
+  if (++m.arrived == threads) { m.arrived = 0; ++m.times; return; }
+  while (waits && m.times == before) spin();
+}
+void meet(int id, int threads, bool waits) { met(block().meetings[id], threads, waits); }
+static Meeting cluster_meeting;
+
+static bool late_copies, late_products;
+static Barrier& barrier(Block& there, unsigned at) {
+  check(at % 8 == 0 && at + 8 <= shared_bytes, "a barrier outside shared memory");
+  return there.barriers[at / 8];
+}
+static Barrier& barrier(unsigned at) { return barrier(block(), at); }
+constexpr long long MOST_BYTES = (1 << 20) - 1;  // that a phase can wait for
+static void expect(Barrier& b, unsigned bytes) {
+  b.bytes += bytes;
+  check(b.bytes <= MOST_BYTES, "a barrier waits for too many bytes");
+}
+static void complete(Barrier& b) {
+  if (b.left == 0 && b.bytes == 0) { ++b.phase; b.left = b.count; }
+}
+// By 16 (not at all), 32, 64 or 128 bytes.
+static unsigned swizzled(unsigned at, int by) {
+  return at ^ (at >> 7 & (by / 16 - 1)) << 4;
+}
+static void check_inside(unsigned at, unsigned bytes) {
+  check(at + (u64)bytes <= shared_bytes, "an access outside shared memory");
+}
 // Shared memory is written by the copy engine; `from` null: by what nobody may read.
-static void arrive(unsigned at, const char* from, int bytes) {
-  for (char* to : {shared + at, engine + at})
+static void arrive(Block& there, unsigned at, const char* from, int bytes) {
+  check_inside(at, bytes);
+  for (char* to : {there.memory + at, there.engine + at})
     from ? memcpy(to, from, bytes) : memset(to, 0xff, bytes);
 }
 // Copies that a thread has started, in groups; and those into shared memory.
@@ -101,6 +125,7 @@ struct Copy {
   int first[5];
   const char* line;  // its source, if it is bytes next to each other
   int line_bytes;
+  Block* to;  // whose shared memory and barrier it arrives at
 };
 struct Groups {
   std::vector<std::vector<Copy>> whole;
@@ -137,14 +162,14 @@ static int copied_bytes(const Copy& c) {
 }
 static void bring(const Copy& c, bool is_there) {
   static const char zeros[8] = {};
-  if (c.line) return arrive(c.at, is_there ? c.line : nullptr, c.line_bytes);
+  if (c.line) return arrive(*c.to, c.at, is_there ? c.line : nullptr, c.line_bytes);
   each(c.map, c.at, c.first, [&](unsigned here, const char* there) {
-    arrive(here, !is_there ? nullptr : there ? there : zeros, c.map.bytes);
+    arrive(*c.to, here, !is_there ? nullptr : there ? there : zeros, c.map.bytes);
   });
 }
 static void arrived(const Copy& c) {
   bring(c, true);
-  Barrier& b = barrier(c.barrier);
+  Barrier& b = barrier(*c.to, c.barrier);
   b.bytes -= copied_bytes(c);
   ++events;
   complete(b);
@@ -152,6 +177,8 @@ static void arrived(const Copy& c) {
 static void start(const Copy& c) {
   if (std::find(copiers.begin(), copiers.end(), current) == copiers.end())
     copiers.push_back(current);
+  check(barrier(*c.to, c.barrier).count > 0, "a copy arrives at a barrier that is none");
+  check(c.to->running > 0, "a copy to a block that has ended");
   if (!late_copies) return arrived(c);
   bring(c, false);
   arriving.push_back(c);
@@ -159,13 +186,15 @@ static void start(const Copy& c) {
 // The copies that a barrier waits for.
 static void all_arrive(unsigned at) {
   std::vector<Copy> others, now;
-  for (const Copy& c : arriving) (c.barrier == at ? now : others).push_back(c);
+  for (const Copy& c : arriving)
+    (c.barrier == at && c.to == &block() ? now : others).push_back(c);
   arriving = others;
   for (const Copy& c : now) arrived(c);
 }
 static void leave(const Copy& c) {
   each(c.map, c.at, c.first, [&](unsigned here, char* there) {
-    if (there) memcpy(there, engine + here, c.map.bytes);
+    check_inside(here, c.map.bytes);
+    if (there) memcpy(there, block().engine + here, c.map.bytes);
   });
 }
 void leave_but(size_t groups) {
@@ -189,9 +218,11 @@ static float element(u64 o, int row, int k, bool turned, int kind, int bytes) {
   check(o >> 62 >= 1, "an operand is not swizzled");
   const int by = o >> 62 == 1 ? 128 : o >> 62 == 2 ? 64 : 32;
   const int fast = turned ? row : k, slow = turned ? k : row, in_row = by / bytes;
+  check(base % (8 * by) < by, "an operand starts inside a pattern of its swizzle");
   unsigned at = base + slow / 8 * step + slow % 8 * by;
   at += turned ? fast / in_row * apart + fast % in_row * bytes : fast * bytes;
-  return number(engine + swizzled(at, by), kind);
+  check_inside(swizzled(at, by), bytes);
+  return number(block().engine + swizzled(at, by), kind);
 }
 // A product in flight leaves tickets in place of its sums: numbers that no sum is (NaN),
 // which code may hand on but not compute with. `settled` looks up what became of them.
@@ -282,29 +313,64 @@ void end_but(size_t groups) {
       mine.ended = (p.tickets.back() & NUMBER) + 1;
     }
 }
-static void start_block(int threads) {
-  memset(engine, 0x7f, sizeof engine);
+constexpr char PATTERN = 0x7f;
+static unsigned whole_shared() { return (shared_bytes + 1023) / 1024 * 1024; }
+static Block* new_block() {
+  Block* made = new Block;
+  made->mapped = (char*)mmap(nullptr, MAPPED, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS,
+                             -1, 0);
+  const unsigned pages = (whole_shared() + PAGE - 1) / PAGE * PAGE;
+  mprotect(made->mapped + PAGE, pages, PROT_READ | PROT_WRITE);
+  made->memory = made->mapped + PAGE + pages - whole_shared();
+  return made;
+}
+static void forget(Block* one) {
+  munmap(one->mapped, MAPPED);
+  delete one;
+}
+static void start_block(Block& one, int number, int threads) {
+  memset(one.memory, PATTERN, whole_shared());
+  memset(one.engine, PATTERN, sizeof one.engine);
+  memset(one.meetings, 0, sizeof one.meetings);
+  std::fill(std::begin(one.barriers), std::end(one.barriers), Barrier());
+  one.number = number;
+  one.running = threads;
+}
+static void start_cluster(int threads) {
   problem = nullptr;
+  cluster_meeting = {};
   arriving.clear();
   leaving.assign(threads, {});
   flights.assign(threads, {});
   copiers.clear();
-  std::fill(std::begin(barriers), std::end(barriers), Barrier());
 }
-static void end_block() {
-  if (!arriving.empty()) problem = "a copy into shared memory that nothing waited for";
-  for (auto& each : leaving)
-    if (!each.whole.empty() || !each.open.empty())
+static void end_block(Block& one, int first) {
+  for (const Copy& c : arriving)
+    if (c.to == &one) problem = "a copy into shared memory that nothing waited for";
+  for (int n = first; n < first + block_threads; ++n)
+    if (!leaving[n].whole.empty() || !leaving[n].open.empty())
       problem = "a copy out of shared memory that nothing waited for";
+  for (unsigned n = shared_bytes; n < whole_shared(); ++n)
+    if (one.memory[n] != PATTERN) problem = "an access outside shared memory";
 }
 static Copy copy_of(const void* map, u32 at, u32 barrier, const int* first, int rank) {
-  Copy copy = {*(const Map*)map, at, barrier, {}, nullptr, 0};
+  Copy copy = {*(const Map*)map, at, barrier, {}, nullptr, 0, &block()};
   check(rank == copy.map.rank, "a copy of another rank");
   std::copy(first, first + rank, copy.first);
   return copy;
 }
 void copy_in(const void* map, u32 at, u32 barrier, const int* first, int rank) {
   start(copy_of(map, at, barrier, first, rank));
+}
+void copy_to_blocks(const void* map, u32 at, u32 barrier, u32 to, const int* first,
+                    int rank) {
+  check(to && to >> blocks.size() == 0, "a copy to a block that is not in the cluster");
+  for (size_t n = 0; n < blocks.size(); ++n)
+    if (to >> n & 1) {
+      Copy copy = copy_of(map, at, barrier, first, rank);
+      copy.to = blocks[n];
+      start(copy);
+    }
 }
 void copy_out(const void* map, u32 at, const int* first, int rank) {
   const Copy copy = copy_of(map, at, 0, first, rank);
@@ -333,11 +399,16 @@ static void** arguments;
 static void body() {
   call_kernel(arguments);
   done[current] = 1;
+  if (--block().running == 0) end_block(block(), current / block_threads * block_threads);
   others_go_on();
 }
 static void resume(int thread) {
   if (done[thread] || problem) return;
-  current = threadIdx.x = thread;
+  current = thread;
+  threadIdx.x = thread % block_threads;
+  blockIdx.x = block().number;
+  shared = block().memory;
+  exchanged = block().exchanged;
   if (!_setjmp(scheduler)) {
     Fiber& t = fibers[thread];
     if (t.started) _longjmp(t.place, 1);
@@ -345,6 +416,24 @@ static void resume(int thread) {
     setcontext(&t.start);
   }
   events += done[current];
+}
+// An access outside the shared memory of a block ends the run as other problems do.
+static bool is_beside_shared(const char* at) {
+  for (Block* each : blocks)
+    if (at >= each->mapped && at < each->mapped + MAPPED) return true;
+  return false;
+}
+static struct sigaction others_fault;
+static void fault(int signal, siginfo_t* info, void* context) {
+  if (is_beside_shared((const char*)info->si_addr))
+    check(false, "an access outside shared memory");
+  sigaction(signal, &others_fault, nullptr);  // and it happens again
+}
+static struct sigaction with_faults() {
+  struct sigaction own = {};
+  own.sa_sigaction = fault;
+  own.sa_flags = SA_SIGINFO | SA_NODEFER;
+  return own;
 }
 }  // namespace host
 
@@ -354,27 +443,37 @@ void barrier_end(u32 at) {
   Barrier& b = barrier(at);
   check(b.count > 0, "a barrier is ended that is none");
   check(b.bytes == 0 && b.waiting == 0, "a barrier is ended that is still in use");
-  for (auto& each : leaving)
-    check(each.whole.empty() && each.open.empty(), "a copy out is waited for too late");
+  const int first = current / block_threads * block_threads;
+  for (int n = first; n < first + block_threads; ++n)
+    check(leaving[n].whole.empty() && leaving[n].open.empty(),
+          "a copy out is waited for too late");
   b = {};
 }
 void barrier_init(u32 at, u32 n) {
   check(barrier(at).count == 0, "a barrier is made twice");
   barrier(at) = {(int)n, (int)n, 0, 0, 0};
 }
-void barrier_arrive(u32 at) {
-  Barrier& b = barrier(at);
+static void arrive_at(Barrier& b) {
+  check(b.count > 0, "an arrival at a barrier that is none");
   check(b.left > 0, "more arrivals than a barrier counts");
   --b.left;
   ++events;
   complete(b);
 }
+void barrier_arrive(u32 at) { arrive_at(barrier(at)); }
+void arrive_at(u32 at, u32 number) {
+  check(number < blocks.size(), "an arrival at a block that is not in the cluster");
+  Block& there = *blocks[number];
+  check(there.running > 0, "an arrival at a block that has ended");
+  arrive_at(barrier(there, at));
+}
+void blocks_meet() { met(cluster_meeting, block_threads * blocks.size(), true); }
 void barrier_expect(u32 at, u32 bytes) {
-  barrier(at).bytes += bytes;
+  expect(barrier(at), bytes);
   barrier_arrive(at);
 }
 void barrier_expect_for(u32 at, u32 bytes, u32 arrivals) {
-  barrier(at).bytes += bytes;
+  expect(barrier(at), bytes);
   for (u32 n = 0; n < arrivals; ++n) barrier_arrive(at);
 }
 void barrier_wait(u32 at, u32 parity) {
@@ -399,32 +498,59 @@ void copies_together() {
   mine.open.clear();
 }
 void stores_before_copies() {
-  memcpy(engine, shared, shared_bytes);
+  memcpy(block().engine, shared, shared_bytes);
 }
 void copy_line(u32 to, const void* from, u32 bytes, u32 barrier) {
   check(to % 16 == 0 && (u64)from % 16 == 0, "a line not at 16 bytes");
-  start({{}, to, barrier, {}, (const char*)from, (int)bytes});
+  start({{}, to, barrier, {}, (const char*)from, (int)bytes, &block()});
 }
 
+// Runs a cluster, of one block or more, until all threads have ended or none can go on.
+static void run_cluster(int late_warpgroup) {
+  const int threads = fibers.size();
+  for (bool going = true; going && !problem;) {
+    const long long before = events;
+    going = std::count(done.begin(), done.end(), 0);
+    for (bool is_late : {false, true}) {
+      if (is_late && events != before) break;  // the others can go on
+      auto go_on = [&](int t) {
+        if ((t % block_threads / 128 == late_warpgroup) == is_late) resume(t);
+      };
+      for (int turn = 0; turn < threads; ++turn) {
+        go_on(late_copies ? threads - 1 - turn : turn);
+        if (late_products)
+          for (size_t c = 0; c < copiers.size(); ++c) go_on(copiers[c]);
+      }
+    }
+    if (going && !problem && events == before)
+      problem = "the threads of a block wait for each other";
+  }
+}
 // What went wrong, if something did. Where products are late, a thread that copies
 // operands goes on as soon as it can. A late warpgroup goes on where no other can.
-extern "C" const char* run(void** given, const int* order, int blocks, int threads,
-                           int shared_bytes, int late_copies, int late_products,
-                           int late_warpgroup) {
+extern "C" const char* run(void** given, const int* order, int clusters, int in_cluster,
+                           int threads, int shared_bytes, int late_copies,
+                           int late_products, int late_warpgroup) {
   arguments = given;
-  gridDim.x = blocks;
-  fibers.resize(threads);
-  stacks.resize(threads * STACK);
+  gridDim.x = clusters * in_cluster;
+  block_threads = threads;
+  const int all = threads * in_cluster;
+  fibers.resize(all);
+  char* stacks = (char*)mmap(nullptr, all * STACK, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   host::shared_bytes = shared_bytes;
   host::late_copies = late_copies;
   host::late_products = late_products;
-  for (int n = 0; n < blocks; ++n) {
-    memset(shared, 0x7f, sizeof shared);
-    memset(meetings, 0, sizeof meetings);
-    start_block(threads);
-    blockIdx.x = order[n];
-    done.assign(threads, 0);
-    for (int t = 0; t < threads; ++t) {
+  for (int n = 0; n < in_cluster; ++n) blocks.push_back(new_block());
+  const struct sigaction own_fault = with_faults();
+  sigaction(SIGSEGV, &own_fault, &others_fault);
+  problem = nullptr;
+  for (int n = 0; n < clusters && !problem; ++n) {
+    start_cluster(all);
+    for (int b = 0; b < in_cluster; ++b)
+      start_block(*blocks[b], order[n] * in_cluster + b, threads);
+    done.assign(all, 0);
+    for (int t = 0; t < all; ++t) {
       ucontext_t& start = fibers[t].start;
       getcontext(&start);
       start.uc_stack.ss_sp = &stacks[t * STACK];
@@ -433,26 +559,11 @@ extern "C" const char* run(void** given, const int* order, int blocks, int threa
       makecontext(&start, body, 0);
       fibers[t].started = false;
     }
-    for (bool going = true; going;) {
-      const long long before = events;
-      going = std::count(done.begin(), done.end(), 0);
-      for (bool is_late : {false, true}) {
-        if (is_late && events != before) break;  // the others can go on
-        auto go_on = [&](int t) {
-          if ((t / 128 == late_warpgroup) == is_late) resume(t);
-        };
-        for (int turn = 0; turn < threads; ++turn) {
-          go_on(late_copies ? threads - 1 - turn : turn);
-          if (late_products)
-            for (size_t c = 0; c < copiers.size(); ++c) go_on(copiers[c]);
-        }
-      }
-      if (going && !problem && events == before)
-        problem = "the threads of a block wait for each other";
-      if (problem) return problem;
-    }
-    end_block();
-    if (problem) return problem;
+    run_cluster(late_warpgroup);
   }
-  return nullptr;
+  sigaction(SIGSEGV, &others_fault, nullptr);
+  for (Block* each : blocks) forget(each);
+  blocks.clear();
+  munmap(stacks, all * STACK);
+  return problem;
 }

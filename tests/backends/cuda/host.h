@@ -1,5 +1,5 @@
-// What an emitted kernel needs to run on a CPU: a block's threads take turns as
-// coroutines, each running until the next barrier or shuffle. Every kernel's text
+// What an emitted kernel needs to run on a CPU: the threads of a block, or of the blocks
+// of a cluster, take turns as coroutines, each running until the next barrier or shuffle. Every kernel's text
 // includes this, so what is no template and not small is in `host.cpp`, which is
 // compiled once.
 #include <cmath>
@@ -9,7 +9,9 @@
 #define __global__
 #define __shared__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #undef __restrict__
 #define __restrict__
@@ -20,11 +22,16 @@ struct Index { int x, y, z; };
 extern Index threadIdx, blockIdx, gridDim;
 
 namespace host {
-extern unsigned long long exchanged[2048];
+extern unsigned long long* exchanged;  // of the block whose thread runs
+void check(bool fine, const char* what);
 void meet(int id, int threads, bool waits = true);
 int threads();
 }  // namespace host
 
+// Vectors are moved to and from multiples of their size.
+template <int BYTES> void aligned(const void* p) {
+  host::check((unsigned long long)p % BYTES == 0, "a vector is not aligned");
+}
 template <class T> void __stcs(T* to, T x) { *to = x; }
 template <class T> T __ldcg(const T* from) { return *from; }
 

@@ -56,7 +56,15 @@ OWN = {
     "divide_fast": "DEVICE float divide_fast(float x, float y) { return x / y; }\n",
     "negated": "DEVICE int negated(int x) { return (int)(0 - (u32)x); }\n",
     "exp2_fast": "DEVICE float exp2_fast(float x) { return exp2f(x); }\n",
+    **{
+        name: functions.FUNCTIONS[name].replace(
+            "typename Bytes<B>::T T;\n",
+            "typename Bytes<B>::T T;\n  aligned<B>(to);\n  aligned<B>(from);\n",
+        )
+        for name in ("get", "get_once", "put_once")
+    },
     **dict.fromkeys(hopper.BARRIERS, ""),
+    **dict.fromkeys(hopper.CLUSTERS, ""),
     **dict.fromkeys(hopper.MAPS, ""),
     **dict.fromkeys(hopper.COPIES, ""),
     "operand": hopper.BARRIERS["operand"],
@@ -169,6 +177,8 @@ class Code:
         # With the results that the launch adds for operands it writes.
         self.results, kernel = kernel.num_outputs, own_inputs(kernel)
         self.kernel, self.launched = kernel, emit.Launched.of(text)
+        cluster = re.search(r"__cluster_dims__\((\d+), 1, 1\)", text)
+        self.in_cluster = int(cluster[1]) if cluster else 1
         count = len(kernel.params) + len(self.launched.scratch)
         path = _library(text, self.launched.name, count, folder, optimise)
         self.library = ctypes.CDLL(str(path))
@@ -201,10 +211,11 @@ class Code:
         arrays = [*inputs, *results, *scratch]
         pointers = (ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays))
         rng = np.random.default_rng(seed)
-        order = rng.permutation(launched.programs).astype(np.int32)
+        clusters = launched.programs // self.in_cluster
+        order = rng.permutation(clusters).astype(np.int32)
         wrong = self.library.run(
-            pointers, order.ctypes.data_as(ctypes.c_void_p), launched.programs,
-            launched.threads, launched.shared_bytes,
+            pointers, order.ctypes.data_as(ctypes.c_void_p), clusters,
+            self.in_cluster, launched.threads, launched.shared_bytes,
             *(TIMINGS | LATE_WARPGROUPS)[timing],
         )  # fmt: skip
         assert wrong is None, f"{timing}: {wrong.decode()}"
@@ -229,7 +240,9 @@ def _library(text: str, name: str, count: int, folder: Path, optimise: str) -> P
     text = re.sub(
         r"DEVICE void product_(\w+)\(.*?\n}\n", _own_product, text, flags=re.S
     )
-    text = re.sub(r"\b(copy_in|copy_out)_\d\(", r"\1(", text)
+    text = re.sub(r"\b(copy_in|copy_out|copy_to_blocks)_\d\(", r"\1(", text)
+    # Each block of a cluster has its own.
+    text = text.replace("extern __shared__ __align__(1024) char shared[];", "")
     # After the typedefs, which the explicit level's functions use.
     text = text.replace(
         "\n#define DEVICE", '\n#include "host_explicit.h"\n#define DEVICE'

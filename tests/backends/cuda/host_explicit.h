@@ -4,10 +4,9 @@
 // the wait for it, a copy in brings its bytes in a wait for its barrier. The copy engine
 // and products see what threads have written once a thread has called
 // `stores_before_copies` after it; by which thread it was written is not known.
-extern char shared[];
+extern char* shared;  // of the block whose thread runs
 
 namespace host {
-void check(bool fine, const char* what);
 struct Map {
   char* array;
   int rank, bytes, swizzle, size[5], box[5];
@@ -17,6 +16,8 @@ inline Map& map_at(unsigned at) { return *(Map*)(shared + at); }
 // `first` has an element per dimension.
 void copy_in(const void* map, unsigned at, unsigned barrier, const int* first, int rank);
 void copy_out(const void* map, unsigned at, const int* first, int rank);
+void copy_to_blocks(const void* map, unsigned at, unsigned barrier, unsigned blocks,
+                    const int* first, int rank);
 struct Form { int columns, kind; bool turned_a, turned_b; };  // kind: see `number`
 template <class S> void product(S* d, const Form& form, u64 a, u64 b, bool more);
 void product(float* d, const Form& form, const u32* words, u64 b, bool more);
@@ -92,6 +93,14 @@ template <class... C> void copy_out(const void* map, u32 from, C... c) {
   const int first[] = {c...};
   host::copy_out(map, from, first, sizeof...(c));
 }
+template <class... C>
+void copy_to_blocks(u32 to, const void* map, u32 barrier, u32 blocks, C... c) {
+  const int first[] = {c...};
+  host::copy_to_blocks(map, to, barrier, blocks, first, sizeof...(c));
+}
+void arrive_at(u32 barrier, u32 block);
+inline void writes_before_arrival() {}
+void blocks_meet();
 template <int COLUMNS, int KIND, bool LEFT, bool RIGHT, class S>
 void product_shared(S* d, u64 a, u64 b, int more) {
   host::product(d, {COLUMNS, KIND, LEFT, RIGHT}, a, b, (bool)more);

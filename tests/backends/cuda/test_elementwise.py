@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from pallasite.backends import base
 from pallasite.backends.cuda.elementwise import NATIVE
 from pallasite.backends.cuda.text import c_type
 from pallasite.ir.build import Builder
@@ -20,7 +21,13 @@ from pallasite.ir.types import DTYPES, DType, TileType
 from pallasite.primitive import Call, bind_call
 from tests.backends.cuda import host
 from tests.backends.triton.harness import whole_kernel
-from tests.ops.sampling import attr_choices, samples, special_operands, ulp_error
+from tests.ops.sampling import (
+    attr_choices,
+    evaluate,
+    samples,
+    special_operands,
+    ulp_error,
+)
 
 COUNT = 50  # not a power of two
 SHAPED = {"cast", "bitcast", "select_n", "clamp", "reduce_precision"}
@@ -126,3 +133,32 @@ def test_casts(old: str, run):
         np.testing.assert_array_equal(
             got.astype(np.float64), want.astype(np.float64), err_msg=str(target)
         )
+
+
+def many_uses(b: Builder, x: Value) -> Value:
+    for _ in range(20):
+        x = b.op("sin", b.op("atan2", b.op("tanh", x), x))
+    return x
+
+
+@runs
+@pytest.mark.parametrize("name", ["f32", "f64", "bf16"])
+def test_many_uses_are_calls(run, name: str):
+    """Inline, each would be expanded for every element of a thread."""
+    tile = TileType((8, 1024), DTYPES[name])
+    kernel = whole_kernel(many_uses, [tile], tile)
+    x = np.linspace(-1, 1, 8192).reshape(8, 1024).astype(tile.dtype.np)
+    (got,), (want,) = run(kernel, [x]), evaluate(kernel, [x])
+    tolerance = {"f32": 1e-4, "f64": 1e-12, "bf16": 0.05}[name]
+    np.testing.assert_allclose(
+        got.astype("f8"), want.astype("f8"), rtol=tolerance, atol=tolerance
+    )
+
+
+def test_called_functions_are_emitted_once():
+    tile = TileType((8, 1024), DTYPES["f32"])
+    text = base.Compiled(
+        base.get("cuda"), whole_kernel(many_uses, [tile], tile), base.Options(), ()
+    )["cuda"]
+    assert text.count("__noinline__ float called_sinf(") == text.count(" sinf(") == 1
+    assert "called_tanhf" not in text  # short enough to be inline

@@ -502,23 +502,6 @@ def test_what_it_can_do_fits():
     assert not refusal(matmul(512, 512, 511))
 
 
-def test_an_authors_own_copies_are_refused():
-    def kernel(x_ref, o_ref, semaphore):
-        copy = pltpu.make_async_copy(x_ref, o_ref, semaphore)
-        copy.start()
-        copy.wait()
-
-    def run(x):
-        return pl.pallas_call(
-            kernel,
-            out_shape=kernels.shape(x),
-            scratch_shapes=[pltpu.SemaphoreType.DMA],
-        )(x)
-
-    said = refusal(kernel_of(run, ((64,), f32)))
-    assert "backend 'cuda' cannot run" in said
-
-
 @pytest.mark.skipif(host.compiler() is None, reason="needs g++")
 def test_an_operand_that_is_written_is_a_copy():
     def kernel(x_ref, o_ref):

@@ -113,6 +113,7 @@ def _attributes(op: Any) -> dict[str, Any]:
         "symbol": lambda a: ir.StringAttr(a).value,
         "asm_string": lambda a: ir.StringAttr(a).value,
         "atomic_rmw_op": int,
+        "callee": lambda a: ir.FlatSymbolRefAttr(a).value,
     }
     found = {name: op.attributes[name] for name in readers if name in op.attributes}
     return {name: readers[name](value) for name, value in found.items()}
@@ -121,8 +122,8 @@ def _attributes(op: Any) -> dict[str, Any]:
 def run(text: str, arrays: Sequence[np.ndarray], programs: int, seed: int = 0) -> None:
     """Execute the module's function; `arrays` are changed in place."""
     module = parse(text)
-    (function,) = module.body.operations
-    body = _Reader().body(function.regions[0])
+    functions = _functions(module)
+    (body,) = (f for name, f in functions.items() if _is_public(module, name))
     order = np.random.default_rng(seed).permutation(programs)
     flat = [a.reshape(-1) for a in arrays]
     buffers = [_packed(a) if _shares_bytes(a) else a for a in flat]
@@ -130,10 +131,22 @@ def run(text: str, arrays: Sequence[np.ndarray], programs: int, seed: int = 0) -
     buffers = [_signed(b) for b in buffers]
     for program in order:
         pointers = [Pointer(b, np.int64(0)) for b in buffers]
-        _Machine(int(program), seed).block(body, pointers)
+        _Machine(int(program), seed, functions).block(body, pointers)
     for array, buffer in zip(flat, buffers, strict=True):
         if _shares_bytes(array):
             array[...] = _unpacked(buffer, array)
+
+
+def _functions(module: Any) -> dict[str, Body]:
+    reader = _Reader()
+    return {
+        ir.StringAttr(f.attributes["sym_name"]).value: reader.body(f.regions[0])
+        for f in module.body.operations
+    }
+
+
+def _is_public(module: Any, name: str) -> bool:
+    return f"tt.func public @{name}(" in str(module)
 
 
 def _shares_bytes(x: np.ndarray) -> bool:
@@ -167,8 +180,8 @@ def _unsigned(x: Any) -> np.ndarray:
 class _Machine:
     """One program."""
 
-    def __init__(self, program: int, seed: int):
-        self.program = program
+    def __init__(self, program: int, seed: int, functions: dict[str, Body]):
+        self.program, self.functions = program, functions
         self.values: dict[int, Any] = {}
         self.garbage = np.random.default_rng([seed, program])
 
@@ -346,6 +359,9 @@ class _Machine:
 
     def do_tt_extern_elementwise(self, op: Node, *operands: Any) -> Any:
         return [_external(op.attributes["symbol"])(*operands)]
+
+    def do_tt_call(self, op: Node, *operands: Any) -> Any:
+        return self.block(self.functions[op.attributes["callee"]], operands)
 
     def do_tt_elementwise_inline_asm(self, op: Node, *operands: Any) -> Any:
         result = ASSEMBLY[op.attributes["asm_string"]](*operands)

@@ -17,11 +17,9 @@ from pallasite.backends.cpu.tiles.lifetimes import flattened_refs
 from pallasite.errors import InternalError
 from pallasite.ir.nodes import Kernel, Op, Window, walk
 from pallasite.ir.roles import Pipeline
-from pallasite.passes.analysis.cost import cost
+from pallasite.passes.analysis.cost import seconds
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 
-NS_PER_PROGRAM = 10.0  # to start one
-UNKNOWN_ROUNDS = 8  # a guess for trip counts known only at run time
 # Waking a thread takes 10 us or more; below this much total work it does not pay off.
 PROFITABLE_NS = 40_000
 CHUNK_NS = 8_000  # the least work worth one access to the shared counter
@@ -146,16 +144,7 @@ def _has_hidden_atomics(names: Set[str]) -> bool:
 
 def nanoseconds(kernel: Kernel) -> float:
     """Estimated time of a whole kernel on one thread."""
-    grid = Pipeline.of(find_pipeline(kernel)).grid
-    steps = prod(n for n in grid if n is not None)
-    total = cost(kernel)
-    rounds = 1 if total.exact else UNKNOWN_ROUNDS
-    host = target.host()
-    return NS_PER_PROGRAM * steps + rounds * (
-        host.ns_per_flop * total.flops
-        + host.ns_per_transcendental * total.transcendentals
-        + host.ns_per_byte * total.bytes_accessed
-    )
+    return 1e9 * seconds(kernel, target.host())
 
 
 def _axes_of_shared_copies(pipeline: Pipeline, info: GridInfo) -> frozenset[int]:

@@ -1,0 +1,240 @@
+"""counted_loops: a `while` that only counts becomes a `for`.
+
+In: loops that go on while a carried integer has not reached a bound that the loop does
+not change, and that add a constant to it in each iteration. Out: loops over as many
+indices, in which the counter is computed from the index. What else they carry stays.
+
+With counter i, step s > 0 and bound n, `while i < n` runs for i = first, first + s, ...
+as long as that is below n: the indices of a `for`, if i + s cannot wrap around, which
+is shown from the range of n. `i <= n` is `i < n + 1`. `i != n` is `i < n` if s is 1 and
+the ranges show that first <= n. A loop that counts down is the same with all signs
+changed. Also here: what a loop carries but never changes is its initial value.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.rewrite import clone, is_pure, substitute
+from pallasite.ir.roles import Loop, While
+from pallasite.ir.types import INDEX
+from pallasite.passes.analysis.intervals import Facts
+from pallasite.passes.facts_walk import FactsWalk
+from pallasite.passes.normal.canonicalize import canonicalize
+
+LEAST, MOST = INDEX.dtype.limits
+_SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
+
+
+def counted_loops(kernel: Kernel) -> Kernel:
+    """Turn counted `while` loops into `for` loops."""
+    if not any(op.name in ("while", "for") for op in walk(kernel.body)):
+        return kernel
+    body = _Walk().block(kernel.body)
+    return kernel if body is kernel.body else canonicalize(kernel.with_(body=body))
+
+
+@dataclass(frozen=True)
+class _Counter:
+    """Which carried value counts, by how much, and when the loop goes on."""
+
+    at: int  # its place among the carried values
+    step: int
+    test: str
+    bound: Value  # in the condition
+
+
+class _Walk(FactsWalk):
+    def rewritten(self, op: Op) -> Sequence[Op]:
+        if op.name == "for":
+            return (_without_unchanged(op),)
+        if op.name != "while":
+            return (op,)
+        loop = While.of(op)
+        counter = _counter(loop)
+        return (op,) if counter is None else self.counted(op, loop, counter) or (op,)
+
+    def counted(self, op: Op, loop: While, counter: _Counter) -> Sequence[Op] | None:
+        first = loop.inits[counter.at]
+        b = Builder(op.loc)
+        bound = _outside(b, loop, counter.bound)
+        if bound is None:
+            return None
+        for made in b.ops:
+            self.facts.note_op(made)
+        if first.tile != INDEX:
+            first, bound = self.as_index(b, first), self.as_index(b, bound)
+        if first is None or bound is None:
+            return None
+        trips = self.trips(b, first, bound, counter)
+        return None if trips is None else _for(b, op, loop, counter, first, trips)
+
+    def as_index(self, b: Builder, value: Value) -> Value | None:
+        """An integer of another type as an i32, if it is known to be one."""
+        made = self.producers.get(value) or next(
+            (op for op in b.ops if value in op.results), None
+        )
+        if made is None or made.name != "constant":
+            return None
+        number = made.attrs["value"]
+        return b.index(number) if LEAST < number < MOST else None
+
+    def trips(
+        self, b: Builder, first: Value, bound: Value, counter: _Counter
+    ) -> tuple[Value, Value, Value] | None:
+        """First index, limit and step of the `for`."""
+        size, test = abs(counter.step), counter.test
+        low, high = _range(self.facts, b, first), _range(self.facts, b, bound)
+        if counter.step < 0:  # count upwards from 0 to first - bound
+            test = _SWAPPED[test]
+            ends = (low[0] - high[1], low[1] - high[0])
+            if ends[0] < LEAST or ends[1] > MOST - size:
+                return None
+            bound, first = b.sub(first, bound), b.index(0)
+            low, high = (0, 0), ends
+        if test == "ne" and (size != 1 or low[1] > high[0]):
+            return None
+        if test not in ("lt", "le", "ne") or high[1] > MOST - size:
+            return None
+        if test == "le":
+            bound = b.add(bound, b.index(1))
+        return first, bound, b.index(size)
+
+
+def _range(facts: Facts, b: Builder, value: Value) -> tuple[int, int]:
+    made = next((op for op in b.ops if value in op.results), None)
+    if made is not None and made.name == "constant":
+        return made.attrs["value"], made.attrs["value"]
+    fact = facts.of(value)
+    return fact.low, fact.high
+
+
+def _counter(loop: While) -> _Counter | None:
+    """The carried integer that the condition compares and the body adds to."""
+    tests = {v: op for op in loop.condition.ops for v in op.results}
+    test = tests.get(loop.condition.yields[0])
+    if test is None or test.name not in _SWAPPED or len(test.operands) != 2:
+        return None
+    params = loop.condition.params
+    for (value, bound), name in (
+        (test.operands, test.name),
+        (test.operands[::-1], _SWAPPED[test.name]),
+    ):
+        if value not in params or value.is_ref or not value.tile.dtype.is_integer:
+            continue
+        step = _step(loop.body, params.index(value))
+        if step:
+            return _Counter(params.index(value), step, name, bound)
+    return None
+
+
+def _step(body: Block, at: int) -> int | None:
+    """The constant that an iteration adds to a carried integer."""
+    makers = {v: op for op in body.ops for v in op.results}
+    add = makers.get(body.yields[at])
+    if add is None or add.name not in ("add", "sub"):
+        return None
+    x, y = add.operands
+    if add.name == "add" and y is body.params[at]:
+        x, y = y, x
+    by = makers.get(y)
+    if x is not body.params[at] or by is None or by.name != "constant":
+        return None
+    return by.attrs["value"] if add.name == "add" else -by.attrs["value"]
+
+
+def _outside(b: Builder, loop: While, bound: Value) -> Value | None:
+    """The bound before the loop, if iterations do not change it."""
+    condition, body = loop.condition, loop.body
+    params = zip(condition.params, loop.inits, body.params, body.yields, strict=True)
+    fixed = {p: init for p, init, inside, out in params if inside is out}
+    needed = _needed(condition, bound)
+    if not all(is_pure(op) for op in needed):
+        return None
+    used = {v for op in needed for v in op.operands} | {bound}
+    if any(p in used and p not in fixed for p in condition.params):
+        return None
+    copy = clone(Block((), tuple(needed), (bound,)), fixed)
+    b.ops += copy.ops
+    return copy.yields[0]
+
+
+def _needed(block: Block, value: Value) -> list[Op]:
+    wanted, found = {value}, list[Op]()
+    for op in reversed(block.ops):
+        if not wanted.isdisjoint(op.results):
+            wanted.update(op.operands)
+            found.append(op)
+    return found[::-1]
+
+
+def _for(
+    b: Builder,
+    op: Op,
+    loop: While,
+    counter: _Counter,
+    first: Value,
+    bounds: tuple[Value, Value, Value],
+) -> Sequence[Op]:
+    """The `for` and the value of the counter after it."""
+    at, body = counter.at, loop.body
+    rest = [n for n in range(len(loop.inits)) if n != at]
+    index = Value(INDEX, body.params[at].name)
+    inner = Builder(op.loc)
+    count = _counted(inner, index, first, counter.step)
+    old = body.params[at].tile.dtype
+    code = substitute(
+        Block((), body.ops, tuple(body.yields[n] for n in rest)),
+        {body.params[at]: inner.cast(count, old)},
+    )
+    params = (index, *(body.params[n] for n in rest))
+    region = Block(params, (*inner.ops, *code.ops), code.yields)
+    made = op.with_(
+        name="for",
+        operands=(*bounds, *(loop.inits[n] for n in rest)),
+        results=tuple(op.results[n] for n in rest),
+        regions=(region,),
+    )
+    b.ops.append(made)
+    start, limit, step = bounds
+    if abs(counter.step) != 1:  # the first index that is not below the limit
+        length = b.max(b.sub(limit, start), b.index(0))
+        up = b.add(length, b.index(abs(counter.step) - 1))
+        limit = b.add(start, b.mul(b.div(up, step), step))
+    end = _counted(b, b.max(start, limit), first, counter.step)
+    end = b.cast(end, old)
+    last = b.ops[-1]
+    if end is not last.results[0]:
+        end = b.add(end, b.like(0, end))
+        last = b.ops[-1]
+    b.ops[-1] = last.with_(results=(op.results[at],))
+    return b.ops
+
+
+def _counted(b: Builder, index: Value, first: Value, step: int) -> Value:
+    """The counter at an index: the index itself, or as far below the first value."""
+    return index if step > 0 else b.sub(first, index)
+
+
+def _without_unchanged(op: Op) -> Op:
+    """A loop without the carried values that its body yields as it got them."""
+    loop = Loop.of(op)
+    parts = zip(loop.carried, loop.inits, loop.yields, strict=True)
+    fixed: Mapping[Value, Value] = {
+        param: init
+        for param, init, out in parts
+        if out is param and not param.is_ref and _is_used(loop.body, param)
+    }
+    if not fixed:
+        return op
+    code = substitute(Block((), loop.body.ops), fixed)
+    body = Block(loop.body.params, code.ops, loop.body.yields)
+    return loop.with_(body=body).to_op()
+
+
+def _is_used(body: Block, value: Value) -> bool:
+    return any(
+        value in (*op.operands, *(v for r in op.regions for v in r.yields))
+        for op in walk(body)
+    )

@@ -1,0 +1,66 @@
+"""The passes that bring a kernel into normal form; docs/normal_form.md defines it."""
+
+from collections.abc import Callable
+
+from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.columns import columns
+from pallasite.passes.normal.counted_loops import counted_loops
+from pallasite.passes.normal.guarded_starts import guarded_starts
+from pallasite.passes.normal.idle_clamps import idle_clamps
+from pallasite.passes.normal.known_clamps import known_clamps
+from pallasite.passes.normal.loop_axes import loop_axes
+from pallasite.passes.normal.narrow_windows import narrow_windows
+from pallasite.passes.normal.order import order
+from pallasite.passes.normal.pipeline_axes import pipeline_axes
+from pallasite.passes.normal.positions import positions
+from pallasite.passes.normal.products import products
+from pallasite.passes.normal.program_order import program_order
+from pallasite.passes.normal.replicated import replicated
+from pallasite.passes.normal.unit_dims import unit_dims
+
+RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
+    ("canonicalize", canonicalize),
+    ("counted_loops", counted_loops),
+    ("guarded_starts", guarded_starts),
+    ("pipeline_axes", pipeline_axes),
+    ("loop_axes", loop_axes),
+    ("narrow_windows", narrow_windows),
+    ("idle_clamps", idle_clamps),
+    ("program_order", program_order),
+    ("positions", positions),
+    ("known_clamps", known_clamps),
+    ("unit_dims", unit_dims),
+    ("replicated", replicated),
+    ("columns", columns),
+    ("products", products),
+    ("order", order),
+)
+
+
+def normal_text(kernel: Kernel) -> str:
+    """The text of the normal form without the author's names of values."""
+    kernel = normalize(kernel)
+    params = tuple(Value(p.type) for p in kernel.params)
+    renamed = dict(zip(kernel.params, params, strict=True))
+    body = _nameless(kernel.body, renamed)
+    return kernel.with_(name="kernel", params=params, body=body).text
+
+
+def _nameless(block: Block, renamed: dict[Value, Value]) -> Block:
+    params = [renamed.setdefault(p, Value(p.type)) for p in block.params]
+    ops: list[Op] = []
+    for op in block.ops:
+        operands = tuple(renamed.get(v, v) for v in op.operands)
+        regions = tuple(_nameless(region, renamed) for region in op.regions)
+        results = tuple(renamed.setdefault(v, Value(v.type)) for v in op.results)
+        ops.append(op.with_(operands=operands, results=results, regions=regions))
+    yields = tuple(renamed.get(v, v) for v in block.yields)
+    return Block(tuple(params), tuple(ops), yields)
+
+
+def normalize(kernel: Kernel) -> Kernel:
+    """The kernel in normal form; the same object if it already is."""
+    for _, rule in RULES:
+        kernel = rule(kernel)
+    return kernel

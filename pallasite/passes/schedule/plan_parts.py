@@ -1,0 +1,176 @@
+"""plan_parts: which sequential axis of a kernel is split into how many parts.
+
+`plan(kernel, chip)` is asked once per kernel and chip, before a backend's own passes.
+A kernel that already fills the chip's cores stays as it is, and so does one that would
+not get faster by the estimate of `analysis/cost.py`. Where an axis remains serial that
+could have filled the chip, the plan has the reason.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from pallasite.errors import InternalError
+from pallasite.ir.nodes import Kernel, Loc, walk
+from pallasite.ir.roles import Pipeline
+from pallasite.passes.analysis.axis_state import AxisState, state_along
+from pallasite.passes.analysis.cost import PROGRAMS_PER_CORE, seconds
+from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
+from pallasite.passes.run import run
+from pallasite.passes.schedule.split_axis import Program, even_parts, split
+from pallasite.target import CHIPS, Chip, Gpu, Host
+
+GAIN = 1.5  # estimated, of a split that is made
+# Matmuls are scheduled as a whole, and blocks of their results may yet be divided.
+GAIN_OF_PRODUCTS = 4.0
+SOONER = 0.9  # fewer parts are chosen if that saves a tenth
+SERIAL_SECONDS = 5e-4  # of a kernel whose idle cores are worth a warning
+IDLE = 8  # how many times more cores than programs are worth one
+
+
+@dataclass(frozen=True)
+class Serial:
+    """Why an axis runs step after step although the chip has idle cores."""
+
+    axis: int
+    reason: str
+    loc: Loc | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do with a kernel's sequential axes.
+
+    Attributes:
+        program: the kernels that replace it; None: it stays as it is.
+        axis: what was split.
+        parts: into how many.
+        kind: what the axis carries.
+        serial: why cores stay idle, if they do.
+    """
+
+    program: Program | None = None
+    axis: int | None = None
+    parts: int = 1
+    kind: str = ""
+    serial: Serial | None = None
+
+
+def plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
+    """How to run a kernel on a chip.
+
+    Args:
+        kernel: as imported.
+        chip: what it is compiled for; only GPUs and CPUs have kernels split.
+    """
+    if isinstance(chip, Chip) and CHIPS.get(chip.name) is chip:
+        return _plan_by_name(kernel, chip.name)
+    return (
+        _plan_on_host(kernel, chip) if isinstance(chip, Host) else _plan(kernel, chip)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _plan_by_name(kernel: Kernel, name: str) -> Plan:
+    return _plan(kernel, CHIPS[name])
+
+
+@lru_cache(maxsize=1024)
+def _plan_on_host(kernel: Kernel, host: Host) -> Plan:
+    return _plan(kernel, host)
+
+
+def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
+    cores = _cores(chip)
+    if cores < 2 or not any(_long_axes(kernel)):
+        return Plan()
+    kernel = run(kernel)
+    info = analyze(kernel)
+    programs = prod(info.axes[a].size or 1 for a in info.parallel)
+    if programs >= cores:
+        return Plan()
+    assert isinstance(chip, Gpu | Host)
+    serial = None
+    for axis in info.sequential:
+        if (info.axes[axis].size or 0) < 2:
+            continue
+        if Pipeline.of(find_pipeline(kernel)).semantics[axis] == "sequential":
+            continue
+        state = state_along(kernel, axis, info)
+        if state.reason:
+            serial = serial or Serial(axis, state.reason, state.loc)
+            continue
+        found = _best(kernel, info, state, chip, programs)
+        if found is not None:
+            return found
+    if serial is not None and _is_wasteful(kernel, chip, programs):
+        return Plan(serial=serial)
+    return Plan()
+
+
+def _cores(chip: Chip | Host | None) -> int:
+    if isinstance(chip, Host):
+        return chip.threads
+    return chip.cores if isinstance(chip, Gpu) else 1
+
+
+def _long_axes(kernel: Kernel) -> Iterator[bool]:
+    """Whether an axis has several steps, for each; nothing if it is no plain grid."""
+    try:
+        grid = Pipeline.of(find_pipeline(kernel)).grid
+    except InternalError:
+        return
+    for n in grid:
+        yield n is None or n > 1
+
+
+def _is_wasteful(kernel: Kernel, chip: Gpu | Host, programs: int) -> bool:
+    idle = _cores(chip) >= min(IDLE, 2 if isinstance(chip, Host) else IDLE) * programs
+    return idle and seconds(kernel, chip, programs) >= SERIAL_SECONDS
+
+
+def _best(
+    kernel: Kernel, info: GridInfo, state: AxisState, chip: Gpu | Host, programs: int
+) -> Plan | None:
+    """The fastest number of parts, if one is faster than no split."""
+    size = info.axes[state.axis].size or 1
+    before = seconds(kernel, chip, programs)
+    has_products = any(op.name == "dot" for op in walk(kernel.body))
+    gain = GAIN_OF_PRODUCTS if has_products else GAIN
+    if before < gain * _overhead(chip, 2):
+        return None
+    found: tuple[float, int, Program] | None = None
+    tried = set[int]()
+    for wanted in _candidates(chip, programs, size):
+        parts = even_parts(size, wanted)
+        if parts < 2 or parts in tried:
+            continue
+        tried.add(parts)
+        program = split(kernel, state, parts)
+        first, *others = program.kernels
+        after = _overhead(chip, len(others))
+        after += seconds(first, chip, programs * parts)
+        for other in others:
+            again = state.prefix and other is others[-1]
+            many = programs * parts if again else _cores(chip)
+            after += seconds(other, chip, many)
+        if found is None or after < SOONER * found[0]:
+            found = after, parts, program
+    if found is None or before < gain * found[0]:
+        return None
+    return Plan(found[2], state.axis, found[1], state.kind)
+
+
+def _candidates(chip: Gpu | Host, programs: int, size: int) -> Iterator[int]:
+    """Numbers of parts to compare: more of them first, which are spread more evenly."""
+    per_core = (PROGRAMS_PER_CORE, 2, 1) if isinstance(chip, Gpu) else (2, 1)
+    for each in per_core:
+        yield min(size, -(-each * _cores(chip) // programs))
+
+
+def _overhead(chip: Gpu | Host, launches: int) -> float:
+    """Seconds that further kernels take besides their work."""
+    if isinstance(chip, Gpu):
+        return launches * chip.launch_seconds
+    return 1e-9 * (launches + 1) * chip.ns_per_wake

@@ -1,0 +1,185 @@
+"""Pairs of spellings: do both become the same kernel, and where not, what keeps them
+apart?
+
+    python -m tests.forms.pairs --count 200 --target gpu:h200 --target cpu
+    python -m tests.forms.pairs --count 50 --base attention --json pairs.json
+
+For each pair and target the first of these that holds is counted:
+
+* text: the same normal text, names aside (the kernel after the passes that every
+  backend shares);
+* schedule: the same text after the backend's own passes;
+* work: the same backend, and the scheduled kernels compute and move the same, up to 5%;
+* neither: with the choices that alone make another text of the first spelling.
+"""
+
+import argparse
+import json
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pallasite import config
+from pallasite.backends import base
+from pallasite.errors import PallasError
+from pallasite.ir.nodes import Kernel
+from pallasite.passes.analysis.cost import cost
+from pallasite.passes.run import run
+from pallasite.primitive import Call, calls_in
+from pallasite.target import Named, named
+from tests.forms.form import SIZES, Size
+from tests.forms.spellings import BASES, Spelling, pairs
+
+WITHIN = 1.05
+KINDS = ("text", "schedule", "work", "neither")
+
+
+def nameless(text: str) -> str:
+    """A kernel's text with its values numbered in order and without its name."""
+    numbers: dict[str, str] = {}
+    number = lambda m: numbers.setdefault(m[0], f"%{len(numbers)}")
+    text = re.sub(r"^kernel @[\w.]+", "kernel", text)
+    return re.sub(r"%\w+", number, text)
+
+
+def call_of(spelling: Spelling, size: Size) -> Call:
+    function, operands = spelling.function(size), spelling.problem.structs(size)
+    (call,) = calls_in(function, *operands)
+    return call
+
+
+def normal_text(call: Call) -> str:
+    return nameless(run(call.kernel).text)
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """What a target's backend makes of a call."""
+
+    backend: str
+    kernel: Kernel | None  # None: no backend takes it
+    refusals: tuple[str, ...]
+
+    @staticmethod
+    def of(call: Call, target: Named) -> "Scheduled":
+        refusals = []
+        for name in base.defaults(target.platform, call.kernel):
+            options = replace(call.options, chip=target.chip)
+            compiled = base.Compiled(base.get(name), call.kernel, options)
+            try:
+                compiled[list(compiled)[1]]  # the first text that it emits
+                return Scheduled(name, compiled.scheduled, tuple(refusals))
+            except (PallasError, ImportError) as error:
+                refusals.append(f"{name}: {getattr(error, 'what', error)}")
+        return Scheduled("interpret", None, tuple(refusals))
+
+    def is_like(self, other: "Scheduled") -> bool:
+        """The same backend, and the same work up to a few percent."""
+        if self.backend != other.backend or self.kernel is None or other.kernel is None:
+            return False
+        a, b = cost(self.kernel), cost(other.kernel)
+        numbers = [
+            (a.flops, b.flops),
+            (a.transcendentals, b.transcendentals),
+            (a.bytes_accessed, b.bytes_accessed),
+        ]
+        return all(max(n) <= WITHIN * min(n) for n in numbers)
+
+
+def outcome(pair: Sequence[Spelling], target: Named, size: Size) -> tuple[str, str]:
+    """The kind of agreement on a target, and the cause where there is none."""
+    with warnings.catch_warnings(), config.override(target=target.name):
+        warnings.simplefilter("ignore")
+        calls = [call_of(spelling, size) for spelling in pair]
+        texts = [normal_text(call) for call in calls]
+        if texts[0] == texts[1]:
+            return "text", ""
+        first, second = (Scheduled.of(call, target) for call in calls)
+        if first.kernel is not None and second.kernel is not None:
+            printed = [nameless(s.kernel.text) for s in (first, second) if s.kernel]
+            if first.backend == second.backend and printed[0] == printed[1]:
+                return "schedule", ""
+        if first.is_like(second):
+            return "work", ""
+        return "neither", cause(pair, first, second, texts[0], size)
+
+
+def cause(pair: Sequence[Spelling], a: Scheduled, b: Scheduled, text: str, size: Size):
+    """The choices that alone change the first spelling's text, and what refused."""
+    first, second = pair
+    alone = []
+    for name in first.base.axes:
+        if getattr(first.style, name) == getattr(second.style, name):
+            continue
+        style = replace(first.style, **{name: getattr(second.style, name)})
+        if not first.base.fits(first.what, style):
+            alone.append(f"({name})")
+        elif normal_text(call_of(replace(first, style=style), size)) != text:
+            alone.append(f"{name}={getattr(style, name)}")
+    said = sorted({*a.refusals, *b.refusals})
+    backends = f"{a.backend}/{b.backend}" if a.backend != b.backend else a.backend
+    return "; ".join([backends, ", ".join(alone), *said])
+
+
+def target_of(name: str) -> Named:
+    return named(name)
+
+
+def report(count: int, seed: int, bases: Sequence[str], targets: Sequence[str], size):
+    """Outcomes by target: counts, and the pairs that agree in nothing."""
+    found: dict[str, Any] = {}
+    for name in targets:
+        counts: Counter[str] = Counter()
+        apart: list[dict[str, str]] = []
+        axes: Counter[str] = Counter()
+        for pair in islice(pairs(seed, bases), count):
+            try:
+                kind, why = outcome(pair, target_of(name), size)
+            except Exception as error:
+                kind, why = "error", f"{type(error).__name__}: {error}"[:300]
+            counts[f"{pair[0].base.name}: {kind}"] += 1
+            counts[kind] += 1
+            if kind in ("neither", "error"):
+                apart.append({"a": str(pair[0]), "b": str(pair[1]), "why": why})
+                axes.update(re.findall(r"(\w+)=", why))
+        found[name] = {
+            "counts": {k: counts[k] for k in sorted(counts)},
+            "choices that alone change the text": dict(axes.most_common()),
+            "apart": apart,
+        }
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--base", action="append", choices=list(BASES))
+    parser.add_argument("--target", action="append", help="cpu, gpu:h200, tpu:v6e, ...")
+    parser.add_argument("--size", choices=list(SIZES), default="model")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args(argv)
+    targets = asked.target or ["cpu", "gpu:h200", "tpu:v6e"]
+    found = report(
+        asked.count, asked.seed, asked.base or (), targets, SIZES[asked.size]
+    )
+    for name, each in found.items():
+        print(f"--- {name}: {asked.count} pairs, seed {asked.seed}")
+        print(json.dumps({k: v for k, v in each.items() if k != "apart"}, indent=1))
+        for row in each["apart"]:
+            print(f"  {row['a']}\n  {row['b']}\n    {row['why'][:400]}")
+    if asked.json:
+        asked.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

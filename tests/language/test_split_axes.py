@@ -1,0 +1,177 @@
+"""Calls whose sequential axis is split: jit, vmap, grad, shard_map, tools, warnings."""
+
+import warnings
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite import primitive, target
+from pallasite import tpu as pltpu
+from pallasite.errors import PerformanceWarning
+from pallasite.passes.schedule.plan_parts import plan
+from pallasite.target import GPUS
+from tests.backends.triton import harness
+
+ROWS, STEPS = 64, 60
+
+
+@pytest.fixture(autouse=True)
+def four_threads():
+    """Whether an axis is split depends on the number of threads."""
+    with target.using(replace(target.host(), threads=4)):
+        yield
+    jax.clear_caches()
+
+
+def sums_kernel(x_ref, o_ref, n_ref):
+    @pl.when(pl.program_id(0) == 0)
+    def _():
+        o_ref[...] = jnp.zeros_like(o_ref)
+        n_ref[...] = jnp.zeros_like(n_ref)
+
+    x = x_ref[...]
+    o_ref[...] += jnp.sum(x, axis=0, keepdims=True)
+    n_ref[...] += jnp.sum((x > 1).astype(jnp.int32), keepdims=True)
+
+
+def sums(x, **call):
+    steps = x.shape[0] // ROWS
+    return pl.pallas_call(
+        sums_kernel,
+        out_shape=[
+            jax.ShapeDtypeStruct((1, x.shape[1]), jnp.float32),
+            jax.ShapeDtypeStruct((1, 1), jnp.int32),
+        ],
+        grid=(steps,),
+        in_specs=[pl.BlockSpec((ROWS, x.shape[1]), lambda i: (i, 0))],
+        out_specs=[
+            pl.BlockSpec((1, x.shape[1]), lambda i: (0, 0)),
+            pl.BlockSpec((1, 1), lambda i: (0, 0)),
+        ],
+        **call,
+    )(x)
+
+
+def example(*lead):
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.normal(size=(*lead, ROWS * STEPS, 257)), jnp.float32)
+
+
+def calls(f, *args) -> int:
+    return jax.jit(f).lower(*args).as_text().count("custom_call @pallasite_cpu")
+
+
+def check(found, x):
+    total, count = found
+    np.testing.assert_allclose(total[..., 0, :], x.sum(-2), rtol=1e-4, atol=1e-3)
+    np.testing.assert_array_equal(count[..., 0, 0], (x > 1).sum((-1, -2)))
+
+
+def test_jit_and_bits():
+    x = example()
+    assert calls(sums, x) == 3  # the parts, and a merge for each sum
+    found = jax.jit(sums)(x)
+    check(found, np.asarray(x))
+    again = jax.jit(lambda x: sums(x))(x)
+    for a, b in zip(found, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_sequential_forbids_it():
+    x = example()
+    asked = pltpu.CompilerParams(dimension_semantics=("sequential",))
+    in_order = lambda x: sums(x, compiler_params=asked)  # noqa: E731
+    assert calls(in_order, x) == 1
+    check(in_order(x), np.asarray(x))
+
+
+def test_vmap():
+    x = example(2)
+    check(jax.jit(jax.vmap(sums))(x), np.asarray(x))
+
+
+def test_grad():
+    x = example()
+    slope = jax.jit(jax.grad(lambda x: sums(x)[0].sum()))(x)
+    np.testing.assert_allclose(slope, np.ones_like(x))
+
+
+def test_shard_map():
+    x = example()
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    rows = jax.sharding.PartitionSpec(None, None)
+    split = jax.shard_map(sums, mesh=mesh, in_specs=rows, out_specs=rows)
+    check(jax.jit(split)(x), np.asarray(x))
+
+
+def test_export():
+    """Elsewhere the emulation runs it whole, on any platform."""
+    x = example()
+    found = jax.export.export(jax.jit(sums), platforms=("cpu",))(x)
+    check(found.call(x), np.asarray(x))
+
+
+def test_tools_show_all_kernels():
+    x = example()
+    lowered = pl.lower(sums)(x)
+    assert len(lowered.kernels) == 1
+    names = [kernel.name for kernel in lowered.in_parts("cpu").kernels]
+    assert names == ["sums_kernel_parts", "sums_kernel_merge", "sums_kernel_merge"]
+    text = str(pl.explain(sums, target="gpu:h200", measure=False)(x))
+    assert "kernel 3 of 3 of sums_kernel: i0 (60 steps, sum) runs as 60 parts" in text
+
+
+@pytest.mark.parametrize("steps", [60, 59])
+def test_on_a_gpu(steps):
+    """Every kernel through Triton and the simulator, programs in random order."""
+    chip = GPUS["h200"]
+    x = np.asarray(example())[: steps * ROWS]
+    (kernel,) = primitive.kernels_in(sums, jnp.asarray(x))
+    program = plan(kernel, chip).program
+    assert program is not None
+    values = [x]
+    for step in program.steps:
+        pairs = zip(step.operands, step.kernel.inputs, strict=True)
+        given = [values[n].reshape(p.ref.shape) for n, p in pairs]
+        values += harness.simulated(step.kernel, given, chip=chip)
+    total, count = (values[r.array] for r in program.results)
+    check((total.reshape(1, -1), count.reshape(1, 1)), x)
+
+
+def unknown_kernel(x_ref, o_ref, acc_ref):
+    @pl.when(pl.program_id(0) == 0)
+    def _():
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    acc_ref[...] = jnp.sin(acc_ref[...] + x_ref[...])
+    o_ref[...] = acc_ref[...]
+
+
+def test_what_stays_serial_is_said():
+    x = example()
+
+    def unknown(x, **call):
+        spec = pl.BlockSpec((ROWS, x.shape[1]), lambda i: (i, 0))
+        return pl.pallas_call(
+            unknown_kernel,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=(STEPS,),
+            in_specs=[spec],
+            out_specs=spec,
+            scratch_shapes=[pltpu.VMEM((ROWS, x.shape[1]), jnp.float32)],
+            **call,
+        )(x)
+
+    with pytest.warns(PerformanceWarning) as said:
+        jax.jit(unknown)(x)
+    (message,) = {str(each.message) for each in said}
+    assert "acc_ref carries values that do not merge" in message
+    assert "test_split_axes.py" in message and "in unknown_kernel" in message
+    asked = pltpu.CompilerParams(dimension_semantics=("sequential",))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(lambda x: unknown(x, compiler_params=asked))(x)

@@ -1,0 +1,111 @@
+"""Accumulators started by a select become guarded stores. Text in, text out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+import pallasite.tpu as pltpu
+from pallasite.ir.text import parse_kernel
+from pallasite.ir.verify import verify
+from pallasite.passes.normal.guarded_starts import guarded_starts
+
+KERNEL = """\
+kernel @k(%x: ref<f32[4,8] any>, %o: ref<f32[4] any>) outputs 1 {
+  %acc: ref<f32[4] vmem> = alloc
+  pipeline %x, %o {grid=(8,), windows=(in[4, 1], out[4]), semantics=("arbitrary",)}
+    map (%j: i32) {
+      %z: i32 = constant {value=0}
+      yield %z, %j
+    }
+    map (%j_1: i32) {
+      %z_1: i32 = constant {value=0}
+      yield %z_1
+    }
+    body (%i: i32, %b: ref<f32[4,1] block>, %r: ref<f32[4] block>) {
+      %0: i32 = constant {value=0}
+      %start: f32[4] = constant {value=1.0}
+      %first: bool = eq %i, %0
+      %old: f32[4] = load %acc[:]
+      %s: f32[4] = select_n %first, CASES
+      %v: f32[4] = load %b[:, 0]
+      %t: f32[4] = add %s, %v
+      AFTER
+      store %r[:] = %t
+    }
+}
+"""
+STORED = "store %acc[:] = %t"
+
+
+def kernel(cases: str = "%old, %start", after: str = STORED):
+    made = parse_kernel(KERNEL.replace("CASES", cases).replace("AFTER", after))
+    verify(made)
+    return made
+
+
+def test_a_select_becomes_a_guarded_store():
+    text = guarded_starts(kernel()).text
+    verify(parse_kernel(text))
+    assert "select_n" not in text
+    start = text.index("cond ")
+    assert "store %acc[:] = %start" in text[start : text.index("load %acc[:]")]
+
+
+def test_the_other_polarity():
+    text = guarded_starts(kernel("%start, %old")).text
+    assert "not %first" in text and "select_n" not in text
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "%again: f32[4] = load %acc[:]\n      store %acc[:] = %again",  # read before
+        "store %acc[0:+2] = %part",  # only a part is overwritten
+        "",  # never stored: the contents stay
+    ],
+)
+def test_contents_that_somebody_sees_stay(after: str):
+    given = after.replace("%part", "%h")
+    if "%h" in given:
+        half = "%h: f32[2] = slice %t {starts=(0,), limits=(2,), strides=(1,)}"
+        given = f"{half}\n      {given}"
+    before = kernel(after=given)
+    assert guarded_starts(before) is before
+
+
+def test_a_loaded_value_with_another_use_stays():
+    text = KERNEL.replace("CASES", "%old, %start").replace("add %s, %v", "add %s, %old")
+    before = parse_kernel(text.replace("AFTER", STORED))
+    assert guarded_starts(before) is before
+
+
+@pytest.mark.parametrize("where", ["first", "later"])
+def test_matmuls_started_so_have_parallel_axes(where: str):
+    def body(x_ref, w_ref, o_ref, acc_ref):
+        k, old = pl.program_id(2), acc_ref[...]
+        if where == "first":
+            old = jnp.where(k == 0, jnp.zeros_like(old), old)
+        else:
+            old = jnp.where(k > 0, old, 0.0)
+        acc_ref[...] = old + jnp.dot(x_ref[...], w_ref[...])
+        o_ref[...] = acc_ref[...]
+
+    call = pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct((24, 16), jnp.float32),
+        grid=(3, 2, 5),
+        in_specs=[
+            pl.BlockSpec((8, 8), lambda i, j, k: (i, k)),
+            pl.BlockSpec((8, 8), lambda i, j, k: (k, j)),
+        ],
+        out_specs=pl.BlockSpec((8, 8), lambda i, j, k: (i, j)),
+        scratch_shapes=[pltpu.VMEM((8, 8), jnp.float32)],
+    )
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(24, 40)), rng.normal(size=(40, 16))
+    x, w = x.astype(np.float32), w.astype(np.float32)
+    np.testing.assert_allclose(call(x, w), x @ w, rtol=1e-4, atol=1e-4)
+    (report,) = pl.explain(call)(x, w).kernels
+    assert [axis.parallel for axis in report.axes] == [True, True, False]
