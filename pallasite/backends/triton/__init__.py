@@ -37,6 +37,7 @@ from pallasite.passes.lower.place_windows import place_windows
 from pallasite.passes.lower.plain_copies import plain_copies
 from pallasite.passes.lower.promote import promote
 from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
 from pallasite.passes.optimise.hoist import hoist
@@ -88,6 +89,7 @@ class TritonBackend:
             Pass("check_types", partial(check_types, chip=_chip(options))),
             Pass("own_inputs", own_inputs),
             Pass("matrix_units", write_out),
+            Pass("loop_steps", loop_steps),
             Pass("choose_blocks", blocks),
             Pass("canonicalize", canonicalize, if_changed=True),
             *PASSES,
