@@ -75,6 +75,7 @@ class TpuBackend:
         from pallasite.passes.idle_windows import idle_windows
         from pallasite.passes.known_comparisons import known_comparisons
         from pallasite.passes.legalize import legalize
+        from pallasite.passes.narrow_integers import narrow_integers
         from pallasite.passes.place_windows import place_windows
         from pallasite.passes.replicate_columns import replicate_columns
         from pallasite.passes.unmasked_steps import unmasked_steps
@@ -86,6 +87,7 @@ class TpuBackend:
         limits = partial(check_limits, chip=chip, vmem_limit=asked)
         return (
             Pass("matrix_units", partial(schedule_units, chip=chip)),
+            Pass("narrow_integers", narrow_integers),
             Pass("check_limits", limits),
             Pass("device_numbers", ask_for_device_numbers),
             Pass("prints", add_log),
@@ -122,10 +124,12 @@ class TpuBackend:
         from pallasite.passes.canonicalize import canonicalize
         from pallasite.passes.known_comparisons import known_comparisons
         from pallasite.passes.legalize import legalize
+        from pallasite.passes.narrow_integers import narrow_integers
 
         native = sparse_core.is_native
         return (
             Pass("check_chip", partial(sparse_core.check_chip, chip=chip)),
+            Pass("narrow_integers", narrow_integers),
             Pass("known_comparisons", known_comparisons),
             Pass("canonicalize", canonicalize),
             Pass("inner_pipelines", schedule),
