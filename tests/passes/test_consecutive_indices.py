@@ -10,7 +10,7 @@ from pallasite.ir.nodes import Access, Gather, Kernel, walk
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.consecutive_indices import consecutive_indices
 from pallasite.passes.run import run
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.fuzz.agreement import run_numpy
 
 ROWS, COLUMNS = 10, 12

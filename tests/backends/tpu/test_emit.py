@@ -15,7 +15,7 @@ from pallasite.backends.tpu.emit import emit_module
 from pallasite.backends.tpu.fit_windows import CallArrays
 from pallasite.errors import PallasError, SpecError, UnsupportedError
 from pallasite.ir.nodes import Kernel, Loc
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from pallasite.target import TPUS
 from tests.backends.tpu.harness import (
     emulated,

@@ -26,7 +26,7 @@ from pallasite.backends.triton.shared_memory import SharedMemory
 from pallasite.errors import ChipMemoryError, ResourceError
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.run import run as run_passes
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from pallasite.target import GPUS
 from tests.backends.gpu_trial import TRIALS
 from tests.backends.triton.harness import compiled, simulated
