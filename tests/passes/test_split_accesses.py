@@ -10,7 +10,7 @@ from pallasite.ir.nodes import walk
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.optimise.split_accesses import split_accesses
-from pallasite.primitive import calls_in
+from pallasite.sites import calls_in
 from tests.passes.normal.test_same_meaning import inputs, results
 
 HALVES = """\
