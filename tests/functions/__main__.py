@@ -124,6 +124,9 @@ def main() -> None:
     missing = [f"{m}.{n}" for m in table.MODULES for n in table.unclassified(m)]
     if missing:
         sys.exit(f"unclassified: {' '.join(missing)}")
+    tried = {(v["module"], v["name"]) for v in verdicts if v["outcome"] != "none"}
+    if untried := set(places) - tried if not (options.dtypes or options.kinds) else ():
+        sys.exit(f"JAX takes none of their operands: {sorted(untried)}")
     if any(v["outcome"] == "differs" for v in verdicts):
         sys.exit("functions differ")
 
