@@ -44,7 +44,10 @@ def program_order(kernel: Kernel) -> Kernel:
     if numbering is None:
         return kernel
     new = numbering.kernel()
-    return kernel if new is None else canonicalize(new)
+    if new is None:
+        return kernel
+    new = canonicalize(new)
+    return kernel if new.text == kernel.text else new
 
 
 def _is_plain(kernel: Kernel, whole: Pipeline) -> bool:
