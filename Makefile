@@ -7,18 +7,19 @@ JOBS ?= auto
 SECONDS ?= 600
 SEED ?= 1
 FUZZ_ARGS ?=
+FUNCTIONS_ARGS ?=
 PYTEST_ARGS ?=
 GPU_ARGS ?=
 
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test smoke fuzz gpu bench lint format types docs clean
+.PHONY: help venv demo test smoke functions fuzz gpu bench lint format types docs clean
 # Two pips must not write into one environment at once.
 .NOTPARALLEL:
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1: /p' Makefile | awk -F': ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z]*\):.*## /\1: /p' Makefile | awk -F': ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 venv: $(VENV)/.installed-test ## only set up .venv, with the package and what its tests need
 
@@ -30,6 +31,9 @@ test: $(VENV)/.installed-test ## all tests, one worker per core
 
 smoke: $(VENV)/.installed-test ## the tests to run before every commit
 	$(BIN)/python -m pytest -q tests/test_smoke.py tests/test_rules.py
+
+functions: $(VENV)/.installed-test ## every public function of JAX in a kernel, with its derivatives
+	$(BIN)/python -m tests.functions --json $(VENV)/functions.json $(FUNCTIONS_ARGS)
 
 fuzz: $(VENV)/.installed-test ## random kernels on every engine, SECONDS=600 long from SEED=1 on
 	$(BIN)/python -m tests.fuzz.hunt --seconds $(SECONDS) --seed $(SEED) $(FUZZ_ARGS)

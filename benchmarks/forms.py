@@ -82,6 +82,8 @@ class Worker:
     def answer(self, request: Row) -> Row:
         form = self.forms[request["form"]]
         try:
+            if request["do"] == "explain":
+                return explained(form, self.platform, self.grad)
             if form.name not in self.ready:
                 self.ready[form.name] = self.prepared(form)
             made = self.ready[form.name]
@@ -183,21 +185,22 @@ def functional_parts(function: Callable, structs: Sequence[Any]) -> list[str]:
 def interleaved(jax: Any, pair: Sequence[Any], seconds: float, queued: bool):
     """Seconds of a call of each: medians of queued calls, or on CPUs the least."""
 
-    def run(function: Callable, operands: Sequence[Any], calls: int) -> float:
+    def run(each: Any, calls: int) -> float:
+        function, operands = each
         start = time.perf_counter()
         results = [function(*operands) for _ in range(calls)]
         jax.block_until_ready(results)
         return (time.perf_counter() - start) / calls
 
-    first = [run(*each, 1) for each in pair]
-    first = [min(a, run(*each, 1)) for a, each in zip(first, pair, strict=True)]
+    first = [run(each, 1) for each in pair]
+    first = [min(a, run(each, 1)) for a, each in zip(first, pair, strict=True)]
     share = 0.02 if queued else 0.01
     calls = [max(1, min(50, int(share / t))) for t in first]
     times: list[list[float]] = [[], []]
     end = time.perf_counter() + seconds
     while len(times[0]) < 3 or time.perf_counter() < end:
         for n, each in enumerate(pair):
-            times[n].append(run(*each, calls[n]))
+            times[n].append(run(each, calls[n]))
         if sum(first) > seconds:
             break
     return [statistics.median(t) if queued else min(t) for t in times]
@@ -309,7 +312,12 @@ class Run:
                 row = remotes[number].ask(request, self.compile_limit)
                 if row.get("slow"):
                     row["failed"] = f"compiles for over {self.compile_limit:.0f} s"
-                self.rows[name], self.owner[name] = row, number
+                if row.get("slow") or row.get("died"):
+                    for lost in self.held_by(number):
+                        waiting.put(lost)
+                before = self.rows.get(name, {})
+                self.rows[name] = {**before, **(_without(row) if before else row)}
+                self.owner[name] = number
                 print(f"  compiled {len(self.rows)}: {name}", end="\r", flush=True)
 
         threads = [
@@ -320,6 +328,11 @@ class Run:
         for thread in threads:
             thread.join()
         return remotes
+
+    def held_by(self, number: int) -> list[str]:
+        """Forms that a worker has compiled and not failed at."""
+        mine = [name for name, owner in self.owner.items() if owner == number]
+        return [name for name in mine if "failed" not in self.rows[name]]
 
     def time_all(self, remotes: Sequence[Remote]) -> None:
         for number, remote in enumerate(remotes):
@@ -420,40 +433,47 @@ def report(path: Path, chip: str, rows: dict[str, Row], said: Row, grad: bool) -
 # --- without running ---
 
 
-def explain_all(forms: Sequence[Any], target: str, grad: bool) -> dict[str, Row]:
-    """The backend of every form on a chip that need not be here."""
+def explained(form: Any, target: str, grad: bool) -> Row:
+    """The backend of a form on a chip that need not be here, and why not the first."""
     import pallasite as pl
     from tests.forms.form import SIZES, gradient
 
-    size, rows = SIZES["cpu" if target == "cpu" else "model"], {}
+    size = SIZES["cpu" if target == "cpu" else "model"]
+    structs, function = form.problem.structs(size), form.make(size)
+    asked = gradient(function, structs) if grad else function
+    start = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kernels = pl.explain(asked, target, measure=False)(*structs).kernels
+    functional = functional_parts(function, structs) if grad else []
+    names = [k.backend for k in kernels] + ["interpret"] * bool(functional)
+    return {
+        "backend": "+".join(dict.fromkeys(names)),
+        "why": [k.why for k in kernels if "refuses" in k.why] + functional,
+        "error": [k.error for k in kernels if k.error],
+        "sequential": [
+            f"i{n}: {axis.reason}"
+            for k in kernels
+            for n, axis in enumerate(k.axes)
+            if not axis.parallel
+        ],
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+
+
+def explain_all(
+    forms: Sequence[Any], target: str, grad: bool, limit: float
+) -> dict[str, Row]:
+    """Every form in a worker, because some compile without end."""
+    kind = "grad" if grad else "forward"
+    remote, rows = Remote((target, "model", kind)), dict[str, Row]()
     for form in forms:
-        structs = form.problem.structs(size)
-        function = form.make(size)
-        asked = gradient(function, structs) if grad else function
-        start = time.perf_counter()
-        row: Row = {}
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                kernels = pl.explain(asked, target, measure=False)(*structs).kernels
-            row["backend"] = "+".join(dict.fromkeys(k.backend for k in kernels))
-            row["why"] = [k.why for k in kernels if "refuses" in k.why]
-            functional = functional_parts(function, structs) if grad else []
-            row["backend"] += "+interpret" * bool(functional)
-            row["why"] += functional
-            row["error"] = [k.error for k in kernels if k.error]
-            row["grid"] = [
-                f"i{n} {axis}" for k in kernels for n, axis in enumerate(k.axes)
-            ]
-            row["hints"] = [str(h) for k in kernels for h in k.hints]
-        except Exception as error:
-            row["failed"] = _first_line(error)
-        row["seconds"] = round(time.perf_counter() - start, 2)
+        row = remote.ask({"do": "explain", "form": form.name}, limit)
         rows[form.name] = row
-        why = "; ".join(row.get("why", [])) or row.get("failed", "")
-        shown = row.get("backend", "failed")
-        print(f"{form.name[:58]:<58} {shown:<12} {row['seconds']:6.1f} s  {why[:200]}",
-              flush=True)  # fmt: skip
+        why = row.get("failed") or "; ".join([*row["why"], *row["error"]])
+        shown = f"{row.get('backend', 'failed'):<12} {row.get('seconds', limit):6.1f} s"
+        print(f"{form.name[:58]:<58} {shown}  {why[:200]}", flush=True)
+    remote.stop()
     return rows
 
 
@@ -485,6 +505,12 @@ def tpu_cycles(forms: Sequence[Any], chip: str, grad: bool, limit: float, worker
         return found
 
     def cycles(work: Sequence[Any]) -> Row:
+        try:
+            return added(work)
+        except Exception as error:
+            return {"failed": _first_line(error)}
+
+    def added(work: Sequence[Any]) -> Row:
         total = 0
         for result in compile_all(work, chip, cycles=True, timeout=limit):
             if not result.ok:
@@ -540,6 +566,10 @@ def chip_here() -> tuple[str, str]:
     return platform, "_".join(chip)
 
 
+def target_kind(target: str | None) -> str:
+    return (target or "cpu").split(":")[0]
+
+
 def parsed(argv: Sequence[str] | None) -> Any:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -584,6 +614,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         and (not asked.family or form.family in asked.family)
         and (form.grad or not asked.grad)
     ]
+    kind = (
+        {"cuda": "gpu"}.get(platform, platform) if here else target_kind(asked.target)
+    )
+    for form in forms:
+        if kind in form.without:
+            print(f"{form.name}: left out, {form.without[kind]}")
+    forms = [form for form in forms if kind not in form.without]
     families = {form.name: form.family for form in forms}
     if asked.list:
         for form in forms:
@@ -592,7 +629,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     workers = asked.workers or max(1, min(8, (os.cpu_count() or 2) // 2))
     if asked.explain:
-        rows = explain_all(forms, asked.target, asked.grad)
+        rows = explain_all(
+            forms, asked.target or "cpu", asked.grad, asked.compile_limit
+        )
     elif not here:
         limit = max(asked.compile_limit, 300)
         rows = tpu_cycles(forms, chip, asked.grad, limit, workers)

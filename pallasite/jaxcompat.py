@@ -6,6 +6,7 @@ the package may import `jax._src` (a test enforces that).
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -160,6 +161,37 @@ def lower_high_level(closed: Any) -> Any:
         if lower is not None:
             return lower(closed)
     return closed
+
+
+def lower_other_high_level(closed: Any) -> Any:
+    """`lower_high_level`, unless the only high-level primitives are those that have an
+    expansion and derivatives of their own, which an expansion would lose."""
+    return closed if _only_expandable(closed) else lower_high_level(closed)
+
+
+EXPANDABLE = "call_hi_primitive"
+
+
+def _only_expandable(closed: Any) -> bool:
+    for eqn in opened(closed)[0].eqns:
+        inner = list(jaxprs_in_params(eqn.params))
+        if not all(map(_only_expandable, inner)):
+            return False
+        if any(getattr(v.aval, "is_high", False) for v in (*eqn.invars, *eqn.outvars)):
+            return False
+        is_high = getattr(eqn.primitive, "is_high", None)
+        if inner or eqn.primitive.name == EXPANDABLE or is_high is None:
+            continue
+        if is_high(*(v.aval for v in eqn.invars), **eqn.params):
+            return False
+    return True
+
+
+def expansion(eqn: Any) -> Any:
+    """What an equation of the primitive `EXPANDABLE` computes, as a jaxpr."""
+    run = functools.partial(eqn.primitive.to_lojax, **eqn.params)
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    return lower_high_level(jax.make_jaxpr(run)(*avals))
 
 
 def equation_call(eqn: Any) -> Any:
@@ -421,6 +453,22 @@ def is_export(ctx: Any) -> bool:
     """Is a lowering rule called for `jax.export`?"""
     parameters = getattr(ctx.module_context, "lowering_parameters", None)
     return bool(getattr(parameters, "for_export", False))
+
+
+def export_refuses(target: str) -> bool:
+    """Whether the `jax.export` that is lowering will refuse a custom call, for which
+    JAX promises no compatibility, because its check is not disabled.
+
+    Its error prints the whole call, so ours comes first.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "do_export" and code.co_filename.endswith("_export.py"):
+            checks = frame.f_locals.get("disabled_checks", ())
+            return all(check.is_custom_call() != target for check in checks)
+        frame = frame.f_back
+    return False
 
 
 def flag(name: str) -> Any:

@@ -266,6 +266,7 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
         _announce(chosen, call, platform, ctx)
         return _lower_emulation(ctx, *operands, call=call)
     _report_failures(chosen, call.kernel)
+    _check_export(chosen.launch, call.kernel)
     from pallasite.runtime.ffi import lower_launch
 
     return lower_launch(chosen.launch, ctx, *operands)
@@ -306,6 +307,8 @@ def _lower_program(
     launches = [choose(part, platform, exporting, chip).launch for part in parts]
     if None in launches:
         return None
+    for launch in filter(None, launches):
+        _check_export(launch, call.kernel)
     record = _recorded.get()
     if record is not None:
         record += [part for part in parts if part not in record]
@@ -351,6 +354,20 @@ def warn_serial(kernel: Kernel, serial: Serial) -> None:
         '"sequential" asks for it and silences this',
     )
     warnings.warn_explicit(text, PerformanceWarning, at.file, at.line)
+
+
+def _check_export(launch: base.Launch, kernel: Kernel) -> None:
+    """Refuses to export what JAX refuses; its text prints the kernel, not the way."""
+    if launch.is_versioned and jaxcompat.export_refuses(launch.target):
+        check = f"jax.export.DisabledSafetyCheck.custom_call({launch.target!r})"
+        raise SpecError(
+            "JAX promises no compatibility between versions for an exported kernel of "
+            "this platform, and exports it only if that check is disabled",
+            [("kernel", kernel.name), ("call", launch.target)],
+            kernel.loc,
+            f"pass disabled_checks=[{check}] to jax.export.export; or export it "
+            "as plain StableHLO: interpret=True",
+        )
 
 
 @dataclass(frozen=True)

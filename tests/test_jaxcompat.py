@@ -116,6 +116,31 @@ def test_memory_spaces_of_traced_values_are_those_of_their_types():
     assert jaxcompat.memory_space_of(np.ones(3)) is None
 
 
+def test_export_says_which_calls_it_refuses():
+    import jax.export
+    from jax.interpreters import mlir
+
+    asked = []
+
+    def export(checks):
+        primitive = jaxcompat.Primitive("asks")
+        primitive.def_abstract_eval(lambda x: x)
+
+        def lower(ctx, x):
+            asked.append(jaxcompat.export_refuses("mine"))
+            return [x]
+
+        mlir.register_lowering(primitive, lower)
+        export = jax.export.export(jax.jit(primitive.bind), disabled_checks=checks)
+        export(jax.ShapeDtypeStruct((), np.float32))
+
+    export([])
+    export([jax.export.DisabledSafetyCheck.custom_call("mine")])
+    export([jax.export.DisabledSafetyCheck.custom_call("another")])
+    assert asked == [True, False, True]
+    assert not jaxcompat.export_refuses("mine")
+
+
 def test_a_view_as_an_index_is_a_pytree():
     leaves = []
 
@@ -418,6 +443,26 @@ def test_the_order_of_a_polynomials_coefficients_is_found():
     primitive = names["polynomial"]
     value = float(primitive.bind(*map(np.float32, (2, 1, 10, 100))))
     assert value == (421 if jaxcompat.polynomial_lowest_first(primitive) else 124)
+
+
+def test_primitives_with_derivatives_of_their_own_are_kept_until_import():
+    avals = [np.ones(3, np.float32)]
+    closed = jax.make_jaxpr(lambda x: jnp.frexp(x)[0])(*avals)
+    kept = jaxcompat.lower_other_high_level(closed)
+    names = {e.primitive.name: e for e in _equations(kept)}
+    if jaxcompat.EXPANDABLE not in names:
+        pytest.skip("this JAX has no such primitive")
+    made = jaxcompat.expansion(names[jaxcompat.EXPANDABLE])
+    assert jaxcompat.EXPANDABLE not in {e.primitive.name for e in _equations(made)}
+    lowered = jaxcompat.lower_high_level(closed)
+    assert jaxcompat.EXPANDABLE not in {e.primitive.name for e in _equations(lowered)}
+
+
+def _equations(jaxpr):
+    for eqn in jaxcompat.opened(jaxpr)[0].eqns:
+        yield eqn
+        for inner in jaxcompat.jaxprs_in_params(eqn.params):
+            yield from _equations(inner)
 
 
 def test_an_unknown_meaning_of_polynomial_is_refused():

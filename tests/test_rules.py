@@ -56,7 +56,7 @@ PUBLIC = {
     "triton",
 }
 USES_PUBLIC = {"kernels", "tune"}
-SHARED_BY_BACKENDS = {"__init__", "base", "strided_views"}
+SHARED_BY_BACKENDS = {"__init__", "base", "libdevice", "strided_views"}
 WITHOUT_JAX = {"ir", "ops", "passes", "runtime", "backends", "interpret"}
 WITH_JAX = {("runtime", "ffi"), ("runtime", "aot")}
 

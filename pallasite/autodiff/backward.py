@@ -46,6 +46,7 @@ from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.normal.known_integers import known_integers
+from pallasite.passes.normal.results_in_scratch import results_in_scratch
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.run import NORMAL, run
 from pallasite.passes.schedule.gpu_blocks import fewer_rows
@@ -324,7 +325,7 @@ def _plan(
     written: Sequence[Value] = (),
 ) -> BackwardPlan:
     """See `plan`; `written`: results that the stages also write."""
-    kernel = run(kernel, NORMAL)
+    kernel = results_in_scratch(run(kernel, NORMAL))
     if machine.cuts_rows:
         kernel = fewer_rows(kernel)
     program = _with_known_integers(step_blocks(program_of(kernel)))

@@ -30,6 +30,8 @@ RULES = RuleTable()
     "closed_call",
     "core_call",
     "remat2",
+    "eval_jaxpr",
+    "composite",
     "checkpoint",
     "remat",
     params=ANY,
@@ -68,7 +70,20 @@ def _custom_fusion(im: Importer, eqn: Any, *args: Value) -> list[Value]:
 @RULES.rule("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", params=ANY)
 def _custom_call(im: Importer, eqn: Any, *args: Value) -> Sequence[Value]:
     """The function's code, with the name of its rule where that can matter."""
-    jaxpr = eqn.params["call_jaxpr"]
+    return _with_rule(im, eqn, eqn.params["call_jaxpr"], args)
+
+
+@RULES.rule(jaxcompat.EXPANDABLE, params="_prim")
+def _expandable(im: Importer, eqn: Any, *args: Value) -> Sequence[Value]:
+    """`jnp.frexp`: made of other primitives, whose derivatives are not its own."""
+    with jaxcompat.own_tracing():
+        jaxpr = jaxcompat.expansion(eqn)
+    return _with_rule(im, eqn, jaxpr, args)
+
+
+def _with_rule(
+    im: Importer, eqn: Any, jaxpr: Any, args: Sequence[Value]
+) -> Sequence[Value]:
     if not _has_derivative(eqn, args):
         return im.run(jaxpr, args)
     params = [Value(a.type) for a in args]

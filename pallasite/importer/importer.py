@@ -78,7 +78,7 @@ class Importer:
         self.hidden: dict[str, Value] = {}
         self.has_subcores = False  # of a SparseCore, which may meet
         self.sums: dict[Value, Any] = {}  # of matrix units (`matrix_units.py`)
-        self.refused: UnsupportedError | None = None  # the error on its way out
+        self.refused: PallasError | None = None  # the error on its way out
         self.threads: Any = None  # the warpgroups of a `plgpu` kernel (`gpu.py`)
         table()
 
@@ -191,7 +191,7 @@ class Importer:
         for var, value in zip(eqn.outvars, results, strict=True):
             self.env[var] = value
 
-    def refused_goal(self, eqn: Any, later: Sequence[Any]) -> UnsupportedError | None:
+    def refused_goal(self, eqn: Any, later: Sequence[Any]) -> PallasError | None:
         """The refusal of what a value is made for that has no dtype in the language.
 
         `jnp.fft.fft` makes complex numbers of its operand first.
@@ -241,7 +241,7 @@ class Importer:
         """Import `fn`, a JAX function, in place of an equation."""
         avals = [jax.ShapeDtypeStruct(a.tile.shape, a.tile.dtype.np) for a in args]
         with jaxcompat.own_tracing():
-            closed = jaxcompat.lower_high_level(jax.make_jaxpr(fn)(*avals))
+            closed = jaxcompat.lower_other_high_level(jax.make_jaxpr(fn)(*avals))
         return self.run(closed, args)
 
     def per_word(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:

@@ -309,12 +309,20 @@ def as_int32(x: Any) -> jax.Array:
 
     Converted otherwise, a number out of range could come out as one in range.
     """
-    x, bounds = jnp.asarray(x), jnp.iinfo(jnp.int32)
+    x, bounds = jnp.asarray(within_int32(x)), jnp.iinfo(jnp.int32)
     if jnp.iinfo(x.dtype).max > bounds.max:
         x = jnp.minimum(x, bounds.max)
     if jnp.iinfo(x.dtype).min < bounds.min:
         x = jnp.maximum(x, bounds.min)
     return x.astype(jnp.int32)
+
+
+def within_int32(x: Any) -> Any:
+    """Integers of numpy within int32; of larger ones JAX would keep the low bits."""
+    if not isinstance(x, (np.ndarray, np.integer)) or x.dtype.kind not in "iu":
+        return x
+    bounds = np.iinfo(np.int32)
+    return np.clip(x, bounds.min, bounds.max) if x.dtype.itemsize == 8 else x
 
 
 def check_option(operation: str, name: str, value: Any, known: Sequence[Any]) -> None:

@@ -39,7 +39,8 @@ def grouped_matmul(
     Args:
         x: (m, k): the rows of group 0, then those of group 1, and so on.
         y: (groups, k, n), of x's dtype, or quantised by `quantize_weights`.
-        group_sizes: (groups,) integers; 0 is allowed. Rows past their sum give zeros.
+        group_sizes: (groups,) integers; negative ones count as 0. Rows past their sum
+            give zeros.
         gate: like y: the result is `activation(x[rows of g] @ gate[g]) * (...)`. Unless
             quantised, both matmuls share one read of x.
         activation: one of `gated_linear_unit`'s activations, for a gate.
@@ -79,7 +80,7 @@ def grouped_matmul(
         (x, *jax.tree.leaves((y, gate))) if is_quantized else (x, y, gate),
         **({"bits": y.bits} if is_quantized else {}),
     )
-    group_sizes = common.as_int32(group_sizes)
+    group_sizes = jnp.clip(common.as_int32(group_sizes), 0, len(x))
     return compute(x, y, gate, group_sizes, activation=activation, config=config)
 
 

@@ -13,6 +13,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
+from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
 from pallasite.kernels.decode import (
     Options,
@@ -114,7 +115,20 @@ def latent_attention(
     common.check_shape(operation, "lengths", lengths, (batch,))
     check_table(operation, page_table, batch)
     common.check_numbers(operation, scale=scale)
+    if config is not None and latent % (config.block_latent or latent or 1):
+        raise SpecError(
+            f"{operation}: block_latent does not divide the width of latent vectors",
+            [("block_latent", config.block_latent), ("latent", latent)],
+            fix="a divisor of it, or None for all columns",
+        )
     compute = common.choose(implementation, _streamed, _plain)
+    config = configs.tuned(
+        operation,
+        config,
+        _default(heads, latent),
+        SPACE,
+        (query, latent_pages, page_table),
+    )
     return compute(
         query,
         query_rotary,
@@ -123,13 +137,7 @@ def latent_attention(
         common.as_int32(lengths),
         common.as_int32(page_table),
         options=Options.of(operation, latent, scale, soft_cap),
-        config=configs.tuned(
-            operation,
-            config,
-            _default(heads, latent),
-            SPACE,
-            (query, latent_pages, page_table),
-        ),
+        config=config,
     )
 
 
@@ -181,7 +189,7 @@ def _parts(
     per_split = 1 if blocks == "last" else pl.cdiv(steps, splits)
     keys = splits * per_split * block
     columns = config.block_latent or latent
-    columns = latent if latent % columns else columns
+    columns = latent if latent % columns else columns  # a table's, of another width
     shares = latent // columns
     wide = common.statistics_dtype(query.dtype)
 

@@ -237,7 +237,7 @@ class Prefix(Mask):
 
 @_pytree("query_ids", "key_ids")
 class Segments(Mask):
-    """Pairs with equal ids: int32 arrays (batch, queries) and (batch, keys)."""
+    """Pairs with equal ids: integer arrays (batch, queries) and (batch, keys)."""
 
     query_ids: Any
     key_ids: Any
@@ -457,6 +457,10 @@ def checked_arrays(
             found.append((name, side, array))
             continue
         wanted = shapes[side]
+        if side == "batch":
+            array = common.within_int32(array)
+        else:
+            _check_kept(name, array)
         try:
             array = jnp.asarray(array)
         except (TypeError, ValueError, OverflowError):  # None, text, lists of lists
@@ -476,10 +480,44 @@ def checked_arrays(
                 ],
                 fix=f"pass {name} as int32 with shape {wanted}",
             )
-        # Ids are compared only with each other, so those of 64 bits are cut off.
-        number = common.as_int32(array) if side == "batch" else array.astype(jnp.int32)
+        number = common.as_int32(array) if side == "batch" else array
         found.append((name, side, number))
-    return found
+    return _with_ids_of_32_bits(found)
+
+
+def _check_kept(name: str, array: Any) -> None:
+    """Refuses ids that JAX would cut off: without x64, arrays of numpy become int32."""
+    if not isinstance(array, np.ndarray) or jax.config.jax_enable_x64:  # pyright: ignore
+        return
+    if array.dtype.kind in "iu" and array.dtype.itemsize == 8 and array.size:
+        limits = np.iinfo(np.int32)
+        low, high = int(array.min()), int(array.max())
+        if not limits.min <= low <= high <= limits.max:
+            raise SpecError(
+                f"attention mask: {name} has numbers that 32 bits cannot hold",
+                [("lowest", low), ("highest", high)],
+                fix="number segments from 0, as int32",
+            )
+
+
+def _with_ids_of_32_bits(
+    found: list[tuple[str, str, Any]],
+) -> list[tuple[str, str, Any]]:
+    """The arrays with ids as int32: equal where they were, and in the same order.
+
+    Ids are compared only with each other, so those of 64 bits become their ranks.
+    """
+    ids = [array for _, side, array in found if side in ("query", "key")]
+    convert: Any = lambda array: array.astype(jnp.int32)
+    if any(array.dtype.itemsize == 8 for array in ids):
+        wide = jnp.int64  # a uint64 above it keeps an id of its own
+        known = jnp.sort(jnp.concatenate([a.astype(wide) for a in ids], 1), axis=1)
+        rank = jax.vmap(jnp.searchsorted)
+        convert = lambda array: rank(known, array.astype(wide)).astype(jnp.int32)
+    return [
+        (name, side, convert(array) if side in ("query", "key") else array)
+        for name, side, array in found
+    ]
 
 
 def _check_covers(mask: Blocks, queries: int, keys: int) -> None:

@@ -445,7 +445,10 @@ def _block_dim(
             f"a block size must be an integer, got {size!r}",
             facts,
             at,
-            "use integer division, or pl.cdiv",
+            "use integer division, or pl.cdiv"
+            if isinstance(size, (bool, float, np.generic))
+            else "use an int: blocks and scratch have static sizes, also in an export "
+            "with symbolic shapes",
         )
     if size <= 0 and n != 0:
         raise SpecError(

@@ -148,7 +148,7 @@ def trace(
     inside = _inside_grid(grid, name_of(author), whole)
     with jaxcompat.kernel_tracing(), axis_names, inside:
         closed = jax.make_jaxpr(flat_fn)(*avals)
-        closed = jaxcompat.lower_high_level(closed)
+        closed = jaxcompat.lower_other_high_level(closed)
     jaxpr, captured = jaxcompat.opened(closed)
     return Traced(jaxpr, tuple(captured), out_tree[0])
 

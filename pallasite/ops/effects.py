@@ -361,7 +361,7 @@ _row(
 _row("subview", _subview, None, ("index",), **_view, **_indexed, **_laid_out)
 _row("reshape_view", _reshape_view, 1, ("shape",), **_view)
 _row("bitcast_view", _bitcast_view, 1, ("dtype",), **_view)
-_row("transpose_view", _transpose_view, 1, ("perm",), **_view)
+_row("transpose_view", _transpose_view, 1, ("perm",), **_view, **_laid_out)
 _row(
     "block_view",
     _block_view,

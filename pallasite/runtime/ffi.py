@@ -18,8 +18,6 @@ import jax.core
 import numpy as np
 from jax.interpreters import mlir
 
-from pallasite import jaxcompat
-
 Launch = Any  # pallasite.backends.base.Launch, which is a layer above this one
 
 _lock = threading.Lock()
@@ -67,7 +65,6 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
         api_version=launch.api_version,
         has_side_effect=launch.has_side_effect,
         operand_output_aliases=aliases or None,
-        extra_attributes=_note_for_export(launch, ctx),
     )
     attributes = dict(launch.config) if typed else {}
     made = list(rule(ctx, *values, **attributes))
@@ -127,20 +124,6 @@ def lower_value(
         return value, aval
     (found,) = _run(ctx, fn, [aval], [new], value)
     return found, new
-
-
-def _note_for_export(launch: Launch, ctx: Any) -> dict[str, Any] | None:
-    """What JAX prints when it refuses to export the call; XLA ignores it."""
-    if not (launch.is_versioned and jaxcompat.is_export(ctx)):
-        return None
-    check = f"jax.export.DisabledSafetyCheck.custom_call({launch.target!r})"
-    text = (
-        "JAX promises no compatibility between versions for this call. To export it "
-        f"all the same, pass disabled_checks=[{check}] to jax.export.export; with "
-        "interpret=True the kernel is exported as plain StableHLO"
-    )
-    note = mlir.ir.DictAttr.get({"to_export": mlir.ir.StringAttr.get(text)})
-    return {"mhlo.frontend_attributes": note}
 
 
 def _in_bytes(ctx: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]]:

@@ -9,12 +9,14 @@ For each pair and target the first of these that holds is counted:
 * text: the same normal text, names aside (the kernel after the passes that every
   backend shares);
 * schedule: the same text after the backend's own passes;
-* work: the same backend, and the scheduled kernels compute and move the same, up to 5%;
+* work: the same backend, and the scheduled kernels compute and move the same, up to 5%,
+  on as many of the chip's cores;
 * neither: with the choices that alone make another text of the first spelling.
 """
 
 import argparse
 import json
+import os
 import re
 import sys
 import warnings
@@ -22,6 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from pallasite.backends import base
 from pallasite.errors import PallasError
 from pallasite.ir.nodes import Kernel
 from pallasite.passes.analysis.cost import cost
+from pallasite.passes.analysis.grid import analyze
 from pallasite.passes.run import run
 from pallasite.primitive import Call, calls_in
 from pallasite.target import Named, named
@@ -65,6 +69,7 @@ class Scheduled:
     backend: str
     kernel: Kernel | None  # None: no backend takes it
     refusals: tuple[str, ...]
+    chip: Any = None
 
     @staticmethod
     def of(call: Call, target: Named) -> "Scheduled":
@@ -74,7 +79,7 @@ class Scheduled:
             compiled = base.Compiled(base.get(name), call.kernel, options)
             try:
                 compiled[list(compiled)[1]]  # the first text that it emits
-                return Scheduled(name, compiled.scheduled, tuple(refusals))
+                return Scheduled(name, compiled.scheduled, tuple(refusals), target.chip)
             except (PallasError, ImportError) as error:
                 refusals.append(f"{name}: {getattr(error, 'what', error)}")
         return Scheduled("interpret", None, tuple(refusals))
@@ -89,7 +94,16 @@ class Scheduled:
             (a.transcendentals, b.transcendentals),
             (a.bytes_accessed, b.bytes_accessed),
         ]
-        return all(max(n) <= WITHIN * min(n) for n in numbers)
+        same = all(max(n) <= WITHIN * min(n) for n in numbers)
+        return same and self.cores() == other.cores()
+
+    def cores(self) -> int:
+        """How many of the chip's cores have a program."""
+        axes = analyze(self.kernel).axes if self.kernel is not None else ()
+        sizes = [axis.size or 1 for axis in axes if axis.parallel]
+        return min(
+            prod(sizes), getattr(self.chip, "cores", None) or os.cpu_count() or 1
+        )
 
 
 def outcome(pair: Sequence[Spelling], target: Named, size: Size) -> tuple[str, str]:
@@ -127,10 +141,6 @@ def cause(pair: Sequence[Spelling], a: Scheduled, b: Scheduled, text: str, size:
     return "; ".join([backends, ", ".join(alone), *said])
 
 
-def target_of(name: str) -> Named:
-    return named(name)
-
-
 def report(count: int, seed: int, bases: Sequence[str], targets: Sequence[str], size):
     """Outcomes by target: counts, and the pairs that agree in nothing."""
     found: dict[str, Any] = {}
@@ -140,7 +150,7 @@ def report(count: int, seed: int, bases: Sequence[str], targets: Sequence[str], 
         axes: Counter[str] = Counter()
         for pair in islice(pairs(seed, bases), count):
             try:
-                kind, why = outcome(pair, target_of(name), size)
+                kind, why = outcome(pair, named(name), size)
             except Exception as error:
                 kind, why = "error", f"{type(error).__name__}: {error}"[:300]
             counts[f"{pair[0].base.name}: {kind}"] += 1

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallasite import config, kernels
+from pallasite.errors import SpecError
 from pallasite.ir.nodes import walk
 from pallasite.primitive import kernels_in
 from tests.xla import put
@@ -175,3 +176,15 @@ def test_a_page_larger_than_a_gpu_has_room_for_is_read_in_parts(monkeypatch):
     plain = functools.partial(total, implementation="reference")
     want = jax.value_and_grad(plain, (0, 1, 2))(*operands[:3])
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), got, want)
+
+
+def test_columns_of_a_program_divide_the_latent_vector():
+    pages = normal(5, 4, 8), normal(5, 4, 2, seed=1)
+    query = normal(3, 6, 8, seed=2), normal(3, 6, 2, seed=3)
+    operands = *query, *pages, jnp.array([5, 0, 12]), jnp.zeros((3, 3), int)
+    attend = functools.partial(kernels.latent_attention, *operands, scale=0.3)
+    config = kernels.LatentAttentionConfig(block_latent=3)
+    with pytest.raises(SpecError, match="block_latent does not divide"):
+        attend(config=config)
+    got = attend(config=kernels.LatentAttentionConfig(block_latent=4))
+    np.testing.assert_allclose(got, attend(), rtol=1e-5, atol=1e-6)

@@ -962,3 +962,32 @@ def test_gradient_of_an_embedding_whose_entries_repeat():
         table, jnp.asarray(indices), weights, implementation=implementation
     )
     gradients_agree(bag, normal(199, 20), normal(50, 9))
+
+
+@pytest.mark.parametrize("implementation", ["pallasite", "xla"])
+def test_negative_group_sizes_count_as_none(implementation):
+    x, y = normal(21, 6), normal(4, 6, 5)
+    multiply = functools.partial(
+        kernels.grouped_matmul, x, y, implementation=implementation
+    )
+    got = multiply(jnp.array([5, -3, 9, -(2**31)]))
+    np.testing.assert_array_equal(got, multiply(jnp.array([5, 0, 9, 0])))
+    np.testing.assert_array_equal(got[14:], jnp.zeros((7, 5)))
+
+
+def test_segment_ids_of_64_bits_are_compared_whole():
+    q, k, v = normal(1, 6, 2, 8), normal(1, 7, 2, 8, seed=1), normal(1, 7, 2, 8, seed=2)
+    ids = np.int64([[1, 1, 2**32 + 1, 2**32 + 1, -(2**40), 3]])
+    others = np.int64([[1, 2**32 + 1, 1, -(2**40), 3, 3, 2**33 + 1]])
+
+    def attend(query_ids, key_ids):
+        return kernels.attention(q, k, v, mask=masks.Segments(query_ids, key_ids))
+
+    want = attend(jnp.array([[1, 1, 2, 2, 0, 3]]), jnp.array([[1, 2, 1, 0, 3, 3, 4]]))
+    with jax.enable_x64(True):
+        got = attend(jnp.asarray(ids), jnp.asarray(others))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    small = attend(np.int64([[1, 1, 2, 2, 0, 3]]), np.int64([[1, 2, 1, 0, 3, 3, 4]]))
+    np.testing.assert_array_equal(small, want)
+    with pytest.raises(SpecError, match="query_ids has numbers that 32 bits cannot"):
+        attend(ids, others)

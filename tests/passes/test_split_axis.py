@@ -1,6 +1,7 @@
 """Axes that carry sums, extremes, atomics or prefixes, split into parts and merged."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -318,6 +319,123 @@ def test_two_axes():
     assert "also carries along axis 0" in inner.reason
 
 
+# --- running maxima, and sums relative to them ---
+
+
+def attention_kernel(
+    q_ref, k_ref, v_ref, o_ref, m_ref, l_ref, acc_ref, *, base2, start
+):
+    i, j = pl.program_id(0), pl.program_id(1)
+
+    @first(1)
+    def _():
+        m_ref[...] = jnp.full_like(m_ref, start)
+        l_ref[...] = jnp.zeros_like(l_ref)
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    @pl.when(j * 8 <= i * 4 + 3)
+    def _():
+        exp = jnp.exp2 if base2 else jnp.exp
+        s = jnp.dot(q_ref[...], k_ref[...].T)
+        rows = i * 4 + jax.lax.broadcasted_iota(I32, s.shape, 0)
+        s = jnp.where(
+            rows >= j * 8 + jax.lax.broadcasted_iota(I32, s.shape, 1), s, start
+        )
+        m = m_ref[...]
+        new = jnp.maximum(m, s.max(axis=1, keepdims=True))
+        scale = exp(m - new)
+        p = exp(s - new)
+        l_ref[...] = l_ref[...] * scale[:, 0] + p.sum(axis=1)
+        acc_ref[...] = acc_ref[...] * scale + jnp.dot(p, v_ref[...])
+        m_ref[...] = new
+
+    @last(1)
+    def _():
+        o_ref[...] = acc_ref[...] / l_ref[...][:, None]
+
+
+@pytest.mark.parametrize("base2", [False, True])
+@pytest.mark.parametrize("start", [-jnp.inf, -1e30])
+def test_online_softmax(base2, start):
+    """Causal attention: some parts see no key of a row at all."""
+    call = pl.pallas_call(
+        functools.partial(attention_kernel, base2=base2, start=start),
+        out_shape=jax.ShapeDtypeStruct((40, 16), F32),
+        grid=(10, 5),
+        in_specs=[
+            pl.BlockSpec((4, 16), lambda i, j: (i, 0)),
+            pl.BlockSpec((8, 16), lambda i, j: (j, 0)),
+            pl.BlockSpec((8, 16), lambda i, j: (j, 0)),
+        ],
+        out_specs=pl.BlockSpec((4, 16), lambda i, j: (i, 0)),
+        scratch_shapes=[
+            pltpu.VMEM((4, 1), F32),
+            pltpu.VMEM((4,), F32),
+            pltpu.VMEM((4, 16), F32),
+        ],
+    )
+    given = [jax.ShapeDtypeStruct((40, 16), F32)] * 3
+    kernel = run(primitive.kernels_in(call, *given)[0])
+    (state,) = states_of(kernel)
+    assert state.kind == "online softmax"
+    rng = np.random.default_rng(0)
+    arrays = [3 * rng.normal(size=x.shape).astype(np.float32) for x in given]
+    check(kernel, arrays, state, rtol=1e-4, atol=1e-5)
+    assert np.isfinite(evaluate(kernel, arrays)[0]).all()
+
+
+def decayed_kernel(x_ref, o_ref, m_ref, l_ref):
+    """Not an online softmax: the sum also decays."""
+    m = m_ref[...]
+    new = jnp.maximum(m, x_ref[...])
+    l_ref[...] = l_ref[...] * jnp.exp(m - new) * 0.5 + jnp.exp(x_ref[...] - new)
+    m_ref[...] = new
+
+
+def unscaled_kernel(x_ref, o_ref, m_ref, l_ref):
+    """Nor is this: what is added is not relative to the maximum."""
+    m = m_ref[...]
+    new = jnp.maximum(m, x_ref[...])
+    l_ref[...] = l_ref[...] * jnp.exp(m - new) + x_ref[...]
+    m_ref[...] = new
+
+
+def late_kernel(x_ref, o_ref, m_ref, l_ref):
+    """Nor this: the maximum that is kept is another."""
+    m = m_ref[...]
+    new = jnp.maximum(m, x_ref[...])
+    l_ref[...] = l_ref[...] * jnp.exp(m - new) + jnp.exp(x_ref[...] - new)
+    m_ref[...] = jnp.maximum(m, x_ref[...] + 1)
+
+
+@pytest.mark.parametrize("body", [decayed_kernel, unscaled_kernel, late_kernel])
+def test_no_online_softmax(body):
+    @functools.wraps(body)
+    def whole(x_ref, o_ref, m_ref, l_ref):
+        @first()
+        def _():
+            m_ref[...] = jnp.full_like(m_ref, -jnp.inf)
+            l_ref[...] = jnp.zeros_like(l_ref)
+
+        body(x_ref, o_ref, m_ref, l_ref)
+
+        @last()
+        def _():
+            o_ref[...] = m_ref[...] + jnp.log(l_ref[...])
+
+    call = pl.pallas_call(
+        whole,
+        out_shape=jax.ShapeDtypeStruct((8,), F32),
+        grid=(4,),
+        in_specs=[pl.BlockSpec((8,), lambda i: (i,))],
+        out_specs=pl.BlockSpec((8,), lambda i: (0,)),
+        scratch_shapes=[pltpu.VMEM((8,), F32)] * 2,
+    )
+    kernel = run(primitive.kernels_in(call, jax.ShapeDtypeStruct((32,), F32))[0])
+    (state,) = states_of(kernel)
+    assert "l_ref" in state.reason
+
+
 # --- what does not merge ---
 
 
@@ -435,3 +553,146 @@ def test_zoo():
                 known += 1
                 check(kernel, list(arrays), state, rtol=2e-3, atol=1e-3)
     assert known >= KNOWN
+
+
+# --- random bodies: what is known to merge does ---
+
+
+def _statements(i, x, refs):
+    """What a step may do, by name; some of it merges."""
+    a, b, each = refs
+    n = pl.num_programs(0)
+
+    def on(condition, do):
+        return lambda: pl.when(condition)(do)
+
+    def store(ref, value):
+        return lambda: ref.__setitem__(..., value().astype(ref.dtype))
+
+    def part(ref, index, value):
+        return lambda: ref.__setitem__(index, value())
+
+    def looped():
+        def body(k, total):
+            return total + x[k]
+
+        a[2] = jax.lax.fori_loop(0, 3, body, a[2])
+
+    return {
+        "a += x": store(a, lambda: a[...] + x),
+        "a -= 2x": store(a, lambda: a[...] - 2 * x),
+        "a = max": store(a, lambda: jnp.maximum(a[...], x)),
+        "a masked": store(a, lambda: jnp.where(x > 0, a[...] + x, a[...])),
+        "a moved": store(a, lambda: (a[...].reshape(2, 4) + 1).reshape(8)),
+        "a turned": store(a, lambda: a[...].reshape(2, 4).T.reshape(8) + x),
+        "a part": part(a, slice(2, 5), lambda: a[2:5] + x[:3]),
+        "a shifted": part(a, slice(2, 5), lambda: a[1:4] + x[:3]),
+        "a at i": lambda: a.__setitem__(i % 8, a[i % 8] + 1),
+        "a loop": looped,
+        "a overwritten": store(a, lambda: x),
+        "a doubled": store(a, lambda: a[...] + a[...]),
+        "a from b": store(a, lambda: a[...] + b[...]),
+        "b += a": store(b, lambda: b[...] + a[...]),
+        "b += x": store(b, lambda: b[...] + x),
+        "b = min": store(b, lambda: jnp.minimum(b[...], x)),
+        "b atomic": lambda: pl.atomic_add(b, (jnp.arange(8) % 3,), x),
+        "a at last": on(i == n - 1, store(a, lambda: a[...] * 2)),
+        "b at last": on(i == n - 1, store(b, lambda: a[...] - 1)),
+        "a if odd": on(i % 2 == 1, store(a, lambda: a[...] + 3)),
+        "a if a": on(a[0] > 0, store(a, lambda: a[...] + 1)),
+        "a at second": on(i == 1, store(a, lambda: x)),
+        "a at first": on(i == 0, store(a, lambda: x + 7)),
+        "each x": store(each, lambda: x * 2),
+        "each a": store(each, lambda: a[...]),
+        "each b": store(each, lambda: b[...] + x),
+    }
+
+
+NAMES = (
+    "a += x",
+    "a -= 2x",
+    "a = max",
+    "a masked",
+    "a moved",
+    "a turned",
+    "a part",
+    "a shifted",
+    "a at i",
+    "a loop",
+    "a overwritten",
+    "a doubled",
+    "a from b",
+    "b += a",
+    "b += x",
+    "b = min",
+    "b atomic",
+    "a at last",
+    "b at last",
+    "a if odd",
+    "a if a",
+    "a at second",
+    "a at first",
+    "each x",
+    "each a",
+    "each b",
+)
+
+
+def random_call(names: tuple[str, ...], steps: int):
+    def body(x_ref, b_ref, each_ref, a_ref):
+        i = pl.program_id(0)
+
+        @first()
+        def _():
+            a_ref[...] = jnp.zeros_like(a_ref)
+            b_ref[...] = jnp.ones_like(b_ref)
+
+        each_ref[...] = jnp.zeros_like(each_ref)
+        menu = _statements(i, x_ref[...], (a_ref, b_ref, each_ref))
+        for name in names:
+            menu[name]()
+
+    return pl.pallas_call(
+        body,
+        out_shape=[
+            jax.ShapeDtypeStruct((8,), I32),
+            jax.ShapeDtypeStruct((8 * steps,), I32),
+        ],
+        grid=(steps,),
+        in_specs=[pl.BlockSpec((8,), lambda i: (i,))],
+        out_specs=[
+            pl.BlockSpec((8,), lambda i: (0,)),
+            pl.BlockSpec((8,), lambda i: (i,)),
+        ],
+        scratch_shapes=[pltpu.VMEM((8,), I32)],
+    )
+
+
+RANDOM = 100
+
+
+def test_random_bodies():
+    """Integers, so that results are equal whatever the order of merging."""
+    rng = np.random.default_rng(0)
+    known = 0
+    for _ in range(RANDOM):
+        steps = int(rng.choice([2, 3, 5, 6]))
+        chosen = [rng.choice(["a += x", "a = max"]), rng.choice(["b += x", "b atomic"])]
+        chosen += list(rng.choice(NAMES, size=rng.integers(0, 4)))
+        names = tuple(map(str, rng.permutation(chosen)))
+        call = random_call(names, steps)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            given = jax.ShapeDtypeStruct((8 * steps,), I32)
+            kernel = run(primitive.kernels_in(call, given)[0])
+        x = rng.integers(-9, 9, size=8 * steps).astype(np.int32)
+        for state in states_of(kernel):
+            if state.reason:
+                continue
+            known += 1
+            expected = evaluate(kernel, [x])
+            for parts in {2, 3, steps}:
+                found = evaluate_program(split(kernel, state, parts), [x])
+                for a, b in zip(expected, found, strict=True):
+                    np.testing.assert_array_equal(a, b.reshape(a.shape), str(names))
+    assert known > RANDOM // 8

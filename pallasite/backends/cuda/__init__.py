@@ -38,6 +38,8 @@ from pallasite.passes.lower.plain_copies import plain_copies
 from pallasite.passes.lower.promote import promote
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.derive_counters import derive_counters
+from pallasite.passes.normal.loop_steps import loop_steps
+from pallasite.passes.normal.results_in_scratch import results_in_scratch
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
 from pallasite.passes.optimise.hoist import hoist
@@ -78,6 +80,8 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
     return (
         Pass("own_inputs", own_inputs),
         Pass("matrix_units", write_out),
+        Pass("loop_steps", loop_steps),
+        Pass("results_in_scratch", results_in_scratch),
         Pass("choose_blocks", partial(for_gpu, chip=chip, tiles=TILES)),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),

@@ -37,6 +37,7 @@ from pallasite.passes.lower.place_windows import place_windows
 from pallasite.passes.lower.plain_copies import plain_copies
 from pallasite.passes.lower.promote import promote
 from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
 from pallasite.passes.optimise.hoist import hoist
@@ -88,6 +89,7 @@ class TritonBackend:
             Pass("check_types", partial(check_types, chip=_chip(options))),
             Pass("own_inputs", own_inputs),
             Pass("matrix_units", write_out),
+            Pass("loop_steps", loop_steps),
             Pass("choose_blocks", blocks),
             Pass("canonicalize", canonicalize, if_changed=True),
             *PASSES,
@@ -96,7 +98,9 @@ class TritonBackend:
         )
 
     def stages(self, options: Options) -> Sequence[Stage]:
-        return (Stage("ttir", partial(make_ttir, lines=options.lines)),)
+        shared = _chip(options).shared.bytes
+        make = partial(make_ttir, lines=options.lines, shared_bytes=shared)
+        return (Stage("ttir", make),)
 
     def launch(self, compiled: Compiled) -> Launch:
         return stored_launch(compiled, partial(self._launch, compiled))
@@ -143,9 +147,9 @@ def _chip(options: Options) -> Gpu:
     return options.chip if isinstance(options.chip, Gpu) else GPUS["h100"]
 
 
-def make_ttir(scheduled: str, lines: bool = False) -> str:
+def make_ttir(scheduled: str, lines: bool = False, shared_bytes: int = 0) -> str:
     """The TTIR module of a scheduled kernel."""
-    return emit.emit(scheduled_kernel(scheduled), lines)
+    return emit.emit(scheduled_kernel(scheduled), lines, shared_bytes)
 
 
 BACKEND = TritonBackend()

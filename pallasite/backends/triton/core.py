@@ -6,7 +6,9 @@ IR values (`env`, facts, producers). The op families are the mixins next to this
 `elementwise.py`, `tiles.py`, `dots.py`, `memory.py`; `emit.py` combines them.
 """
 
+import re
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NoReturn
 
 from pallasite.backends.triton.text import (
@@ -24,6 +26,7 @@ from pallasite.ir.types import DType, TileType
 from pallasite.passes.analysis.intervals import Facts
 
 MAX_ELEMENTS = 1 << 20  # Triton rejects larger tensors
+MOST_SHUFFLED = 64  # elements of a row that a gather finds by shuffles
 MOST_WRITTEN_OUT = 1000  # lines of an expression that XLA may transpose at its leaves
 
 FLOAT_BITS = {"f8E4M3FN": 8, "f8E5M2": 8, "f16": 16, "bf16": 16, "f32": 32, "f64": 64}
@@ -38,6 +41,7 @@ class Core:
         self.facts = Facts()
         self.producers: dict[Value, Op] = {}
         self.rounded_away: frozenset[Value] = frozenset()  # see `analysis/rounding.py`
+        self.gather_bytes = 0  # of shared memory that a gather may take
         self.several_from_if = False  # is there an `scf.if` with several results?
 
     def refuse(self, op: Op, why: str = "", fix: str = "") -> NoReturn:
@@ -227,8 +231,16 @@ class Core:
         if x.elem == "i1":  # goes through shared memory, which has no i1
             wide = self.gather(self.convert("arith.extui", x, "i8"), index, axis)
             return self.compare("ne", wide, self.like(0, wide))
+        if x.shape[axis] == 1:
+            return self.spread(x, index.shape)
         to = type_text(index.shape, x.elem)
-        attrs = f"{{axis = {axis} : i32}}"
+        # Triton would exchange elements within a warp: for each one, as many shuffles
+        # as a thread has elements along the axis. With this hint it goes through shared
+        # memory instead.
+        size = prod(x.shape) * int(re.sub(r"\D", "", x.elem[:4])) // 8
+        by_memory = x.shape[axis] > MOST_SHUFFLED and size <= self.gather_bytes
+        hint = ", efficient_layout" if by_memory else ""
+        attrs = f"{{axis = {axis} : i32{hint}}}"
         text = f"tt.gather {x}[{index}] {attrs} : ({x.type}, {index.type}) -> {to}"
         return self.let(text, index.shape, x.elem)
 

@@ -251,10 +251,8 @@ class Dots(Tiles):
             return self.expand(tiles[0], 0)
         rest, matrix = list(tiles), tiles[0].shape
         while len(rest) > 1:
-            half = len(rest) // 2
-            joined = [
-                self.joined(x, y) for x, y in zip(rest, rest[half:], strict=False)
-            ]
+            pairs = zip(rest, rest[len(rest) // 2 :], strict=False)
+            joined = [self.joined(x, y) for x, y in pairs]
             shape = (*matrix, prod(joined[0].shape[len(matrix) :]))
             rest = [self.reshape(tile, shape) for tile in joined]
         return self.transpose(rest[0], (2, 0, 1))

@@ -139,9 +139,8 @@ def _ordered(e: Tiles, x: Val, dtype: DType) -> Val:
 
 def _nan(dtype: DType) -> int:
     """The bits of a positive NaN."""
-    return int(np.array(np.nan, dtype.np).view(f"u{dtype.bits // 8}")) & ~(
-        1 << (dtype.bits - 1)
-    )
+    pattern = int(np.array(np.nan, dtype.np).view(f"u{dtype.bits // 8}"))
+    return pattern & ~(1 << (dtype.bits - 1))
 
 
 def _sign_flipped(e: Tiles, x: Val) -> Val:

@@ -11,7 +11,7 @@ from math import inf
 
 import numpy as np
 
-from pallasite.ir.nodes import Op, Value, walk
+from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.types import TileType
 
@@ -153,6 +153,13 @@ class Forms:
         numbers = [f.affine.number if f.affine else None for f in operands]
         result = fold_scalar(op, numbers)
         return None if result is None else self.fixed(int(result))
+
+
+def moving_axes(index_map: Block) -> frozenset[int]:
+    """The axes along which an index map may show another block."""
+    forms = Forms(index_map.params)
+    forms.add_ops(index_map.ops, loads_vary=False)
+    return frozenset[int]().union(*(forms.of(v).axes for v in index_map.yields))
 
 
 def _narrows(op: Op) -> bool:

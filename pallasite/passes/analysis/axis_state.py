@@ -43,12 +43,15 @@ from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Loop, Pipeline
 from pallasite.passes.analysis.carried import carried_from, covers_whole
+from pallasite.passes.analysis.exponents import Power, Powers
 from pallasite.passes.analysis.grid import GridInfo, WindowMoves, analyze, find_pipeline
 from pallasite.passes.analysis.intervals import Fact, Facts, exactly
 from pallasite.passes.analysis.memory import MAIN_MEMORY, Roots
 from pallasite.passes.analysis.old_elements import (
+    RELATIVE,
     Abstract,
     Old,
+    Relative,
     Sources,
     Tainted,
     computed,
@@ -81,13 +84,23 @@ class State:
 
     Attributes:
         ref: the body's block, or scratch.
-        merge: how contents of two parts merge: a kind of reduction.
+        merge: how contents of two parts merge: a kind of reduction; or "relative", for
+            a sum that is kept relative to a running maximum.
         output: the number of its window; None: scratch.
+        start: what the author's first step sets a maximum or minimum to, if it is one
+            number; parts start with it too.
+        scale: for a relative sum, the ref of the maximum.
+        rate: for a relative sum, the factor in the exponent.
+        axes: for a relative sum, for each of its dimensions that of the maximum.
     """
 
     ref: Value
     merge: str
     output: int | None
+    start: float | None = None
+    scale: Value | None = None
+    rate: float = 1.0
+    axes: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +132,8 @@ class AxisState:
         """In a word, for reports."""
         if self.reason:
             return "unknown"
+        if any(s.merge == RELATIVE for s in self.states):
+            return "online softmax"
         merges = " and ".join(dict.fromkeys(s.merge for s in self.states))
         return f"prefix {merges}" if self.prefix else merges or "nothing"
 
@@ -207,14 +222,34 @@ class _Search:
                 raise _Unknown(f"{_name(ref)} carries values along it")
         final = {(ref, self.versions.get(ref, 0)) for ref in self.states}
         prefix = self.each or any(not used <= final for _, used in self.wanted)
-        states = tuple(
-            State(ref, self.merges[ref], output) for ref, output in self.states.items()
-        )
+        states = tuple(self.state(ref, output) for ref, output in self.states.items())
+        if prefix and self.relatives:
+            raise _Unknown("other steps than the last use sums that are rescaled")
         self.check_inner(prefix)
         last = tuple(self.last.values())
         return AxisState(
             self.axis, states, self.roles, self.aliases, last, prefix=prefix
         )
+
+    def state(self, ref: Value, output: int | None) -> State:
+        merge = self.merges[ref]
+        if merge != RELATIVE:
+            start = self.starts.get(ref) if merge in ("max", "min") else None
+            return State(ref, merge, output, start)
+        op, relative = self.relatives[ref]
+        scale, version = self.scales[relative.old]
+        updates = [o for o in self.roles if o.operands[0] is scale]
+        updates = [o for o in updates if self.roles[o] == UPDATE]
+        # Both are updated in the same steps, and once in each.
+        again = self.versions.get(ref) != 1 or self.versions.get(scale) != 1
+        stored = [o.operands[1] for o in updates if self.where[o] == self.where[op]]
+        both_scratch = output is None and self.states[scale] is None
+        if again or version or stored != [relative.new] or not both_scratch:
+            raise _Unknown(f"{_name(ref)} is rescaled in another way", op)
+        whole = covers_whole(scale.ref.shape, updates[0].attrs["index"])
+        if not whole or updates[0].attrs["mask"] or op.attrs["mask"]:
+            raise _Unknown(f"{_name(ref)} is rescaled in part", op)
+        return State(ref, merge, output, None, scale, relative.rate, relative.axes)
 
     # --- what may carry ---
 
@@ -383,6 +418,11 @@ class _Search:
         self.versions, self.finished, self.merges = {}, set(), {}
         self.wanted, self.each = [], False
         self.where: dict[Op, _Path] = {}
+        made = {v: op for op in walk(self.body) for v in op.results}
+        self.powers = Powers(made, {})
+        self.scales: dict[Value, tuple[Value, int]] = {}
+        self.relatives: dict[Value, tuple[Op, Relative]] = {}
+        self.starts: dict[Value, float | None] = {}
         self.block(self.body, _Path(frozenset(self.scenarios)))
 
     def sources(self, value: Value) -> Sources:
@@ -416,12 +456,54 @@ class _Search:
         known = [self.values.get(v) for v in op.operands]
         if not any(known):
             return
-        found = computed(op, known)
+        self.powers.op(op)
+        found = computed(op, known) or self.rescaled(op, known)
         if found is None:
             sources = Sources()
             found = Tainted(sources.union(*(k.sources for k in known if k)))
         for result in op.results:
             self.values[result] = found
+
+    def rescaled(self, op: Op, known: Sequence[Abstract | None]) -> Old | None:
+        """A sum times `exp(m - new m)`, or that plus something relative to `new m`."""
+        olds = [k for k in known if isinstance(k, Old) and not self.is_scale(k)]
+        pairs = zip(op.operands, known, strict=True)
+        others = [v for v, k in pairs if k not in olds]
+        if op.name not in ("mul", "add") or len(olds) != 1 or len(others) != 1:
+            return None
+        (old,), power = olds, self.powers.of(others[0])
+        if not isinstance(power, Power) or not power.is_factor:
+            return None
+        powers = dict(power.powers)
+        relative = old.relative
+        if op.name == "add":
+            if relative is None or powers != {relative.new: -relative.rate}:
+                return None
+            used = {ref for ref, _ in self.sources(others[0])}
+            same = used == {self.scales[relative.old][0]}
+            return old if same and power.axes == relative.axes else None
+        if old.merge is not None or not power.is_pure or len(powers) != 2:
+            return None
+        before = [s for s in powers if s in self.scales]
+        after = [s for s in powers if s not in self.scales]
+        if len(before) != 1 or len(after) != 1 or power.total:
+            return None
+        (loaded,), (new,) = before, after
+        value = self.values.get(new)
+        maximum = isinstance(value, Old) and value.merge == "max"
+        maximum |= isinstance(value, Tainted)  # once it is stored
+        rate = powers[loaded]
+        is_next = maximum and self.scales[loaded][0] in {
+            ref for ref, _ in self.sources(new)
+        }
+        if not is_next or rate <= 0:
+            return None
+        relative = Relative(loaded, new, rate, power.axes)
+        return replace(old, merge=RELATIVE, relative=relative)
+
+    def is_scale(self, known: Old) -> bool:
+        """Whether a value is a running maximum rather than a sum."""
+        return known.merge == "max"
 
     def opaque(self, op: Op, path: _Path) -> None:
         """Loops of unknown length: nothing is known of what they carry."""
@@ -551,6 +633,10 @@ class _Search:
             return Tainted(found | {(ref, number)})
         shape = op.result.tile.shape
         place = place_of(access)
+        whole = covers_whole(ref.ref.shape, access.index) and place is None
+        if whole and shape == ref.ref.shape and ref.ref.dtype.is_float:
+            self.powers.add_scale(op.result)
+            self.scales[op.result] = ref, version
         if place is None:
             index = elements(ref.ref.shape, access.index)
         else:
@@ -595,12 +681,21 @@ class _Search:
             self.update(op, path)
         elif not path.may & {MIDDLE, LAST}:
             self.record(op, INIT, path)
+            self.starts[ref] = self.start_of(op) if ref not in self.starts else None
         elif not path.may & {FIRST, MIDDLE}:
             self.record(op, FINISH, path)
             self.wanted.append((op, frozenset(s for s in sources if s[1] != NEVER)))
             self.finished.add(ref)
         else:
             raise _Unknown(f"{_name(ref)} carries values that do not merge", op)
+
+    def start_of(self, op: Op) -> float | None:
+        """The number that a store at the first step fills a ref with."""
+        whole = covers_whole(op.operands[0].ref.shape, op.attrs["index"])
+        made = self.powers.made.get(op.operands[1])
+        if op.name != "store" or op.attrs["mask"] or not whole:
+            return None
+        return made.attrs["value"] if made and made.name == "constant" else None
 
     def update(self, op: Op, path: _Path) -> None:
         ref, value = op.operands[:2]
@@ -610,6 +705,8 @@ class _Search:
         else:
             assert isinstance(known, Old)
             merge = known.merge
+            if known.relative is not None:
+                self.relatives[ref] = op, known.relative
         if merge is not None and self.merges.setdefault(ref, merge) != merge:
             raise _Unknown(f"{_name(ref)} is merged in two ways", op)
         self.record(op, UPDATE, path)

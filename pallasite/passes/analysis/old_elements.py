@@ -18,6 +18,28 @@ _MOST_ELEMENTS = 1 << 20  # of a tile whose elements are followed one by one
 Sources = frozenset[tuple[Value, int]]  # refs, each after a number of updates
 
 
+@dataclass(frozen=True)
+class Relative:
+    """How a sum is kept relative to a running maximum, as an online softmax does.
+
+    The sum is `u * exp(rate * (old - new))` for `u` relative to the maximum before.
+
+    Attributes:
+        old: the maximum that was loaded.
+        new: the maximum of it and something free.
+        rate: the factor in the exponent.
+        axes: for each dimension of the sum, that of the maximum, if it has one.
+    """
+
+    old: Value
+    new: Value
+    rate: float
+    axes: tuple[int | None, ...]
+
+
+RELATIVE = "relative"
+
+
 @dataclass(frozen=True, eq=False)
 class Old:
     """A tile whose elements are old elements of a state, merged with something free.
@@ -26,8 +48,9 @@ class Old:
         ref: the state.
         place: index, operands and mask of the load, if the place is not fixed.
         index: for each element, which element of the ref (or of the place) it holds.
-        merge: with what it was merged; None: it was only moved.
+        merge: how it was merged; None: it was only moved.
         version: how many updates of the ref came before the load.
+        relative: for a sum that was rescaled.
     """
 
     ref: Value
@@ -35,6 +58,7 @@ class Old:
     index: np.ndarray
     merge: str | None
     version: int
+    relative: Relative | None = None
 
     @property
     def sources(self) -> Sources:
@@ -44,6 +68,7 @@ class Old:
         """Whether both hold the same old elements."""
         mine = (self.ref, self.place, self.version)
         same = mine == (other.ref, other.place, other.version)
+        same &= self.relative == other.relative
         return same and np.array_equal(self.index, other.index)
 
     def merged(self, kind: str) -> "Old | None":
@@ -96,7 +121,7 @@ def computed(op: Op, known: Sequence[Abstract | None]) -> Abstract | None:
         return None
     first = known[0]
     if op.name in _MOVES and isinstance(first, Old) and not any(known[1:]):
-        if op.result.tile.size > _MOST_ELEMENTS:
+        if op.result.tile.size > _MOST_ELEMENTS or first.relative:
             return None
         return replace(first, index=_MOVES[op.name](first.index, op))
     if op.name == "select_n" and first is None:

@@ -16,7 +16,7 @@ from pallasite.ir.nodes import Block, Kernel, Value, walk
 from pallasite.ir.rewrite import inline, used_values, writes
 from pallasite.ir.roles import Loop, Pipeline
 from pallasite.ir.types import INDEX
-from pallasite.passes.analysis.affine import Forms
+from pallasite.passes.analysis.affine import moving_axes
 from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.intervals import HIGHEST, LOWEST, Facts
 from pallasite.passes.analysis.memory import Roots
@@ -132,9 +132,4 @@ def _moves_results(kernel: Kernel) -> bool:
     scratch = {op.result for op in kernel.body.ops if op.name == "alloc"}
     if not shown or len(shown) < len(stored - scratch):
         return False
-    for each in shown:
-        forms = Forms(each.index_map.params)
-        forms.add_ops(each.index_map.ops, loads_vary=False)
-        if not any(last in forms.of(v).axes for v in each.index_map.yields):
-            return False
-    return True
+    return all(last in moving_axes(each.index_map) for each in shown)

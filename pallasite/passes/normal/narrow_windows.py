@@ -79,7 +79,8 @@ class _Place:
             return self.affine == other.affine
         if self.table is None or other.table is None:
             return False
-        return np.array_equal(*np.broadcast_arrays(self.table, other.table))
+        own, others = np.broadcast_arrays(self.table, other.table)
+        return np.array_equal(own, others)
 
     def is_block(
         self, size: int, n: int, active: np.ndarray, grid: Sequence[int | None]
@@ -166,10 +167,11 @@ class _Narrowing:
         uses, ref = self.uses.get(shown.block), shown.block
         if not uses or ref in self.others or not _is_plain(shown):
             return []
+        aliased = self.kernel.aliased_results
+        if shown.array in (*aliased, *aliased.values()):
+            return []  # windows onto one memory move together
         written = ref in self.written or shown.array in self.written
-        if shown.window.mode == "in" and (
-            written or shown.array in self.kernel.aliased_results
-        ):
+        if shown.window.mode == "in" and written:
             return []
         groups: list[_Group] = []
         for use in uses:
@@ -283,11 +285,13 @@ class _Narrowing:
         if op is not None and op.name == "mul":
             for x, y in (op.operands, op.operands[::-1]):
                 number, factor = self.table.of(x), self.table.of(y)
-                if number is None or factor is None or factor.size > 1:
+                product = self.table.of(value)
+                if number is None or factor is None or product is None:
+                    continue
+                if factor.size > 1 or int(factor.item()) % size:
                     continue
                 exact = number.astype(np.int64) * int(factor.item())
-                whole = int(factor.item()) % size == 0
-                if whole and np.array_equal(exact, self.table.of(value)):
+                if np.array_equal(exact, product):
                     by = b.index(int(factor.item()) // size)
                     return b.mul(self.computed(b, x, seen), by)
         start = b.cast(self.computed(b, value, seen), INDEX.dtype)

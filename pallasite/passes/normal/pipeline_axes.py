@@ -4,8 +4,10 @@ In: programs whose body is one `emit_pipeline`, with or without code around it. 
 grid with the axes of both, outer ones first. Programs run in lexicographic order and
 blocks are windows onto their arrays, so the steps are the same ones in the same order.
 Code before the pipeline runs in the first of its steps, code after it in the last; this
-needs at least one step, so the sizes must then be known. What the code before computes
-for later is computed again: it must be cheap and read only memory that nothing writes.
+needs at least one step, so the sizes must then be known. A size that each program
+computes becomes its upper bound, and a guard skips the steps beyond it. What the code
+before computes for later is computed again: it must be cheap, and read only memory that
+nothing writes.
 """
 
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window, walk
 from pallasite.ir.rewrite import clone, inline, used_values, writes
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import INDEX
+from pallasite.passes.analysis.intervals import HIGHEST, Facts
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.lower.place_windows import number_facts
 from pallasite.passes.normal.again import Again
@@ -62,19 +65,42 @@ class _Merge:
         self.split = len(outer.ids)
         self.again = Again(self.before, Roots(kernel), outer.body)
         self.showing = {each.block: each for each in outer.shown}
+        self.made = {v for op in ops[:at] for v in op.results}
+        self.made |= {*outer.ids, *outer.blocks}
+        self.grid = self.bounds()
+
+    def bounds(self) -> tuple[int | None, ...]:
+        """The sizes of the inner axes; an upper bound if a program computes one."""
+        facts = Facts()
+        facts.note_grid(self.outer.ids, self.outer.grid)
+        for op in (*self.whole.body.ops, *self.before):
+            facts.note_op(op)
+        found: list[int | None] = []
+        for size in self.inner.sizes:
+            if isinstance(size, int):
+                found.append(size)
+            else:
+                most = facts.of(size).high
+                known = size in self.made and most < HIGHEST
+                found.append(max(most, 0) if known else None)
+        return tuple(found)
+
+    @property
+    def sizes(self) -> list[tuple[int | Value, int | None]]:
+        """The size of each inner axis as it was, and in the grid."""
+        return list(zip(self.inner.sizes, self.grid, strict=True))
 
     def is_possible(self) -> bool:
         if any(op.result.ref.is_semaphore for op in self.allocs):
             return False
-        if self.has_code and not all(self.inner.grid):
+        if self.has_code and not all(self.grid):
             return False
         if set(self.inner.op.attrs) != {"grid", "windows", "semantics"}:
             return False
-        made = {v for op in (*self.before, *self.allocs) for v in op.results}
-        made |= {*self.outer.ids, *self.outer.blocks}
-        if any(v in made for v in self.inner.dynamic_sizes):
+        if any(v in self.made and n is None for v, n in self.sizes):
             return False
         scalars = [v for m in self.inner.maps for v in used_values(m)]
+        scalars += self.inner.dynamic_sizes
         if not all(map(self.again.is_scalar, scalars)):
             return False
         late = Block((), tuple(self.after))
@@ -189,17 +215,18 @@ class _Merge:
         seen = dict(zip((*self.outer.ids, *self.inner.ids), self.ids, strict=True))
         late = Block((), tuple(self.after))
         self.guarded(b, self.before, seen, first=True)
-        values = self.again.emit(b, used_values(self.inner.body), seen)
-        code = Block((), self.inner.body.ops)
-        b.ops += clone(code, seen | values).ops
+        self.step(b, seen)
         self.guarded(b, self.after, seen, first=False, again=used_values(late))
         body = b.block((*self.ids, *blocks))
         used = set(used_values(body))
         shown = [each for each in shown if each.block in used]
         body = replace(body, params=(*self.ids, *(each.block for each in shown)))
         merged = self.outer.with_(
-            grid=self.outer.grid + self.inner.grid,
-            dynamic_sizes=self.outer.dynamic_sizes + self.inner.dynamic_sizes,
+            grid=self.outer.grid + self.grid,
+            dynamic_sizes=(
+                *self.outer.dynamic_sizes,
+                *(v for v, n in self.sizes if isinstance(v, Value) and n is None),
+            ),
             semantics=self.outer.semantics + self.inner.semantics,
             body=replace(body, params=self.ids),
         )
@@ -208,6 +235,23 @@ class _Merge:
         for op in self.whole.body.ops:
             ops += [*self.allocs, new] if op is self.outer.op else [op]
         return self.whole.with_(body=replace(self.whole.body, ops=tuple(ops)))
+
+    def step(self, b: Builder, seen: dict[Value, Value]) -> None:
+        """Emit the inner body, for the steps that the program has."""
+        pairs = zip(self.sizes, self.ids[self.split :], strict=True)
+        bounded = [
+            (index, size)
+            for (size, most), index in pairs
+            if isinstance(size, Value) and most is not None
+        ]
+        limits = self.again.emit(b, [size for _, size in bounded], seen)
+        tests = [b.lt(index, limits.get(v) or seen.get(v, v)) for index, v in bounded]
+        inside = Builder(b.loc) if tests else b
+        values = self.again.emit(inside, used_values(self.inner.body), seen | limits)
+        code = Block((), self.inner.body.ops)
+        inside.ops += clone(code, seen | limits | values).ops
+        if tests:
+            _guard(b, tests, inside)
 
     def guarded(
         self,
@@ -220,7 +264,7 @@ class _Merge:
         """Emit code that runs in the first or the last step of the inner axes."""
         if not any(map(writes, ops)):
             return
-        pairs = zip(self.inner.grid, self.ids[self.split :], strict=True)
+        pairs = zip(self.grid, self.ids[self.split :], strict=True)
         moving = [(n, index) for n, index in pairs if n is not None and n > 1]
         inside = Builder(b.loc) if moving else b
         values = self.again.emit(inside, again, seen)
@@ -228,11 +272,16 @@ class _Merge:
         if not moving:
             return
         tests = [b.eq(index, b.index(0 if first else n - 1)) for n, index in moving]
-        test = tests[0]
-        for other in tests[1:]:
-            test = b.and_(test, other)
-        which = b.cast(test, INDEX.dtype)
-        b.emit("cond", which, regions=(Block(), inside.block()))
+        _guard(b, tests, inside)
+
+
+def _guard(b: Builder, tests: Sequence[Value], inside: Builder) -> None:
+    """Emit code that runs only if all tests hold."""
+    test = tests[0]
+    for other in tests[1:]:
+        test = b.and_(test, other)
+    which = b.cast(test, INDEX.dtype)
+    b.emit("cond", which, regions=(Block(), inside.block()))
 
 
 def _is_blocked(dim: BlockDim) -> bool:

@@ -34,6 +34,8 @@ from pallasite.passes.analysis.step_table import StepTable
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.narrow_windows import affine_value
 
+_UNKNOWN = Value(INDEX, "unknown")  # an old index that is not affine in the new ones
+
 
 def program_order(kernel: Kernel) -> Kernel:
     """The kernel with its programs numbered by the blocks that they write."""
@@ -47,7 +49,7 @@ def program_order(kernel: Kernel) -> Kernel:
     if new is None:
         return kernel
     new = canonicalize(new)
-    return kernel if new.text == kernel.text else new
+    return kernel if new == kernel else new
 
 
 def _is_plain(kernel: Kernel, whole: Pipeline) -> bool:
@@ -143,22 +145,24 @@ class _Numbering:
             *[kind] * len(self.sizes),
             *old.semantics[self.axes[-1] + 1 :],
         )
-        unknown = Value(INDEX, "unknown")
+        blocks = tuple(Value(v.type, v.name) for v in old.blocks)
         shown = [
-            each._replace(index_map=self.renumbered(each.index_map, unknown))
-            for each in old.shown
+            each._replace(
+                index_map=self.renumbered(each.index_map, each.index_map.params, {}),
+                block=block,
+            )
+            for each, block in zip(old.shown, blocks, strict=True)
         ]
-        body = self.renumbered(old.body, unknown)
-        blocks = body.params[len(new_grid) :]
-        shown = [s._replace(block=b) for s, b in zip(shown, blocks, strict=True)]
+        refs = dict(zip(old.blocks, blocks, strict=True))
+        body = self.renumbered(old.body, old.ids, refs)
         made = old.with_(grid=new_grid, semantics=semantics).showing(shown, body)
         new = dead_code(with_pipeline(self.whole_kernel, made.to_op()))
-        return None if unknown in used_values(new.body) else new
+        return None if _UNKNOWN in used_values(new.body) else new
 
-    def renumbered(self, block: Block, unknown: Value) -> Block:
+    def renumbered(
+        self, block: Block, old_ids: Sequence[Value], refs: Mapping[Value, Value]
+    ) -> Block:
         """A map, or the body, as a function of the new indices."""
-        rank = len(self.whole.grid)
-        old_ids = block.params[:rank]
         new_ids = self.new_ids(old_ids)
         own = [old_ids[a] for a in self.axes]
         known = StepTable(own, [self.whole.grid[a] for a in self.axes])
@@ -167,15 +171,15 @@ class _Numbering:
         kept = dict(zip(self.others(old_ids), self.others(new_ids, True), strict=True))
         first = self.axes[0]
         at = new_ids[first : first + len(self.sizes)]
-        mapping = kept | {v: unknown for v in own}
+        mapping = kept | dict.fromkeys(own, _UNKNOWN) | dict(refs)
         for value in self.needed(block, known, own):
             affine = self.fitted(known.known[value])
             if affine is not None:
                 mapping[value] = _as_type(b, affine, at, value)
-        code = clone(Block(block.params[rank:], block.ops, block.yields), mapping)
+        code = clone(Block((), block.ops, block.yields), mapping)
         new = _replaced(code, block, mapping)
         b.ops += new.ops
-        return b.block((*new_ids, *new.params), new.yields)
+        return b.block((*new_ids, *refs.values()), new.yields)
 
     def new_ids(self, old: Sequence[Value]) -> tuple[Value, ...]:
         count = len(old) - len(self.axes) + len(self.sizes)

@@ -33,9 +33,13 @@ from pallasite.passes.analysis.axis_state import (
     State,
 )
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
+from pallasite.passes.analysis.old_elements import RELATIVE
 from pallasite.passes.optimise.unused import drop_unused
-
-MERGE_ELEMENTS = 1 << 14  # of the states that one program of the merge reads
+from pallasite.passes.schedule.merge_parts import (
+    finite_start,
+    merge_kernel,
+    online_merge,
+)
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,9 @@ class _Split:
     def program(self) -> Program:
         written = {op.operands[0] for op in self.with_role(FINISH)}
         partial, own = self.parts_kernel()
-        merged = {
-            state: self.merge_kernel(state, number) for state, number in partial.items()
-        }
+        merged: dict[State, int] = {}
+        for group in self.groups():
+            merged |= self.merge(group, partial)
         if self.state.prefix:
             return self.prefix(merged)
         results = dict(own)
@@ -155,19 +159,30 @@ class _Split:
         }
         return partial, own
 
-    def merge_kernel(self, state: State, number: int) -> int:
+    def groups(self) -> list[list[State]]:
+        """States that merge together: a maximum, and the sums relative to it."""
+        found = {s.ref: [s] for s in self.state.states if s.scale is None}
+        for state in self.state.states:
+            if state.scale is not None:
+                found[state.scale].append(state)
+        return list(found.values())
+
+    def merge(
+        self, group: Sequence[State], partial: Mapping[State, int]
+    ) -> dict[State, int]:
         """The states of all parts as one; or, for a prefix, of all up to each part."""
-        kernel = merge_kernel(
-            f"{self.kernel.name}_merge",
-            state.merge,
-            self.parts,
-            prod(self.partial_shape(state)[1:]),
-            state.ref.ref.dtype,
-            self.state.prefix,
-        )
-        self.steps.append(Step(kernel, (number,)))
-        self.arrays += 1
-        return self.arrays - 1
+        name = f"{self.kernel.name}_merge"
+        first, *sums = group
+        size = prod(self.partial_shape(first)[1:])
+        if sums:
+            outer = prod(n or 1 for n in self.pipeline.grid[: self.axis])
+            kernel = online_merge(name, self.parts, outer, first, sums)
+        else:
+            dtype, scan = first.ref.ref.dtype, self.state.prefix
+            kernel = merge_kernel(name, first.merge, self.parts, size, dtype, scan)
+        self.steps.append(Step(kernel, tuple(partial[s] for s in group)))
+        before, self.arrays = self.arrays, self.arrays + len(group)
+        return {state: before + n for n, state in enumerate(group)}
 
     def finish(
         self, merged: Mapping[State, int], written: set[Value]
@@ -221,8 +236,7 @@ class _Split:
                 continue
             state = states[op.operands[0]]
             value = made.get(op.operands[1])
-            start = neutral(state.merge, state.ref.ref.dtype)
-            same = value is not None and value.attrs["value"] == start
+            same = value is not None and value.attrs["value"] == self.start(state)
             if role == INIT and same and state.ref not in changed:
                 # Inner steps may set it again.
                 if not self.inner_shared(state):
@@ -269,8 +283,15 @@ class _Split:
         return (self.parts, *outer, *state.ref.ref.shape)
 
     def neutral_value(self, b: Builder, state: State) -> Value:
-        tile = state.ref.ref.tile
-        return b.constant(neutral(state.merge, tile.dtype), tile)
+        return b.constant(self.start(state), state.ref.ref.tile)
+
+    def start(self, state: State) -> int | float:
+        """What a state of a part starts with."""
+        is_scale = any(each.scale is state.ref for each in self.state.states)
+        if is_scale:
+            return finite_start(state)
+        merge = "sum" if state.merge == RELATIVE else state.merge
+        return neutral(merge, state.ref.ref.dtype)
 
     def inner_shared(self, state: State) -> list[int]:
         """Inner axes along which a state does not move."""
@@ -521,53 +542,3 @@ def drop_windows(kernel: Kernel) -> Kernel:
 
 def _when(b: Builder, test: Value, ops: Sequence[Op]) -> None:
     b.emit("cond", b.cast(test, T.I32), regions=(Block(), Block((), tuple(ops))))
-
-
-def merge_kernel(
-    name: str, merge: str, parts: int, size: int, dtype: T.DType, scan: bool
-) -> Kernel:
-    """A kernel that merges the rows of an array of (parts, size), in order.
-
-    Args:
-        name: of the kernel.
-        merge: a kind of reduction.
-        parts: rows.
-        size: columns.
-        dtype: the element type.
-        scan: whether the result is every row merged with those before it.
-    """
-    width = max(1, min(1 << (MERGE_ELEMENTS // parts).bit_length() - 1, size))
-    rows = Value(T.RefType((parts, size), dtype, "any"), "parts")
-    shape = (parts, size) if scan else (size,)
-    out = Value(T.RefType(shape, dtype, "any"), "merged")
-    i = Value(T.INDEX, "i0")
-    b = Builder()
-    by_rows = b.block((i,), (b.index(0), i))
-    block = Window((BlockDim(parts), BlockDim(width)), "in")
-    made = replace(block, mode="out") if scan else Window((BlockDim(width),), "out")
-    j = Value(T.INDEX, "i0")
-    own = Value(T.INDEX, "i0")
-    source = Value(T.RefType((parts, width), dtype, "block"), "parts")
-    target = Value(T.RefType(made.block_shape, dtype, "block"), "merged")
-    code = Builder()
-    # Sums of narrow floats are rounded once.
-    wide = T.F32 if dtype.is_float and dtype.bits < 32 else dtype
-    tile = code.cast(code.load(source), wide)
-    if scan:
-        tile = code.op("scan", tile, kind=merge, axis=0, reverse=False)
-    else:
-        tile = code.op("reduce", tile, kind=merge, axes=(0,))
-    code.store(target, code.cast(tile, dtype))
-    body = code.block((own, source, target))
-    top = Builder()
-    maps = (by_rows, clone(by_rows) if scan else Block((j,), (), (j,)))
-    top.emit(
-        "pipeline",
-        rows,
-        out,
-        regions=(*maps, body),
-        grid=(-(-size // width),),
-        windows=(block, made),
-        semantics=("parallel",),
-    )
-    return Kernel(name, (rows, out), top.block(), 1)

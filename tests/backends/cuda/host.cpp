@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include "host.h"
 typedef unsigned u32;
@@ -67,8 +68,8 @@ static void spin() {  // until what is waited for may have happened
 }
 struct Meeting { int arrived, times; };
 struct Barrier { int count, left, phase; long long bytes; int waiting; };
-constexpr unsigned MOST_SHARED = 1 << 18, PAGE = 1 << 16;  // or a part of that
-constexpr unsigned MAPPED = MOST_SHARED + 2 * PAGE;
+constexpr unsigned MOST_SHARED = 1 << 18;
+static const unsigned PAGE = sysconf(_SC_PAGESIZE), MAPPED = MOST_SHARED + 2 * PAGE;
 struct Block {
   char* mapped;
   char* memory;  // between forbidden pages; what is left before the second is a pattern
@@ -350,6 +351,8 @@ static void end_block(Block& one, int first) {
   for (int n = first; n < first + block_threads; ++n)
     if (!leaving[n].whole.empty() || !leaving[n].open.empty())
       problem = "a copy out of shared memory that nothing waited for";
+  for (const Barrier& b : one.barriers)
+    if (b.bytes) problem = "a barrier waits for other bytes than come";
   for (unsigned n = shared_bytes; n < whole_shared(); ++n)
     if (one.memory[n] != PATTERN) problem = "an access outside shared memory";
 }

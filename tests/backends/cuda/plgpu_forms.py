@@ -54,10 +54,12 @@ def multicast(shared: str, others: str, size: int) -> Form:
     """Blocks along `shared` load together, then each stores its rows of the whole."""
     cluster = [size if a in shared else 2 if a in others else 1 for a in "xyz"]
     sharing = size ** len(shared)
-    shape = (math.prod(cluster) // sharing, 8 * sharing, 64)
+    groups = math.prod(cluster) // sharing
+    shape = (2 * groups, 8 * sharing, 64)
 
     def kernel(x_ref, o_ref, buffer, barrier):
-        group, mine = place_along(others), place_along(shared)
+        group = lax.axis_index("grid") * groups + place_along(others)
+        mine = place_along(shared)
         source = x_ref.at[group]
         plgpu.copy_gmem_to_smem(source, buffer, barrier, collective_axes=tuple(shared))
         plgpu.barrier_wait(barrier)
@@ -163,7 +165,7 @@ for _how in itertools.product((True, False), (False, True)):
 @form("late release repeated", 1)
 @form("release repeated", 0)
 def repeated(delay: int) -> Form:
-    """The same pipeline three times: each leaves barriers and slots as it found them."""
+    """The same pipeline three times: each leaves barriers and slots as they were."""
     steps = 4
 
     def body(_, x_ref, o_ref):

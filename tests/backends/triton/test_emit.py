@@ -1,5 +1,7 @@
 """What the Triton backend writes: golden text, launch numbers, refusals."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,6 +120,14 @@ DOTS = {
     "few columns": ((256, 128), (128, 2), ((1,), (0,)), ((), ())),
     "transposed": ((32, 64), (16, 64), ((1,), (1,)), ((), ())),
     "batch": ((3, 16, 20), (3, 20, 24), ((2,), (1,)), ((0,), (0,))),
+    "batch of one": ((1, 16, 32), (1, 32, 16), ((2,), (1,)), ((0,), (0,))),
+    "batch of two": ((16, 2, 32), (2, 32, 16), ((2,), (1,)), ((1,), (0,))),
+    "two batch dimensions": (
+        (2, 5, 17, 16),
+        (5, 2, 16, 18),
+        ((3,), (2,)),
+        ((0, 1), (1, 0)),
+    ),
     "many dimensions": ((4, 6, 5), (5, 2, 3), ((2,), (0,)), ((), ())),
     "two contracted": ((8, 4, 16), (4, 16, 32), ((1, 2), (0, 1)), ((), ())),
     "vector": ((40,), (40,), ((0,), (0,)), ((), ())),
@@ -137,6 +147,9 @@ def test_dot(name: str, dtype):
     kernel = whole_kernel(lambda b, x, y: b.op("dot", x, y, **attrs), types, free)
     (got,) = simulated(kernel, [x, y])
     np.testing.assert_array_equal(got, _dot(x, y, contract, batch))
+    text, _ = compiled(kernel)
+    operands = re.findall(r"tt.dot .* : tensor<([\dx]*)x\w+> \*", text)
+    assert all(sizes.count("x") == 1 for sizes in operands), operands
 
 
 INTEGERS = [

@@ -18,6 +18,8 @@ from pallasite.backends.triton.launch import (
     GROUP,
     STAGES,
     WARPS,
+    Need,
+    chosen_warps,
     schedule_launch,
 )
 from pallasite.backends.triton.shared_memory import SharedMemory
@@ -420,6 +422,62 @@ def test_dimensions_that_cannot_be_divided_one_after_another():
         options = base.Options(chip=H200)
         scheduled = base.Compiled(base.get("triton"), step.kernel, options).scheduled
         assert_fits(scheduled)
+
+
+def test_a_batch_of_matmuls_is_split_between_programs():
+    def kernel(x_ref, y_ref, o_ref):
+        s = jnp.einsum("bij,bkj->bik", x_ref[...], y_ref[...])
+        o_ref[...] = jnp.einsum("bik,bkj->bij", s, y_ref[...])
+
+    def run(x, y):
+        block = pl.BlockSpec((4, 64, 64), lambda b: (b, 0, 0))
+        return pl.pallas_call(
+            kernel, grid=(2,), in_specs=[block] * 2, out_specs=block, out_shape=x
+        )(x, y)
+
+    (found,) = pl.lower(run)(shape(8, 64, 64), shape(8, 64, 64)).kernels
+    made = base.Compiled(base.get("triton"), found, base.Options(chip=H200))
+    assert find_pipeline(made.scheduled).attrs["grid"] == (8,)
+    products = [line for line in made["ttir"].splitlines() if "tt.dot" in line]
+    assert len(products) == 2
+    assert all("tensor<64x64xbf16> * tensor<64x64xbf16>" in p for p in products)
+
+
+def test_the_widest_instruction_fits_the_registers_of_its_threads():
+    """With 16 warps a thread has 128, as many as its sums of 256 columns."""
+
+    def warps(columns, chip=H200):
+        need = Need(0, 0, 2, 0, rows=128, columns=frozenset({64, columns}))
+        return chosen_warps(need, {"num_warps": 16}, chip)
+
+    assert warps(256) == warps(512) == 8
+    assert warps(128) == warps(512, GPUS["a100"]) == 16
+
+
+def test_gradients_of_whole_rows_of_attention_have_enough_registers():
+    """ptxas ended with "insufficient registers" for 16 warps."""
+
+    def kernel(q_ref, k_ref, v_ref, o_ref):
+        scores = jnp.dot(q_ref[...], k_ref[...].T, preferred_element_type=jnp.float32)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v_ref.dtype)
+        o_ref[...] = jnp.dot(weights, v_ref[...])
+
+    def total(*operands):
+        rows = pl.BlockSpec((None, 128, 64), lambda h, i: (h, i, 0))
+        whole = pl.BlockSpec((None, 512, 64), lambda h, i: (h, 0, 0))
+        run = pl.pallas_call(
+            kernel,
+            grid=(8, 4),
+            in_specs=[rows, whole, whole],
+            out_specs=rows,
+            out_shape=shape(8, 512, 64),
+        )
+        return run(*operands).astype(jnp.float32).sum()
+
+    found = pl.lower(jax.grad(total, (0, 1, 2)))(*[shape(8, 512, 64)] * 3).kernels
+    made = base.Compiled(base.get("triton"), found[-1], base.Options(chip=H200))
+    assert found[-1].num_outputs == 3
+    assert find_pipeline(made.scheduled).attrs[WARPS] == 8
 
 
 def large(kernel, out, *shapes):

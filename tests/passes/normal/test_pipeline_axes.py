@@ -149,3 +149,16 @@ def test_values_that_cannot_be_computed_again_keep_the_nest():
         **{"%scale: f32[4] = load %sb[:]": "%scale: f32[4] = load %ob[:]"},
     )
     assert pipeline_axes(written) is written
+
+
+def test_a_size_that_the_program_computes():
+    text = SUMS.replace("INNER", textwrap.indent(INNER, " " * 6))
+    text = text.replace("%z: f32[4]", "%one: i32 = constant {value=1}\n%z: f32[4]", 1)
+    text = text.replace("pipeline %x {", "pipeline %size, %x {")
+    text = text.replace("SIZE", "None")
+    size = "%size: i32 = add %i, %one\n      %scale: f32[4] ="
+    kernel = canonicalize(parse_kernel(text.replace("%scale: f32[4] =", size, 1)))
+    new = pipeline_axes(kernel)
+    assert_same_meaning(kernel, new)
+    assert "grid=(2, 2)" in new.text
+    assert new.text.count("cond") == 3
