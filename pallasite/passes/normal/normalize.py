@@ -45,16 +45,17 @@ def normal_text(kernel: Kernel) -> str:
     kernel = normalize(kernel)
     params = tuple(Value(p.type) for p in kernel.params)
     renamed = dict(zip(kernel.params, params, strict=True))
-    body = _nameless(kernel.body, renamed)
+    body = nameless(kernel.body, renamed)
     return kernel.with_(name="kernel", params=params, body=body).text
 
 
-def _nameless(block: Block, renamed: dict[Value, Value]) -> Block:
+def nameless(block: Block, renamed: dict[Value, Value]) -> Block:
+    """The block with fresh values without names; `renamed` are those it uses."""
     params = [renamed.setdefault(p, Value(p.type)) for p in block.params]
     ops: list[Op] = []
     for op in block.ops:
         operands = tuple(renamed.get(v, v) for v in op.operands)
-        regions = tuple(_nameless(region, renamed) for region in op.regions)
+        regions = tuple(nameless(region, renamed) for region in op.regions)
         results = tuple(renamed.setdefault(v, Value(v.type)) for v in op.results)
         ops.append(op.with_(operands=operands, results=results, regions=regions))
     yields = tuple(renamed.get(v, v) for v in block.yields)
