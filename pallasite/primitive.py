@@ -346,7 +346,7 @@ def warn_serial(kernel: Kernel, serial: Serial) -> None:
     _warned.add("serial" + kernel.text)
     at = serial.loc or kernel.loc or Loc("<unknown>", 0)
     text = compose(
-        f"the steps of grid axis {serial.axis} run one after another, on one core",
+        f"the steps of grid axis {serial.axis} run in order, and cores stay idle",
         [("kernel", kernel.name), ("why", serial.reason)],
         at,
         "let each step write its own block, or keep sums, maxima or other states that "
