@@ -140,11 +140,12 @@ def lower_program(
         inner = ctx.replace(avals_in=[aval for _, aval in given], avals_out=made)
         found = lower_launch(launch, inner, *(value for value, _ in given))
         values += zip(found, made, strict=True)
-    pairs = zip(program.results, ctx.avals_out, strict=True)
-    return [
-        _in_shape(ctx, *values[result.array], aval.shape, last=result.last)[0]
-        for result, aval in pairs
-    ]
+    results = []
+    for result, aval in zip(program.results, ctx.avals_out, strict=True):
+        value, made_as = values[result.array]
+        found, _ = _in_shape(ctx, value, made_as, aval.shape, result.last)
+        results.append(found)
+    return results
 
 
 def _in_shape(
