@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
-import jax.core
 import numpy as np
 from jax.interpreters import batching, mlir
 
@@ -297,7 +296,7 @@ def _lower_program(
     chip: Chip | None,
 ) -> list[Any] | None:
     """Emit the calls of a program; None if a backend refuses one of them."""
-    from pallasite.runtime.ffi import lower_launch, lower_value
+    from pallasite.runtime.ffi import lower_program
 
     exporting = jaxcompat.is_export(ctx)
     parts = parts_of(call, program)
@@ -309,31 +308,7 @@ def _lower_program(
     record = _recorded.get()
     if record is not None:
         record += [part for part in parts if part not in record]
-    plain = jaxcompat.plain_avals(ctx.avals_in)
-    values = list(zip(operands, plain, strict=True))
-    for step, launch in zip(program.steps, launches, strict=True):
-        taken = [values[n] for n in step.operands]
-        refs = [param.ref for param in step.kernel.inputs]
-        given = [
-            lower_value(ctx, functools.partial(_in_shape, shape=ref.shape), *each)
-            for each, ref in zip(taken, refs, strict=True)
-        ]
-        made = [
-            jax.core.ShapedArray(param.ref.shape, param.ref.dtype.np)
-            for param in step.kernel.outputs
-        ]
-        inner = ctx.replace(avals_in=[aval for _, aval in given], avals_out=made)
-        found = lower_launch(launch, inner, *(value for value, _ in given))
-        values += zip(found, made, strict=True)
-    results = []
-    for result, aval in zip(program.results, ctx.avals_out, strict=True):
-        pick = functools.partial(_in_shape, shape=aval.shape, last=result.last)
-        results.append(lower_value(ctx, pick, *values[result.array])[0])
-    return results
-
-
-def _in_shape(x: Any, shape: tuple[int, ...], last: bool = False) -> Any:
-    return (x[-1] if last else x).reshape(shape)
+    return lower_program(program, launches, ctx, *operands)
 
 
 def warn_serial(kernel: Kernel, serial: Serial) -> None:
@@ -343,7 +318,7 @@ def warn_serial(kernel: Kernel, serial: Serial) -> None:
     _warned.add("serial" + kernel.text)
     at = serial.loc or kernel.loc or Loc("<unknown>", 0)
     text = compose(
-        f"the steps of grid axis {serial.axis} run one after another, on one core",
+        f"the steps of grid axis {serial.axis} run in order, and cores stay idle",
         [("kernel", kernel.name), ("why", serial.reason)],
         at,
         "let each step write its own block, or keep sums, maxima or other states that "
