@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.passes.normal.affine_numbers import affine_numbers
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.counted_loops import counted_loops
@@ -29,6 +30,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("narrow_windows", narrow_windows),
     ("idle_clamps", idle_clamps),
     ("program_order", program_order),
+    ("affine_numbers", affine_numbers),
     ("positions", positions),
     ("known_clamps", known_clamps),
     ("masks", masks),

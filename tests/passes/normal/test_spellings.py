@@ -12,7 +12,7 @@ from pallasite.backends.base import Compiled, Options, get
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.passes.normal.normalize import normal_text
 from pallasite.passes.run import run
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from pallasite.target import GPUS
 from tests.passes.normal.spellings import MATMULS, STYLES, attention, batched_matmul
 from tests.passes.normal.test_same_meaning import inputs, results
