@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallasite import config, kernels, primitive
+from pallasite import config, kernels, primitive, sites
 from pallasite.backends import base
 from pallasite.errors import (
     ChipMemoryError,
@@ -265,7 +265,7 @@ def why_not_native(call):
 
 def refusals(function, operands):
     # Knobs are not part of the key of what JAX has traced before.
-    calls = primitive.calls_in(lambda *args: function(*args), *operands)
+    calls = sites.calls_in(lambda *args: function(*args), *operands)
     assert calls, "the operation has no kernel"
     # Several steps of a gradient may call the same kernel.
     kernels = {call.kernel.text: call for call in calls}
@@ -309,4 +309,4 @@ def test_gradient_is_native(name):
 def test_rows_that_a_program_has_no_room_for_are_left_to_xla(operation, widest):
     run = lambda x: operation(x)
     for width, has_kernel in ((widest, True), (2 * widest, False)):
-        assert bool(primitive.calls_in(run, *of(BF16, (8, width)))) == has_kernel
+        assert bool(sites.calls_in(run, *of(BF16, (8, width)))) == has_kernel

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
-from pallasite import primitive, target
+from pallasite import sites, target
 from pallasite import tpu as pltpu
 from pallasite.errors import PerformanceWarning
 from pallasite.passes.schedule.plan_parts import plan
@@ -131,7 +131,7 @@ def test_on_a_gpu(steps):
     """Every kernel through Triton and the simulator, programs in random order."""
     chip = GPUS["h200"]
     x = np.asarray(example())[: 2 * steps, :19]
-    (kernel,) = primitive.kernels_in(functools.partial(sums, rows=2), jnp.asarray(x))
+    (kernel,) = sites.kernels_in(functools.partial(sums, rows=2), jnp.asarray(x))
     program = plan(kernel, chip).program
     assert program is not None
     values = [x]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
-from pallasite import primitive
+from pallasite import primitive, sites
 from pallasite import tpu as pltpu
 from pallasite.interpret import Walker
 from pallasite.interpret.numpy_numbers import NumpyNumbers
@@ -193,7 +193,7 @@ def into_one_block(body, scratch, steps, dtype, out_dtype):
         scratch_shapes=scratch,
     )
     x = jax.ShapeDtypeStruct((4 * steps, 16), dtype)
-    return run(primitive.kernels_in(call, x)[0])
+    return run(sites.kernels_in(call, x)[0])
 
 
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, F32), (I32, I32)], ids=str)
@@ -246,7 +246,7 @@ def test_prefix_sums(steps):
         ],
         scratch_shapes=[pltpu.VMEM((1,), F32)],
     )
-    kernel = run(primitive.kernels_in(call, jax.ShapeDtypeStruct((n,), F32))[0])
+    kernel = run(sites.kernels_in(call, jax.ShapeDtypeStruct((n,), F32))[0])
     (state,) = states_of(kernel)
     assert state.kind == "prefix sum"
     x = np.random.default_rng(0).normal(size=n).astype(np.float32)
@@ -281,7 +281,7 @@ def test_columns_with_edges(rows):
         ],
     )
     given = jax.ShapeDtypeStruct((4 * rows - 1, 27), F32)
-    kernel = run(primitive.kernels_in(call, given)[0])
+    kernel = run(sites.kernels_in(call, given)[0])
     (state,) = states_of(kernel)
     x = np.random.default_rng(0).normal(size=given.shape).astype(np.float32)
     check(kernel, [x], state, rtol=1e-5, atol=1e-5)
@@ -312,7 +312,7 @@ def test_two_axes():
         scratch_shapes=[pltpu.VMEM((8,), F32)],
     )
     given = jax.ShapeDtypeStruct((20, 24), F32)
-    kernel = run(primitive.kernels_in(call, given)[0])
+    kernel = run(sites.kernels_in(call, given)[0])
     state, inner = states_of(kernel)
     x = np.random.default_rng(0).normal(size=given.shape).astype(np.float32)
     check(kernel, [x], state, rtol=1e-5, atol=1e-5)
@@ -375,7 +375,7 @@ def test_online_softmax(base2, start):
         ],
     )
     given = [jax.ShapeDtypeStruct((40, 16), F32)] * 3
-    kernel = run(primitive.kernels_in(call, *given)[0])
+    kernel = run(sites.kernels_in(call, *given)[0])
     (state,) = states_of(kernel)
     assert state.kind == "online softmax"
     rng = np.random.default_rng(0)
@@ -431,7 +431,7 @@ def test_no_online_softmax(body):
         out_specs=pl.BlockSpec((8,), lambda i: (0,)),
         scratch_shapes=[pltpu.VMEM((8,), F32)] * 2,
     )
-    kernel = run(primitive.kernels_in(call, jax.ShapeDtypeStruct((32,), F32))[0])
+    kernel = run(sites.kernels_in(call, jax.ShapeDtypeStruct((32,), F32))[0])
     (state,) = states_of(kernel)
     assert "l_ref" in state.reason
 
@@ -504,7 +504,7 @@ def test_refused(body):
         out_specs=pl.BlockSpec((8,), lambda i: (i,)),
         scratch_shapes=[pltpu.VMEM((8,), F32)],
     )
-    kernel = run(primitive.kernels_in(call, jax.ShapeDtypeStruct((32,), F32))[0])
+    kernel = run(sites.kernels_in(call, jax.ShapeDtypeStruct((32,), F32))[0])
     (state,) = states_of(kernel)
     assert REFUSED[body] in state.reason and state.kind == "unknown"
     assert state.loc is not None and "test_split_axis.py" in state.loc.file
@@ -684,7 +684,7 @@ def test_random_bodies():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             given = jax.ShapeDtypeStruct((8 * steps,), I32)
-            kernel = run(primitive.kernels_in(call, given)[0])
+            kernel = run(sites.kernels_in(call, given)[0])
         x = rng.integers(-9, 9, size=8 * steps).astype(np.int32)
         for state in states_of(kernel):
             if state.reason:
