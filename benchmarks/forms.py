@@ -615,13 +615,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         and (not asked.family or form.family in asked.family)
         and (form.grad or not asked.grad)
     ]
-    kind = (
-        {"cuda": "gpu"}.get(platform, platform) if here else target_kind(asked.target)
-    )
-    for form in forms:
-        if kind in form.without:
-            print(f"{form.name}: left out, {form.without[kind]}")
-    forms = [form for form in forms if kind not in form.without]
     families = {form.name: form.family for form in forms}
     if asked.list:
         for form in forms:

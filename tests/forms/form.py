@@ -7,7 +7,7 @@ tests here hold them to the reference.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -113,7 +113,6 @@ class Form:
         problem: what it computes.
         make: the function of the problem's operands, for a size.
         grad: whether it has a gradient.
-        without: targets that cannot run it, with the reason.
     """
 
     name: str
@@ -121,7 +120,6 @@ class Form:
     problem: Problem
     make: Callable[[Size], Callable[..., Any]]
     grad: bool = True
-    without: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class Family:

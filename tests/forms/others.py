@@ -1028,7 +1028,6 @@ def histogram_by_atomics_on_one_block(size: Size):
 @family.form(
     HISTOGRAM,
     grad=False,
-    without={"cpu": "one comparison for each bin is 256 times the work of XLA's loop"},
 )
 def histogram_by_one_hot_sums(size: Size):
     block = size.block(512)
@@ -1175,7 +1174,6 @@ SEGMENT = Problem("segment sum", _segment_operands, _segments)
 
 @family.form(
     SEGMENT,
-    without={"cpu": "the products are 128 times the work of XLA's sums of rows"},
 )
 def segment_sum_by_one_hot_products(size: Size):
     """Slots in blocks; every block of rows is multiplied by who belongs where."""
