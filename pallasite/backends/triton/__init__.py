@@ -37,6 +37,7 @@ from pallasite.passes.lower.place_windows import place_windows
 from pallasite.passes.lower.plain_copies import plain_copies
 from pallasite.passes.lower.promote import promote
 from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
@@ -90,6 +91,7 @@ class TritonBackend:
             Pass("own_inputs", own_inputs),
             Pass("matrix_units", write_out),
             Pass("loop_steps", loop_steps),
+            Pass("edge_fills", edge_fills),
             Pass("choose_blocks", blocks),
             Pass("canonicalize", canonicalize, if_changed=True),
             *PASSES,

@@ -12,9 +12,10 @@ from itertools import product
 from math import ceil, prod
 
 from pallasite.errors import ChipMemoryError
-from pallasite.ir.nodes import Kernel, Op, Value, walk
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim
+from pallasite.passes.normal.unit_dims import unit_dims
 from pallasite.passes.schedule.choose_blocks import (
     LEAST_ROW,
     Blocks,
@@ -62,21 +63,21 @@ class Tiles:
         register_share: of its registers, for results.
         keeps_operands: whether computed operands take registers too.
         stages: buffers of operands that keep the tensor cores busy.
+        stages_alone: the same, if a program does nothing else in the meantime.
         padded: whether each side of a tile is padded to a power of two.
         least_side: the smallest side to split to.
         lone: how much longer the matmuls of a warpgroup take if it is alone on its SM.
         reloads: whether operands that exceed shared memory are multiplied in parts.
-        batches: whether a program computes several matmuls of a batch as fast as one.
     """
 
     register_share: float = 0.5
     stages: int = 3
+    stages_alone: int = 3
     padded: bool = True
     keeps_operands: bool = False
     least_side: int = LEAST_SIDE
     lone: float = 1.0
     reloads: bool = True
-    batches: bool = False
 
     def elements(self, shape: Sequence[int]) -> int:
         return _physical(shape) if self.padded else prod(shape)
@@ -102,8 +103,7 @@ def for_gpu(
     if not blocks.dots:
         return _without_products(blocks, chip, tuned)
     tiles = tiles or Tiles()
-    if not tiles.batches:
-        blocks = _batches_apart(blocks)
+    blocks = _batches_apart(blocks)
     products = _WithProducts(blocks, chip, tiles)
     if products.seconds({}) is None:  # it does not fit
         products = _WithProducts(with_uses_apart(blocks), chip, tiles)
@@ -111,7 +111,10 @@ def for_gpu(
 
 
 def _batches_apart(blocks: Blocks) -> Blocks:
-    """One matmul of each batch per program, where programs can be split so."""
+    """One matmul of each batch per program, where programs can be split so.
+
+    It is one of two matrices then.
+    """
     refused = set[tuple[int, int]]()
     while True:
         dims = (d for d in blocks.free if d.windows[0] not in refused)
@@ -122,7 +125,8 @@ def _batches_apart(blocks: Blocks) -> Blocks:
         if 1 not in blocks.parts(dim, 1):
             continue
         try:
-            blocks = blocks_of(blocks.rewritten({dim: 1})) or blocks
+            apart = unit_dims(blocks.rewritten({dim: 1}))
+            blocks = blocks_of(apart) or blocks
         except CannotReblock:
             continue
 
@@ -152,19 +156,28 @@ class _WithProducts:
     def __init__(self, blocks: Blocks, chip: Gpu, tiles: Tiles):
         self.blocks, self.chip, self.tiles = blocks, chip, tiles
         self.most_in_registers = tiles.register_share * 4 * chip.registers
-        # Accumulators have 32 bits, whatever they are rounded to.
-        self.in_registers = [(dot.op.result, 4) for dot in blocks.dots]
-        if tiles.keeps_operands:
-            sides = [side.value for dot in blocks.dots for side in dot.sides]
-            self.in_registers += [
-                (v, v.tile.dtype.bytes)
-                for v in dict.fromkeys(sides)
-                if not _is_loaded(v, self._made)
-            ]
 
     @cached_property
     def _made(self) -> dict[Value, Op]:
         return {v: op for op in walk(self.blocks.body) for v in op.results}
+
+    @cached_property
+    def in_registers(self) -> list[list[tuple[Value, int]]]:
+        """What is in registers at the same time, with the bytes of an element."""
+        return [self._held(dots) for dots in _at_once(self.blocks.body)]
+
+    def _held(self, dots: Iterable[Op]) -> list[tuple[Value, int]]:
+        found = list(map(Dot.of, dots))
+        # Accumulators have 32 bits, whatever they are rounded to.
+        held = [(dot.op.result, 4) for dot in found]
+        if self.tiles.keeps_operands:
+            sides = [side.value for dot in found for side in dot.sides]
+            held += [
+                (v, v.tile.dtype.bytes)
+                for v in dict.fromkeys(sides)
+                if not _is_loaded(v, self._made)
+            ]
+        return held
 
     def kernel(self, tuned: bool) -> Kernel:
         own = self.seconds({})
@@ -290,9 +303,12 @@ class _WithProducts:
 
     def _register_bytes(self, sizes: Sizes) -> int:
         """Registers for results of matmuls, and for operands that are kept there."""
-        return sum(
-            self.tiles.elements(self.blocks.shape(v, sizes)) * width
-            for v, width in self.in_registers
+        return max(
+            sum(
+                self.tiles.elements(self.blocks.shape(v, sizes)) * width
+                for v, width in held
+            )
+            for held in self.in_registers
         )
 
     def _fits_registers(self, sizes: Sizes) -> bool:
@@ -311,7 +327,10 @@ class _WithProducts:
         waves = ceil(self.blocks.programs(sizes) / self.chip.cores)
         work = sum(self._work(dot, sizes) for dot in self.blocks.dots)
         steps = self.blocks.steps
-        missing = max(self.tiles.stages - stages, 0)
+        wanted = self.tiles.stages
+        if self._is_one_product:
+            wanted = self.tiles.stages_alone
+        missing = max(wanted - stages, 0)
         return waves * steps * work * (1 + 0.3 * missing) / self._rate
 
     @cached_property
@@ -391,6 +410,19 @@ class _WithProducts:
             except CannotReblock:
                 continue  # a dimension can be split, but not after another
         return made
+
+
+def _at_once(block: Block) -> list[list[Op]]:
+    """Matmuls whose results are in registers at the same time, at each such time.
+
+    Those of two loops, or two branches, one after the other: what the second takes from
+    the first is carried on in the same registers.
+    """
+    own = [op for op in block.ops if op.name == "dot"]
+    inner = [
+        dots for op in block.ops for region in op.regions for dots in _at_once(region)
+    ]
+    return [[*own, *dots] for dots in inner if dots] or [own]
 
 
 def _is_loaded(value: Value, made: Mapping[Value, Op]) -> bool:
