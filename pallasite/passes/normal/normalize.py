@@ -18,6 +18,7 @@ from pallasite.passes.normal.positions import positions
 from pallasite.passes.normal.products import products
 from pallasite.passes.normal.program_order import program_order
 from pallasite.passes.normal.replicated import replicated
+from pallasite.passes.normal.scanned_rows import scanned_rows
 from pallasite.passes.normal.unit_dims import unit_dims
 
 RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
@@ -33,6 +34,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("known_clamps", known_clamps),
     ("masks", masks),
     ("unit_dims", unit_dims),
+    ("scanned_rows", scanned_rows),
     ("replicated", replicated),
     ("columns", columns),
     ("products", products),
