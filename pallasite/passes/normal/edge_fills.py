@@ -1,13 +1,15 @@
-"""edge_fills: zeros that masks put past the edge of an array are its window's fill.
+"""edge_fills: what masks say about the edge of an array is left to its window.
 
 In: `select(i * size + iota < n, load(block), 0)`, where i numbers blocks of `size` along
-a dimension of n elements. Out: the load alone, of a window with `fill=0`. Conditions
-beside this one stay.
+a dimension of n elements, or loads and stores with such a mask. Out: the load alone, of
+a window with `fill=0` where zeros were asked for; the store alone. Conditions beside
+this one stay.
 
 Proof: element j of block i is element i * size + j of the array, as long as the index
 map gives only indices of blocks. The comparison is false exactly past the edge, where a
 filled window reads 0, as the select gave. Without `fill=` what is there is undefined,
-so other loads of the block may read 0 as well.
+so other loads of the block may read 0 as well, and a mask without zeros says nothing.
+Stores past the edge write nothing.
 
 For backends that mask loads anyway, and whose copies fill with zeros: a loaded tile can
 be copied straight to where it is multiplied, a computed one cannot.
@@ -33,9 +35,10 @@ def edge_fills(kernel: Kernel) -> Kernel:
     masks = _Masks(whole)
     shown, kept = list[Shown](), dict[Op, list[Value]]()
     for each in whole.shown:
-        found = masks.filled(each) if _may_fill(each) else {}
+        found = masks.filled(each) if _is_plain(each) else {}
         kept |= found
-        if found:
+        filled = any(op.name == "select_n" or op.attrs.get("other") for op in found)
+        if filled and each.window.may_hang_over(each.array.ref.shape):
             zero = 0.0 if each.array.ref.dtype.is_float else 0
             each = each._replace(window=replace(each.window, fill=zero))
         shown.append(each)
@@ -45,11 +48,10 @@ def edge_fills(kernel: Kernel) -> Kernel:
     return dead_code(with_pipeline(kernel, whole.showing(shown, body).to_op()))
 
 
-def _may_fill(shown: Shown) -> bool:
+def _is_plain(shown: Shown) -> bool:
     window = shown.window
-    readable = window.mode == "in" and window.space == "block" and not window.fill
     plain = all(d.kind in ("blocked", "squeezed") for d in window.dims)
-    return readable and plain and not shown.array.ref.dtype.is_bool
+    return plain and window.space == "block" and not shown.array.ref.dtype.is_bool
 
 
 class _Masks:
@@ -66,15 +68,28 @@ class _Masks:
         """Selects that a fill value makes needless, with the conditions that stay."""
         found = dict[Op, list[Value]]()
         edges = dict(self.edges(shown))
-        for load in self.users[shown.block]:
-            if not _is_whole_load(load):
+        may_fill = shown.window.mode == "in" and not shown.window.fill
+        for op in self.users[shown.block]:
+            if op.name not in ("load", "store") or not _is_whole(op):
                 continue
-            for user in self.users[load.result]:
-                conditions = self.conditions(user, load.result)
+            asking = [(op, self.conditions_of_access(op, may_fill))]
+            if op.name == "load" and may_fill:
+                users = self.users[op.result]
+                asking += [(user, self.conditions(user, op.result)) for user in users]
+            for each, conditions in asking:
                 stay = [c for c in conditions if not self.is_edge(c, edges)]
                 if len(stay) < len(conditions):
-                    found[user] = stay
+                    found[each] = stay
         return found
+
+    def conditions_of_access(self, op: Op, may_fill: bool) -> list[Value]:
+        """All of which must hold for an element to be loaded, or stored."""
+        access = Access.of(op)
+        if access.mask is None or (access.other is not None and not may_fill):
+            return []
+        if access.other is not None and not self.is_zero(access.other):
+            return []
+        return self.conjuncts(access.mask)
 
     def edges(self, shown: Shown) -> Iterator[tuple[int, tuple[Affine, int]]]:
         """Of each dimension of a block: the position of its first element, the edge."""
@@ -97,12 +112,13 @@ class _Masks:
         if op.name != "select_n" or len(op.operands) != 3:
             return []
         which, otherwise, chosen = op.operands
-        zero = self.made.get(otherwise)
-        if chosen is not loaded or zero is None or zero.name != "constant":
+        if chosen is not loaded or not self.is_zero(otherwise):
             return []
-        if zero.attrs["value"] != 0 or not which.tile.dtype.is_bool:
-            return []
-        return self.conjuncts(which)
+        return self.conjuncts(which) if which.tile.dtype.is_bool else []
+
+    def is_zero(self, value: Value) -> bool:
+        op = self.made.get(value)
+        return op is not None and op.name == "constant" and op.attrs["value"] == 0
 
     def conjuncts(self, value: Value) -> list[Value]:
         op = self.made.get(value)
@@ -136,29 +152,34 @@ class _Masks:
         return (d, form.affine) if is_count else None
 
 
-def _is_whole_load(op: Op) -> bool:
-    if op.name != "load" or op.attrs["mask"]:
-        return False
+def _is_whole(op: Op) -> bool:
     access = Access.of(op)
     return access.index == full_index(access.ref.ref.shape)
 
 
 def _without(block: Block, kept: dict[Op, list[Value]]) -> Block:
-    """The block with these selects only by the conditions that stay."""
-    ops: list[Op] = []
+    """The block in which only these conditions stay."""
+    b = Builder()
     replaced: dict[Value, Value] = {}
     for op in block.ops:
-        stay: Sequence[Value] | None = kept.get(op)
-        if stay is None:
-            ops.append(with_regions(op, [_without(r, kept) for r in op.regions]))
+        conditions: Sequence[Value] | None = kept.get(op)
+        if conditions is None:
+            b.ops.append(with_regions(op, [_without(r, kept) for r in op.regions]))
             continue
-        _, otherwise, chosen = op.operands
-        replaced[op.result] = chosen
-        if stay:
-            b = Builder(op.loc)
-            which = stay[0]
-            for condition in stay[1:]:
-                which = b.and_(which, condition)
-            replaced[op.result] = b.op("select_n", which, otherwise, chosen)
-            ops += b.ops
-    return substitute(Block(block.params, tuple(ops), block.yields), replaced)
+        b.loc, mask = op.loc, None
+        for condition in conditions:
+            mask = condition if mask is None else b.and_(mask, condition)
+        if op.name == "select_n":
+            _, otherwise, chosen = op.operands
+            if mask is not None:
+                chosen = b.op("select_n", mask, otherwise, chosen)
+            replaced[op.result] = chosen
+            continue
+        access = Access.of(op)
+        if access.value is not None:
+            b.store(access.ref, access.value, access.index, mask=mask)
+        else:
+            other = None if mask is None else access.other
+            loaded = b.load(access.ref, access.index, mask=mask, other=other)
+            replaced[op.result] = loaded
+    return substitute(Block(block.params, tuple(b.ops), block.yields), replaced)

@@ -53,6 +53,9 @@ TILE_ELEMENTS = 8192  # of the largest tile in code without matmuls
 TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
 SMALL_BATCH = 1 << 16  # elements of one operand times those of the other
 PROGRAMS_PER_CORE = 4  # of those that have grown
+# Contiguous elements of a tile that would not fit otherwise.
+LEAST_LINE = 8
+MOVES = frozenset({"slice", "concatenate", "dynamic_slice", "pad", "rev", "gather"})
 
 
 @dataclass(frozen=True)
@@ -463,6 +466,8 @@ def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
     if own > 2 * TILE_ELEMENTS:
         # Rows first: contiguous elements stay together.
         sizes = _cut(blocks, ((rows, 1), (lines, LEAST_ROW)))
+        if _largest(blocks, sizes) > _most_elements(blocks, chip):
+            sizes = _cut(blocks, ((rows, 1), (lines, LEAST_LINE)))
     elif 0 < own < TINY_TILE:
         for dim in (*lines, *rows):
             for n in blocks.multiples(dim, SMALL_TILE):
@@ -471,6 +476,12 @@ def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
                 if enough and _largest(blocks, new) <= SMALL_TILE:
                     sizes = new
     return blocks.rewritten(sizes) if sizes else kernel
+
+
+def _most_elements(blocks: Blocks, chip: Gpu) -> int:
+    """Elements of a tile that an SM can hold, in shared memory if they are moved."""
+    moves = any(op.name in MOVES for op in walk(blocks.body))
+    return min(chip.registers, chip.shared.bytes // 4) if moves else chip.registers
 
 
 def fewer_rows(kernel: Kernel) -> Kernel:
