@@ -32,7 +32,7 @@ from pallasite.backends import base
 from pallasite.backends.cpu.call import compile as compiler
 from pallasite.ir.nodes import walk
 from pallasite.ir.opdef import table
-from pallasite.primitive import calls_in, kernels_in
+from pallasite.sites import calls_in, kernels_in
 
 STAGES = ("trace", "passes", "text", "llvm", "code")
 USES = (50, 200, 800)

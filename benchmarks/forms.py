@@ -120,7 +120,8 @@ class Worker:
         return gradient(function, structs) if self.grad else function
 
     def _backend(self, function: Callable, structs: Sequence[Any]) -> Row:
-        from pallasite.primitive import calls_in, choose
+        from pallasite.primitive import choose
+        from pallasite.sites import calls_in
 
         names: list[str] = []
         reasons: list[str] = []
@@ -484,8 +485,8 @@ def tpu_cycles(forms: Sequence[Any], chip: str, grad: bool, limit: float, worker
     from pallasite import config
     from pallasite.backends.base import Compiled, Options, get
     from pallasite.passes.run import run
-    from pallasite.primitive import calls_in
     from pallasite.runtime.aot import Job, compile_all
+    from pallasite.sites import calls_in
     from pallasite.target import TPUS
     from tests.forms.form import SIZES, gradient
 

@@ -16,7 +16,7 @@ import numpy as np
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.primitive import calls_in
+from pallasite.sites import calls_in
 
 Case = tuple[str, Callable[..., Any], tuple[Any, ...]]
 

@@ -45,7 +45,8 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite import triton as plt
 from pallasite.backends import base
-from pallasite.primitive import calls_in, choose
+from pallasite.primitive import choose
+from pallasite.sites import calls_in
 from pallasite.target import chip_of_device
 
 RESULTS = Path(__file__).parent / "results"

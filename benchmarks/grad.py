@@ -19,7 +19,8 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.autodiff.backward import cotangents, plan
 from pallasite.autodiff.backward_choice import Machine
-from pallasite.primitive import calls_in, chip_for
+from pallasite.primitive import chip_for
+from pallasite.sites import calls_in
 
 MASKED = -1e30
 MOST = 4.0  # times the forward kernel that a backward may take

@@ -46,8 +46,8 @@ from benchmarks.tpu_operations import Operation, operations
 from pallasite import config
 from pallasite.backends.base import Compiled, Options, get
 from pallasite.passes.run import run as run_shared_passes
-from pallasite.primitive import calls_in
 from pallasite.runtime.aot import Job, compile_all
+from pallasite.sites import calls_in
 from pallasite.target import TPUS
 
 RESULTS = Path(__file__).parent / "results" / "tpu.json"

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 
 import pallasite as pl
+from pallasite import tpu as pltpu
 
 S = jax.ShapeDtypeStruct
 ROWS, WIDTH = 8, 512
 
 
-# A sum of everything: every step adds to one number, so steps run one after another.
+# A sum of everything, in the order of the steps. Without "sequential" it would run in
+# parts by itself, because sums merge (docs/semantics.md).
 
 
 def total_kernel(x_ref: Any, o_ref: Any):
@@ -33,6 +35,7 @@ def total(x: jax.Array):
         grid=x.shape[0] // ROWS,
         in_specs=[pl.BlockSpec((ROWS, WIDTH), lambda i: (i, 0))],
         out_specs=pl.BlockSpec((1, 1), lambda i: (0, 0)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("sequential",)),
     )(x)
 
 

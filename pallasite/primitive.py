@@ -8,13 +8,12 @@ exact about grids, windows and scratch. `batch.py` has the IR part of the vmap r
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
-import jax.core
 import numpy as np
 from jax.interpreters import batching, mlir
 
@@ -37,9 +36,6 @@ from pallasite.interpret.options import CheckedElsewhere as CheckedElsewhere
 from pallasite.interpret.options import Machine as Machine
 from pallasite.interpret.options import interpreted as interpreted
 from pallasite.ir.nodes import Kernel, Loc, walk
-from pallasite.language.arguments import Arguments
-from pallasite.passes.analysis.grid import analyze
-from pallasite.passes.run import run as run_passes
 from pallasite.passes.schedule.plan_parts import Plan, Serial, plan
 from pallasite.passes.schedule.split_axis import Program
 from pallasite.passes.transform.batch import (
@@ -300,7 +296,7 @@ def _lower_program(
     chip: Chip | None,
 ) -> list[Any] | None:
     """Emit the calls of a program; None if a backend refuses one of them."""
-    from pallasite.runtime.ffi import lower_launch, lower_value
+    from pallasite.runtime.ffi import lower_program
 
     exporting = jaxcompat.is_export(ctx)
     parts = parts_of(call, program)
@@ -312,31 +308,7 @@ def _lower_program(
     record = _recorded.get()
     if record is not None:
         record += [part for part in parts if part not in record]
-    plain = jaxcompat.plain_avals(ctx.avals_in)
-    values = list(zip(operands, plain, strict=True))
-    for step, launch in zip(program.steps, launches, strict=True):
-        taken = [values[n] for n in step.operands]
-        refs = [param.ref for param in step.kernel.inputs]
-        given = [
-            lower_value(ctx, functools.partial(_in_shape, shape=ref.shape), *each)
-            for each, ref in zip(taken, refs, strict=True)
-        ]
-        made = [
-            jax.core.ShapedArray(param.ref.shape, param.ref.dtype.np)
-            for param in step.kernel.outputs
-        ]
-        inner = ctx.replace(avals_in=[aval for _, aval in given], avals_out=made)
-        found = lower_launch(launch, inner, *(value for value, _ in given))
-        values += zip(found, made, strict=True)
-    results = []
-    for result, aval in zip(program.results, ctx.avals_out, strict=True):
-        pick = functools.partial(_in_shape, shape=aval.shape, last=result.last)
-        results.append(lower_value(ctx, pick, *values[result.array])[0])
-    return results
-
-
-def _in_shape(x: Any, shape: tuple[int, ...], last: bool = False) -> Any:
-    return (x[-1] if last else x).reshape(shape)
+    return lower_program(program, launches, ctx, *operands)
 
 
 def warn_serial(kernel: Kernel, serial: Serial) -> None:
@@ -346,7 +318,7 @@ def warn_serial(kernel: Kernel, serial: Serial) -> None:
     _warned.add("serial" + kernel.text)
     at = serial.loc or kernel.loc or Loc("<unknown>", 0)
     text = compose(
-        f"the steps of grid axis {serial.axis} run one after another, on one core",
+        f"the steps of grid axis {serial.axis} run in order, and cores stay idle",
         [("kernel", kernel.name), ("why", serial.reason)],
         at,
         "let each step write its own block, or keep sums, maxima or other states that "
@@ -723,94 +695,3 @@ def _spread_changed(
 
 
 batching.primitive_batchers[call_p] = _batch
-
-
-@dataclass(frozen=True)
-class Site:
-    """A kernel call and its context in a function.
-
-    Attributes:
-        call: the call.
-        inside: the control flow around it, outermost first ("scan", "shard_map").
-        times: how often one run of the function makes it; None: data-dependent.
-        sources: per operand, the first operand that is the same array.
-        split: for one of the kernels that a call is run as: of which, and why.
-    """
-
-    call: Call
-    inside: tuple[str, ...] = ()
-    times: int | None = 1
-    sources: tuple[int, ...] = ()
-    split: str = ""
-
-
-def in_parts(site: Site, platform: str, chip: Chip | Host | None) -> list[Site]:
-    """The kernels that a call is run as on a chip: itself, or those of its parts."""
-    call = for_platform(site.call, platform)
-    found = planned(call, platform, chip=chip if isinstance(chip, Chip) else None)
-    if found.program is None:
-        return [site]
-    size = analyze(run_passes(call.kernel)).axes[found.axis or 0].size
-    parts = parts_of(call, found.program)
-    whole = f"{len(parts)} of {call.kernel.name}"
-    how = f"i{found.axis} ({size} steps, {found.kind}) runs as {found.parts} parts"
-    return [
-        Site(part, site.inside, site.times, split=f"kernel {n} of {whole}: {how}")
-        for n, part in enumerate(parts, 1)
-    ]
-
-
-_NOT_CONTROL = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call")
-# Primitives that stand for functions: maps parameters to them. `autodiff` adds some.
-MEANINGS: dict[Any, Callable[..., Callable[..., Any]]] = {}
-
-
-def jaxprs_inside(eqn: Any) -> list[Any]:
-    """The jaxprs in an equation's parameters, or what it is lowered to."""
-    meaning = MEANINGS.get(eqn.primitive)
-    if meaning is None:
-        return list(jaxcompat.jaxprs_in_params(eqn.params))
-    operands = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    return [jax.make_jaxpr(meaning(**eqn.params))(*operands)]
-
-
-def sites_in(fn: Any, *args: Any, **kwargs: Any) -> list[Site]:
-    """The kernel calls of a JAX function, in order, and the context of each.
-
-    Arguments that are not arrays are passed as they are.
-    """
-    given = Arguments(args, kwargs)
-    return sites_of_jaxpr(jax.make_jaxpr(given.of_arrays(fn))(*given.arrays))
-
-
-def sites_of_jaxpr(jaxpr: Any) -> list[Site]:
-    """The kernel calls in a traced function, in order, and the context of each."""
-    found: list[Site] = []
-
-    def visit(jaxpr: Any, inside: tuple[str, ...], times: int | None) -> None:
-        for eqn in jaxcompat.opened(jaxpr)[0].eqns:
-            if eqn.primitive is call_p:
-                first = [eqn.invars.index(v) for v in eqn.invars]
-                found.append(Site(eqn.params["call"], inside, times, tuple(first)))
-            name, rounds = eqn.primitive.name, times
-            if name == "scan" and times is not None:
-                rounds = times * eqn.params["length"]
-            elif name == "while":
-                rounds = None
-            is_control = name not in _NOT_CONTROL and eqn.primitive not in MEANINGS
-            around = (*inside, name) if is_control else inside
-            for inner in jaxprs_inside(eqn):
-                visit(inner, around, rounds)
-
-    visit(jaxpr, (), 1)
-    return found
-
-
-def calls_in(fn: Any, *args: Any, **kwargs: Any) -> list[Call]:
-    """The kernel calls of a JAX function, in order."""
-    return [site.call for site in sites_in(fn, *args, **kwargs)]
-
-
-def kernels_in(fn: Any, *args: Any) -> list[Kernel]:
-    """The kernels a JAX function calls, in order (for tests, dumps and tools)."""
-    return [call.kernel for call in calls_in(fn, *args)]

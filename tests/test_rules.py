@@ -31,6 +31,7 @@ LAYERS: list[set[str]] = [
     {"emulation"},
     {"sharding"},
     {"primitive"},
+    {"sites"},
     {"autodiff"},
     {"calls"},
     {"fusion"},

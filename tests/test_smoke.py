@@ -7,7 +7,7 @@ import numpy as np
 import pallasite as pl
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 
 BLOCK = pl.BlockSpec((128,), lambda i: (i,))
 

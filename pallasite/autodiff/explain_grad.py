@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from pallasite.errors import NoBackwardKernel, SpecError
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.language.trace import user_location
-from pallasite.primitive import calls_in, chip_for
+from pallasite.primitive import chip_for
+from pallasite.sites import calls_in
 
 if TYPE_CHECKING:
     from pallasite.autodiff.backward import BackwardPlan, KeepingPlan

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-from pallasite import jaxcompat, primitive
+from pallasite import jaxcompat, primitive, sites
 from pallasite.autodiff import backward
 from pallasite.autodiff.activity import activity
 from pallasite.autodiff.tangent import NoTangentKernel, TangentKernel, tangent_kernel
@@ -587,7 +587,7 @@ def _register(which: Any, meaning: Callable[..., Callable]) -> None:
 
     which.def_impl(run)
     mlir.register_lowering(which, lower)
-    primitive.MEANINGS[which] = meaning
+    sites.MEANINGS[which] = meaning
 
 
 # `first_derivative.py` registers the rules of `call_p` itself.

@@ -267,11 +267,14 @@ def _suits_cuda(kernel: Kernel) -> bool:
     """
     from pallasite.ir.opdef import table
     from pallasite.passes.analysis.grid import analyze
+    from pallasite.passes.optimise.split_accesses import split_accesses
 
     ops = list(walk(kernel.body))
     if any(op.name in _FOR_CUDA for op in ops):
         return True
     rows = table()
+    if any(op.name in ("slice", "concatenate") for op in ops):
+        ops = list(walk(split_accesses(kernel).body))
     if not all(op.name in _ROW_OPS or rows[op.name].elementwise for op in ops):
         return False
     arrays = [p.ref for p in kernel.params if p.ref.rank > 1]

@@ -14,7 +14,8 @@ from pallasite.language.arguments import Arguments
 from pallasite.language.specs import CostEstimate
 from pallasite.passes.analysis.cost import Cost
 from pallasite.passes.analysis.cost import cost as kernel_cost
-from pallasite.primitive import Call, call_p, jaxprs_inside
+from pallasite.primitive import Call, call_p
+from pallasite.sites import jaxprs_inside
 
 
 def estimate_cost(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> CostEstimate:

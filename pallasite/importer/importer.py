@@ -78,7 +78,7 @@ class Importer:
         self.hidden: dict[str, Value] = {}
         self.has_subcores = False  # of a SparseCore, which may meet
         self.sums: dict[Value, Any] = {}  # of matrix units (`matrix_units.py`)
-        self.refused: UnsupportedError | None = None  # the error on its way out
+        self.refused: PallasError | None = None  # the error on its way out
         self.threads: Any = None  # the warpgroups of a `plgpu` kernel (`gpu.py`)
         table()
 

@@ -99,6 +99,17 @@ def _iota(im: Importer, eqn: Any, *dynamic: Value) -> Value:
     return im.builder.op("iota", type=type_, dim=eqn.params["dimension"])
 
 
+@RULES.rule("empty", params="shape dtype")
+def _empty(im: Importer, eqn: Any) -> Value:
+    """Any numbers will do: zeros, which are the same in every run."""
+    return im.builder.constant(0, tile_type(eqn.outvars[0].aval, im.where))
+
+
+@RULES.rule("dce_sink", params="prevent_mlir_dce")
+def _dce_sink(im: Importer, eqn: Any, x: Value) -> None:
+    """Keeps a value from being removed as unused, which changes no result."""
+
+
 @RULES.rule("concatenate", params="dimension")
 def _concatenate(im: Importer, eqn: Any, *parts: Value) -> Value:
     return im.builder.op("concatenate", *parts, axis=eqn.params["dimension"])

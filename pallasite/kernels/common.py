@@ -22,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 import pallasite as pl
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
-from pallasite.primitive import jaxprs_inside
+from pallasite.sites import jaxprs_inside
 
 Implementation = Literal["pallasite", "xla", "reference"]
 

@@ -9,7 +9,7 @@ and scratch results.
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,10 @@ import jax.core
 import numpy as np
 from jax.interpreters import mlir
 
+from pallasite import jaxcompat
+
 Launch = Any  # pallasite.backends.base.Launch, which is a layer above this one
+Program = Any  # pallasite.passes.schedule.split_axis.Program
 
 _lock = threading.Lock()
 # Targets registered with XLA, which keeps them until the process ends; so must we.
@@ -114,16 +117,49 @@ def _run(ctx: Any, fn: Any, avals: Any, out: Any, *operands: Any) -> Sequence[An
     return mlir.lower_fun(fn, multiple_results=many)(inner, *operands)
 
 
-def lower_value(
-    ctx: Any, fn: Callable[[Any], Any], value: Any, aval: Any
+def lower_program(
+    program: Program, launches: Sequence[Launch], ctx: Any, *operands: Any
+) -> list[Any]:
+    """Emit the calls of several kernels, with ordinary arrays between them.
+
+    Args:
+        program: the kernels, and which arrays go where.
+        launches: one per kernel.
+        ctx: JAX's lowering context; its output avals are the program's results.
+        *operands: the program's operands as MLIR values.
+    """
+    values = list(zip(operands, jaxcompat.plain_avals(ctx.avals_in), strict=True))
+    for step, launch in zip(program.steps, launches, strict=True):
+        taken = [values[n] for n in step.operands]
+        pairs = zip(taken, step.kernel.inputs, strict=True)
+        given = [_in_shape(ctx, *each, param.ref.shape) for each, param in pairs]
+        made = [
+            jax.core.ShapedArray(param.ref.shape, param.ref.dtype.np)
+            for param in step.kernel.outputs
+        ]
+        inner = ctx.replace(avals_in=[aval for _, aval in given], avals_out=made)
+        found = lower_launch(launch, inner, *(value for value, _ in given))
+        values += zip(found, made, strict=True)
+    results = []
+    for result, aval in zip(program.results, ctx.avals_out, strict=True):
+        value, made_as = values[result.array]
+        found, _ = _in_shape(ctx, value, made_as, aval.shape, result.last)
+        results.append(found)
+    return results
+
+
+def _in_shape(
+    ctx: Any, value: Any, aval: Any, shape: tuple[int, ...], last: bool = False
 ) -> tuple[Any, Any]:
-    """Lowers a JAX function of one array; gives the result and its type."""
-    made = jax.eval_shape(fn, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    new = jax.core.ShapedArray(made.shape, made.dtype)
-    if new.shape == aval.shape:
+    """An array, or the last element of its first axis, in another shape."""
+    if not last and aval.shape == shape:
         return value, aval
-    (found,) = _run(ctx, fn, [aval], [new], value)
-    return found, new
+    new = jax.core.ShapedArray(shape, aval.dtype)
+
+    def change(x: Any) -> Any:
+        return (x[-1] if last else x).reshape(shape)
+
+    return _run(ctx, change, [aval], [new], value)[0], new
 
 
 def _in_bytes(ctx: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]]:

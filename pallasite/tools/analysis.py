@@ -21,7 +21,8 @@ from pallasite.passes.analysis.grid import Axis, analyze
 from pallasite.passes.analysis.work import Work, count
 from pallasite.passes.run import run
 from pallasite.passes.schedule.tpu_blocks import why_small
-from pallasite.primitive import Call, Site, for_platform, wants_emulation
+from pallasite.primitive import Call, for_platform, wants_emulation
+from pallasite.sites import Site
 from pallasite.target import Chip, Named
 from pallasite.tools.hints import Facts, hints
 from pallasite.tools.pass_notes import notes

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pallasite.primitive import Site
+from pallasite.sites import Site
 from pallasite.tools.traces import Trace, kernels_of, traced_for
 
 if TYPE_CHECKING:

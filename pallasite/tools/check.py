@@ -12,8 +12,8 @@ from pathlib import Path
 from pallasite import config
 from pallasite.backends import base
 from pallasite.backends.base import Resource
-from pallasite.primitive import Site, in_parts
 from pallasite.runtime import aot as libtpu
+from pallasite.sites import Site, in_parts
 from pallasite.target import Named, Tpu
 from pallasite.tools.analysis import Analysis, analyse
 from pallasite.tools.report import Estimate, KernelReport

@@ -15,16 +15,8 @@ from pallasite.backends import base
 from pallasite.errors import SpecError
 from pallasite.ir.nodes import Kernel
 from pallasite.language.trace import user_location
-from pallasite.primitive import (
-    Call,
-    Choice,
-    Site,
-    accelerator,
-    calls_in,
-    check_platform,
-    choose,
-    in_parts,
-)
+from pallasite.primitive import Call, Choice, accelerator, check_platform, choose
+from pallasite.sites import Site, calls_in, in_parts
 from pallasite.target import named
 
 

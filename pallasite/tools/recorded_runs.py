@@ -15,7 +15,8 @@ import numpy as np
 from pallasite.backends.cpu.call import recording
 from pallasite.errors import PallasError, UnsupportedError
 from pallasite.language.arguments import Arguments
-from pallasite.primitive import Site, choose, recorded
+from pallasite.primitive import choose, recorded
+from pallasite.sites import Site
 from pallasite.tools.analysis import analyse
 from pallasite.tools.device_events import device_events
 from pallasite.tools.measure import made_up

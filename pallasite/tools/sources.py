@@ -17,7 +17,8 @@ import jax
 from pallasite.errors import PallasError, SpecError
 from pallasite.ir.nodes import Loc
 from pallasite.ir.types import DTYPES
-from pallasite.primitive import Site, recorded
+from pallasite.primitive import recorded
+from pallasite.sites import Site
 from pallasite.tools.traces import Trace, kernels_of
 
 _ARRAY = re.compile(r"\s*(\w+)\[([\d,\s]*)\]\s*")

@@ -10,7 +10,7 @@ from dataclasses import replace
 import jax
 
 from pallasite import config
-from pallasite.primitive import Site, in_parts
+from pallasite.sites import Site, in_parts
 from pallasite.target import Named, Tpu, chip_of_device, measured, named
 from pallasite.target.names import of_chip
 from pallasite.tools.analysis import Analysis, analyse, bound_of

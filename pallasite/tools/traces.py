@@ -8,7 +8,7 @@ from pallasite import config
 from pallasite.errors import SpecError
 from pallasite.ir.nodes import Loc
 from pallasite.language.trace import shorten, user_location
-from pallasite.primitive import Site, sites_in
+from pallasite.sites import Site, sites_in
 from pallasite.target import Named
 
 Trace = Callable[[], Sequence[Site]]  # the kernel calls of a function

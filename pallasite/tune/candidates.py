@@ -26,7 +26,8 @@ from pallasite.ir.nodes import Block, Kernel, walk
 from pallasite.ir.roles import Dot, Pipeline, Roles
 from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.work import Work, count
-from pallasite.primitive import Call, sites_of_jaxpr
+from pallasite.primitive import Call
+from pallasite.sites import sites_of_jaxpr
 from pallasite.target import Chip, Gpu, Host, Tpu
 from pallasite.tools.roofline import Peaks, roofline
 from pallasite.tune import choices

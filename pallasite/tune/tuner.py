@@ -20,8 +20,9 @@ from pallasite.backends import base
 from pallasite.errors import CompileError, SpecError
 from pallasite.language.arguments import Arguments
 from pallasite.language.trace import user_location
-from pallasite.primitive import Call, calls_in, chip_for, wants_emulation
+from pallasite.primitive import Call, chip_for, wants_emulation
 from pallasite.runtime import aot
+from pallasite.sites import calls_in
 from pallasite.target import Chip, Host, Tpu
 from pallasite.tune import candidates, choices, measure
 from pallasite.tune import table as tables

@@ -14,7 +14,7 @@ from pallasite import tpu as pltpu
 from pallasite.autodiff.backward import cotangents, plan
 from pallasite.autodiff.backward_choice import Machine
 from pallasite.ir.nodes import walk
-from pallasite.primitive import calls_in
+from pallasite.sites import calls_in
 from pallasite.target import host
 from tests.xla import put
 

@@ -19,7 +19,8 @@ from pallasite.backends import base
 from pallasite.ir.nodes import walk
 from pallasite.ir.rewrite import users_of
 from pallasite.ir.types import BF16
-from pallasite.primitive import calls_in, chip_for, kernels_in
+from pallasite.primitive import chip_for
+from pallasite.sites import calls_in, kernels_in
 from pallasite.target import AVX2, Host, chip
 from tests.backends.triton import harness
 from tests.xla import pull_back, put

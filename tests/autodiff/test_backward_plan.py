@@ -14,7 +14,7 @@ from pallasite.ir.nodes import walk
 from pallasite.ir.roles import Pipeline
 from pallasite.ir.verify import verify
 from pallasite.passes.analysis.grid import find_pipeline
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from pallasite.target import AVX2, GPUS, Host
 from tests.zoo import all_cases
 

@@ -9,7 +9,7 @@ import pytest
 
 import pallasite as pl
 from pallasite.autodiff.explain_grad import full_plan
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 
 
 def weighted(parts, rows) -> Any:

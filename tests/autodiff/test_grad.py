@@ -18,7 +18,8 @@ from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import walk
 from pallasite.ir.parse import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.primitive import call_p, kernels_in
+from pallasite.primitive import call_p
+from pallasite.sites import kernels_in
 
 ROWS, ROW = (
     pl.BlockSpec((4, 8), lambda i: (i, 0)),

@@ -12,7 +12,7 @@ import pytest
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.passes.run import run as run_passes
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.backends.cpu.direct import Code, Guarded
 from tests.backends.tpu import harness as tpu
 from tests.backends.triton import harness as triton

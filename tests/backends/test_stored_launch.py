@@ -10,7 +10,7 @@ import pallasite as pl
 from pallasite import config
 from pallasite.backends import base
 from pallasite.backends.cuda import nvrtc
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from pallasite.target import GPUS
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no file owners")

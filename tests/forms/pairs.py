@@ -35,7 +35,8 @@ from pallasite.ir.nodes import Kernel
 from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import analyze
 from pallasite.passes.run import run
-from pallasite.primitive import Call, calls_in
+from pallasite.primitive import Call
+from pallasite.sites import calls_in
 from pallasite.target import Named, named
 from tests.forms.form import SIZES, Size
 from tests.forms.spellings import BASES, Spelling, pairs

@@ -35,8 +35,8 @@ class Worker:
         if self.count % COUNT == 0:
             self.stop()
             command = [sys.executable, "-m", "tests.functions.worker", *self.only]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            self.process = subprocess.Popen(command, text=True, **pipes)
+            pipe = subprocess.PIPE
+            self.process = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe)
         self.count += 1
         self.process.stdin.write(" ".join(place) + "\n")
         self.process.stdin.flush()
@@ -109,6 +109,8 @@ def main() -> None:
         for v in found:
             if v["outcome"] == "differs" or (options.only and v["message"]):
                 print(_line(v), flush=True)
+        if options.json:  # also of a run that is interrupted
+            options.json.write_text(json.dumps(verdicts, indent=0))
 
     only = [*(options.dtypes or judge.DTYPES), *(options.kinds or judge.KINDS)]
     judge_all(places, only, options.jobs, report)
@@ -122,6 +124,9 @@ def main() -> None:
     missing = [f"{m}.{n}" for m in table.MODULES for n in table.unclassified(m)]
     if missing:
         sys.exit(f"unclassified: {' '.join(missing)}")
+    tried = {(v["module"], v["name"]) for v in verdicts if v["outcome"] != "none"}
+    if untried := set(places) - tried if not (options.dtypes or options.kinds) else ():
+        sys.exit(f"JAX takes none of their operands: {sorted(untried)}")
     if any(v["outcome"] == "differs" for v in verdicts):
         sys.exit("functions differ")
 

@@ -79,7 +79,7 @@ def _left(why: str, text: str) -> dict[str, str]:
 
 CONSTANT, NOT_ARRAYS = "takes no array", "is not a function from arrays to arrays"
 DYNAMIC = "has a result whose shape depends on values"
-DEVICES, HOST = "is about devices", "runs on the host"
+DEVICES = "is about devices"
 
 # --- jnp ---
 
@@ -108,10 +108,8 @@ _JNP = _group(
     t="matrix_transpose",
     s="trace tril triu diagonal fliplr rot90 corrcoef cov",
     ss="dot inner matmul kron outer tensordot",
-    sv="matvec",
-    vs="vecmat",
     vv="vdot convolve correlate polyadd polysub polymul meshgrid",
-    v="vander polyder polyint trim_zeros",
+    v="vander polyder polyint",
 )
 _JNP |= _calls(
     "x",
@@ -125,7 +123,7 @@ _JNP |= _calls(
     block=lambda f, x: f([[x, x], [x, x]]),
     broadcast_to=lambda f, x: f(x, (2, *x.shape)),
     column_stack=lambda f, x: f([x, x]),
-    compress=lambda f, x: f(np.arange(x.shape[-1]) % 2 == 0, x, axis=-1),
+    compress=lambda f, x: f(x[0] > 0, x, axis=0, size=3),
     concat=lambda f, x: f([x, x], axis=-1),
     concatenate=lambda f, x: f([x, x + x], axis=-1),
     cross=lambda f, x: f(x[..., :3], x[..., 1:4]),
@@ -189,7 +187,7 @@ _JNP |= _calls(
     linspace=lambda f, x: f(x, x + 3, 7),
     logspace=lambda f, x: f(x, x + 1, 7),
     arange=lambda f, x: x + f(x.shape[-1]).astype(x.dtype),
-    eye=lambda f, x: x[..., None] * f(3, 4, dtype=x.dtype),
+    eye=lambda f, x: x[..., None, None] * f(3, 4, dtype=x.dtype),
     empty=lambda f, x: x + f(x.shape, x.dtype) * 0,
     full=lambda f, x: x + f(x.shape, 2, x.dtype),
     ones=lambda f, x: x + f(x.shape, x.dtype),
@@ -236,6 +234,11 @@ _JNP |= _calls(
     triu_indices_from=lambda f, s: f(s),
     poly=lambda f, s: f(s[0]),
 )
+_JNP |= _calls(
+    "ss",
+    matvec=lambda f, x, y: f(x, y[0]),
+    vecmat=lambda f, x, y: f(x[0], y),
+)
 _JNP |= _calls("vx", polyval=lambda f, v, x: f(v, x))
 _JNP |= _calls(
     "v",
@@ -261,15 +264,16 @@ _JNP_LEFT = _left(
     isscalar issubdtype iterable load ndim printoptions promote_types result_type save
     savez set_printoptions shape size""",
 )
+_JNP_LEFT |= _left(DYNAMIC, "trim_zeros")
 
 # --- lax ---
 
 _LAX = _group(
     x="""abs asinh atan bessel_i0e bessel_i1e bitwise_not cbrt ceil clz conj cos cosh
-    erf erfc exp exp2 expm1 floor imag is_finite logistic neg optimization_barrier
-    population_count real round sign sin sinh square stop_gradient tan tanh transpose
+    erf erfc exp exp2 expm1 floor is_finite logistic neg optimization_barrier
+    population_count round sign sin sinh square stop_gradient tan tanh transpose
     cummax cummin cumprod cumsum cumlogsumexp sort dce_sink stage shape_as_value
-    after_all one_minus_square""",
+    one_minus_square""",
     u="acos asin atanh erf_inv",
     g="acosh",
     q="digamma lgamma log log1p log2 rsqrt sqrt reciprocal",
@@ -279,13 +283,11 @@ _LAX = _group(
     qx="pow",
     qq="igamma igammac igamma_grad_a random_gamma_grad",
     qqp="betainc",
-    gq="zeta",
-    nq="polygamma",
+    gq="zeta polygamma",
     xxx="clamp",
     xn="shift_left shift_right_arithmetic shift_right_logical",
     mxx="select select_n",
     ss="dot",
-    tt="batch_matmul",
 )
 
 
@@ -385,6 +387,9 @@ _LAX |= _calls(
         x, w[..., :2], (1,), [(1, 1)], (1,), (1,)
     ),
 )
+_LAX |= _calls("tt", batch_matmul=lambda f, x, y: f(x, jnp.swapaxes(y, 1, 2)))
+_LAX |= _calls("xx", real=lambda f, x, y: f(lax.complex(x, y)))
+_LAX |= _calls("xx", imag=lambda f, x, y: f(lax.complex(x, y)))
 _LAX |= _calls("ss", dot_general=lambda f, x, y: f(x, y, (((0,), (1,)), ((), ()))))
 _LAX |= _calls(
     "ts",
@@ -432,7 +437,7 @@ _LAX |= _calls(
 _LAX_LEFT = _left(
     NOT_ARRAYS,
     """ConvGeneralDilatedDimensionNumbers DotDimensionNumbers PrecisionLike
-    broadcast_shapes conv_dimension_numbers conv_general_permutations
+    after_all broadcast_shapes conv_dimension_numbers conv_general_permutations
     conv_general_shape_tuple conv_shape_tuple conv_transpose_shape_tuple create_token
     dtype padtype_to_pads reduce_window_shape_tuple""",
 )
@@ -461,9 +466,9 @@ _NN |= _calls("i", one_hot=lambda f, i: f(i, 5))
 _NN |= _calls(
     "t",
     dot_product_attention=lambda f, t: f(t[None], t[None] * 2, t[None], is_causal=True),
-    scaled_matmul=lambda f, t: f(t, t, jnp.ones((2, 3, 1)), jnp.ones((2, 3, 1))),
 )
-_NN_LEFT = _left(NOT_ARRAYS, "get_scaled_dot_general_config scaled_dot_general")
+_NN_LEFT = _left(NOT_ARRAYS, "get_scaled_dot_general_config")
+_NN_LEFT |= _left("has no code for CPUs", "scaled_dot_general scaled_matmul")
 
 # --- jax.scipy.special ---
 

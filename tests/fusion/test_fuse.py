@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallasite as pl
 import pallasite.tpu as pltpu
-from pallasite.primitive import calls_in
+from pallasite.sites import calls_in
 
 
 def array(*shape: int, seed: int = 0, dtype=jnp.float32) -> jax.Array:

@@ -15,7 +15,7 @@ from jax import lax
 
 import pallasite as pl
 import pallasite.tpu as pltpu
-from pallasite.primitive import sites_of_jaxpr
+from pallasite.sites import sites_of_jaxpr
 from tests.fuzz.choices import Choices, chance, pick
 from tests.fuzz.running import COMPILER_OPTIONS
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import pallasite as pl
 from pallasite.errors import UnsupportedError
 from pallasite.passes.run import run as run_passes
-from pallasite.primitive import Call, bind_call, kernels_in
+from pallasite.primitive import Call, bind_call
+from pallasite.sites import kernels_in
 from tests.backends.cuda import host as cuda
 from tests.backends.tpu import harness as tpu
 from tests.backends.triton import harness as triton

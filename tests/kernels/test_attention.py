@@ -13,7 +13,7 @@ from pallasite import kernels
 from pallasite.autodiff import backward
 from pallasite.ir.nodes import walk
 from pallasite.kernels import masks
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from pallasite.target import chip
 from tests.xla import put
 

@@ -11,7 +11,7 @@ import pytest
 from pallasite import config, kernels
 from pallasite.errors import SpecError
 from pallasite.ir.nodes import walk
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.xla import put
 
 from .agreement import gradients_agree, modes_agree, values_agree

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallasite as pl
 from pallasite.passes.transform.report_checks import report_checks
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.backends.triton.harness import simulated
 
 GOOD = np.arange(1, 17, dtype=np.float32)

@@ -15,7 +15,7 @@ from pallasite import tpu as pltpu
 from pallasite import triton
 from pallasite.calls.pallas_call import PARAMETERS, params_of
 from pallasite.errors import KernelTypeError, SpecError
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 
 S = jax.ShapeDtypeStruct
 f32, i32 = jnp.float32, jnp.int32

@@ -11,8 +11,8 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.backends.base import Compiled, get
 from pallasite.errors import CheckError, KernelTypeError, SpecError, UnsupportedError
-from pallasite.primitive import calls_in
 from pallasite.runtime.aot import Job, compile_all
+from pallasite.sites import calls_in
 from pallasite.target import TPUS
 
 RNG = np.random.default_rng(0)

@@ -9,7 +9,7 @@ from jax import lax
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import CheckError, KernelTypeError
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.backends.triton.harness import simulated
 
 S = jax.ShapeDtypeStruct

@@ -16,7 +16,7 @@ from pallasite.passes.run import run
 from pallasite.passes.schedule.choose_blocks import for_threads
 from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.tpu_blocks import for_tpu
-from pallasite.primitive import calls_in
+from pallasite.sites import calls_in
 from pallasite.target import GPUS, TPUS, Memory
 from tests.backends.triton.test_blocks import matmul
 from tests.passes.test_reblock import COPY, OWN, head, parsed, rows

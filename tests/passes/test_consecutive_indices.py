@@ -15,7 +15,7 @@ from pallasite.passes.normal.consecutive_indices import (
 )
 from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.normalize import normalize
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.fuzz.agreement import run_numpy
 
 ROWS, COLUMNS = 10, 12

@@ -113,24 +113,24 @@ def test_running_softmax_is_in_base_two():
             %inside: bool[4,8] = lt %columns, %limits1
             %z: f32[4,8] = select_n %inside, %3, %2
             %top: f32[4] = reduce %z {kind="max", axes=(1,)}
-            %top1: f32[4,1] = reshape %top {shape=(4, 1)}
-            %m2: f32[4,1] = max %m1, %top1
+            %4: f32[4,1] = broadcast_in_dim %top {shape=(4, 1), dims=(0,)}
+            %m2: f32[4,1] = max %m1, %4
             %d: f32[4,1] = sub %m1, %m2
             %shrink: f32[4,1] = exp2 %d
             %m3: f32[4,8] = broadcast_in_dim %m2 {shape=(4, 8), dims=(0, 1)}
             %d1: f32[4,8] = sub %z, %m3
             %p: f32[4,8] = exp2 %d1
             %sum: f32[4] = reduce %p {kind="sum", axes=(1,)}
-            %sum1: f32[4,1] = reshape %sum {shape=(4, 1)}
+            %5: f32[4,1] = broadcast_in_dim %sum {shape=(4, 1), dims=(0,)}
             %s2: f32[4,1] = mul %s1, %shrink
-            %s3: f32[4,1] = add %s2, %sum1
+            %s3: f32[4,1] = add %s2, %5
             yield %m2, %s3
           }
         store %l[:, :] = %s
         %log: f32[4,1] = log %s
-        %4: f32[4,1] = constant {value=0.6931471824645996}
-        %5: f32[4,1] = mul %m, %4
-        %lse: f32[4,1] = add %5, %log
+        %6: f32[4,1] = constant {value=0.6931471824645996}
+        %7: f32[4,1] = mul %m, %6
+        %lse: f32[4,1] = add %7, %log
         %flat: f32[4] = reshape %lse {shape=(4,)}
         store %o[:] = %flat""")
 

@@ -13,7 +13,7 @@ from pallasite.ir.verify import verify
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.schedule.merge_k_rounds import merge_k_rounds
 from pallasite.passes.schedule.merge_k_steps import merge_k_steps
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.passes.test_promote import expect
 from tests.passes.test_row_strips import code
 from tests.passes.test_same_meaning import outputs

@@ -10,8 +10,8 @@ from benchmarks.partitioning import matmul
 from pallasite import tpu as pltpu
 from pallasite.passes.analysis.partition import derive, pull_back_rule
 from pallasite.passes.transform.shard import shard
-from pallasite.primitive import kernels_in
 from pallasite.sharding.custom_call import AxisSplit, _is_even, place, shardy_text
+from pallasite.sites import kernels_in
 from tests.passes.parts import assert_parts_agree
 from tests.zoo import all_cases
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pallasite as pl
 from pallasite.passes import progress
 from pallasite.passes.run import Pass, run
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 
 
 def slow_kernel():

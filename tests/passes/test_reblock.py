@@ -19,7 +19,7 @@ from pallasite.passes.schedule.loop_over_k import loop_over_k
 from pallasite.passes.schedule.merge_k_steps import split_k_steps
 from pallasite.passes.schedule.reblock import cut, grow
 from pallasite.passes.schedule.resized_code import CannotReblock
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.passes.test_promote import MATMUL, expect
 from tests.passes.test_row_strips import code
 from tests.passes.test_same_meaning import outputs

@@ -9,7 +9,7 @@ from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.optimise.replicate_columns import replicate_columns
 from pallasite.passes.run import run
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.passes.test_promote import expect
 from tests.passes.test_row_strips import NORM, code
 from tests.passes.test_row_strips import kernel as rows

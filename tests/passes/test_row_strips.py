@@ -10,7 +10,7 @@ from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.schedule.row_strips import row_strips
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.passes.test_promote import expect, program
 from tests.passes.test_same_meaning import outputs
 from tests.zoo import all_cases

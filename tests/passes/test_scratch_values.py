@@ -12,7 +12,7 @@ from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.optimise.scratch_values import scratch_values
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.passes.test_promote import expect
 from tests.passes.test_row_strips import code
 from tests.passes.test_same_meaning import outputs

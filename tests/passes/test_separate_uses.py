@@ -22,7 +22,7 @@ from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.reblock import cut
 from pallasite.passes.schedule.resized_code import CannotReblock
 from pallasite.passes.schedule.separate_uses import separate_uses
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from pallasite.target import GPUS, Memory
 from tests.fuzz.agreement import run_numpy
 

@@ -11,7 +11,7 @@ from pallasite.ir.verify import verify
 from pallasite.passes.run import run
 from pallasite.passes.schedule.tpu_blocks import _Estimate, for_tpu
 from pallasite.passes.schedule.unroll_rounds import unroll_rounds
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from pallasite.target import TPUS
 from tests.passes.test_reblock import head
 from tests.passes.test_same_meaning import outputs

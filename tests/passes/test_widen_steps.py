@@ -17,7 +17,7 @@ from pallasite.passes.schedule.reblock import grow
 from pallasite.passes.schedule.resized_code import CannotReblock
 from pallasite.passes.schedule.tpu_blocks import for_tpu
 from pallasite.passes.schedule.widen_steps import widen_steps
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from pallasite.target import TPUS
 from tests.passes.test_promote import expect
 from tests.passes.test_reblock import head

@@ -9,7 +9,7 @@ from jax import lax
 import pallasite as pl
 from pallasite.passes.analysis.work import Work, count
 from pallasite.passes.run import run
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.ir import kernels
 from tests.zoo import all_cases
 

@@ -21,7 +21,7 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import CheckError
 from pallasite.interpret.checked import run_devices
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.remote import collectives
 from tests.remote.collectives import over_mesh
 

@@ -22,7 +22,7 @@ from benchmarks.partitioning import (
 from pallasite import tpu as pltpu
 from pallasite.errors import PartitionWarning, SpecError
 from pallasite.passes.analysis.partition import derive
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 

@@ -1,5 +1,6 @@
 """`pl.explain(f)(*args)`: every kernel of a function, and what is said of it."""
 
+import functools
 import json
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import pallasite as pl
 from pallasite import config, kernels
+from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.passes.analysis.work import Traffic, Work, short
 from pallasite.target import TPUS, named
@@ -45,7 +47,7 @@ def total_kernel(x_ref, o_ref):
     o_ref[...] += x_ref[...].sum(keepdims=True)
 
 
-def total(x):
+def total(x, **call):
     """One sum of all elements: its only axis is sequential."""
     return pl.pallas_call(
         total_kernel,
@@ -53,6 +55,7 @@ def total(x):
         grid=x.shape[0] // 8,
         in_specs=[pl.BlockSpec((8, x.shape[1]), lambda i: (i, 0))],
         out_specs=pl.BlockSpec((1, 1), lambda i: (0, 0)),
+        **call,
     )(x)
 
 
@@ -197,9 +200,11 @@ def facts(target: str, work: Work, **more) -> Facts:
 
 
 def test_hint_about_a_sequential_axis():
-    found = only(total, S((1 << 15, 512), F32))
+    asked = pltpu.CompilerParams(dimension_semantics=("sequential",))
+    in_order = functools.partial(total, compiler_params=asked)
+    found = only(in_order, S((1 << 15, 512), F32))
     assert found.hints and "because i0 is sequential" in found.hints[0]
-    assert "several steps may write a block of o_ref" in found.hints[0]
+    assert "dimension_semantics says sequential" in found.hints[0]
 
 
 def test_hint_about_steps_that_stay_small():

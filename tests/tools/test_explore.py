@@ -19,7 +19,7 @@ from pallasite.backends import base
 from pallasite.language.trace import jaxprs_kept
 from pallasite.passes.analysis.work import count, count_by_line
 from pallasite.passes.run import run
-from pallasite.primitive import sites_in
+from pallasite.sites import sites_in
 from pallasite.tools.explorer import grid_steps, serve
 from pallasite.tools.explorer.linked_text import linked
 from pallasite.tools.explorer.page import page_of

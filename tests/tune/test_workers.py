@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallasite as pl
-from pallasite.primitive import calls_in
+from pallasite.sites import calls_in
 from pallasite.tune.workers import Workers
 
 # A child that is ready at once and answers by the length of the call's name.

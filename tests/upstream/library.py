@@ -286,8 +286,8 @@ def all_gather_compiles() -> None:
     from jax.experimental.pallas import tpu as pltpu
 
     from pallasite.backends.base import Compiled, get
-    from pallasite.primitive import calls_in
     from pallasite.runtime.aot import Job, compile_all
+    from pallasite.sites import calls_in
 
     jobs = []
     for space in (pltpu.VMEM, pl.ANY):

@@ -50,6 +50,7 @@ from pallasite.passes.optimise.hoist import hoist
 from pallasite.passes.optimise.scale_after_max import scale_after_max
 from pallasite.passes.optimise.scale_after_sum import scale_after_sum
 from pallasite.passes.optimise.sink_loads import sink_loads
+from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.optimise.unmasked_steps import unmasked_loops
 from pallasite.passes.optimise.unused import drop_unused
 from pallasite.passes.run import Pass
@@ -84,6 +85,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
     return (
         Pass("own_inputs", own_inputs),
         Pass("matrix_units", write_out),
+        Pass("split_accesses", split_accesses),
         Pass("loop_steps", loop_steps),
         Pass("edge_fills", edge_fills),
         Pass("results_in_scratch", results_in_scratch),

@@ -70,6 +70,7 @@ class TpuBackend:
         from pallasite.backends.tpu.schedule import schedule
         from pallasite.backends.tpu.vmem import check_vmem
         from pallasite.passes.lower.legalize import legalize
+        from pallasite.passes.lower.narrow_integers import narrow_integers
         from pallasite.passes.lower.place_windows import place_windows
         from pallasite.passes.normal.canonicalize import canonicalize
         from pallasite.passes.normal.consecutive_indices import consecutive_indices
@@ -86,6 +87,7 @@ class TpuBackend:
         limits = partial(check_limits, chip=chip, vmem_limit=asked)
         return (
             Pass("matrix_units", partial(schedule_units, chip=chip)),
+            Pass("narrow_integers", narrow_integers),
             Pass("check_limits", limits),
             Pass("device_numbers", ask_for_device_numbers),
             Pass("prints", add_log),
@@ -120,12 +122,14 @@ class TpuBackend:
         from pallasite.backends.tpu import sparse_core
         from pallasite.backends.tpu.schedule import schedule
         from pallasite.passes.lower.legalize import legalize
+        from pallasite.passes.lower.narrow_integers import narrow_integers
         from pallasite.passes.normal.canonicalize import canonicalize
         from pallasite.passes.normal.known_comparisons import known_comparisons
 
         native = sparse_core.is_native
         return (
             Pass("check_chip", partial(sparse_core.check_chip, chip=chip)),
+            Pass("narrow_integers", narrow_integers),
             Pass("known_comparisons", known_comparisons),
             Pass("canonicalize", canonicalize),
             Pass("inner_pipelines", schedule),

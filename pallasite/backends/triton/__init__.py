@@ -43,6 +43,7 @@ from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
 from pallasite.passes.optimise.hoist import hoist
 from pallasite.passes.optimise.sink_loads import sink_loads
+from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.run import Pass
 from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.target import GPUS, Gpu
@@ -90,6 +91,7 @@ class TritonBackend:
             Pass("check_types", partial(check_types, chip=_chip(options))),
             Pass("own_inputs", own_inputs),
             Pass("matrix_units", write_out),
+            Pass("split_accesses", split_accesses),
             Pass("loop_steps", loop_steps),
             Pass("edge_fills", edge_fills),
             Pass("choose_blocks", blocks),

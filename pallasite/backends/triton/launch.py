@@ -102,7 +102,8 @@ class Need:
     narrowest: int  # bytes of the narrowest element that memory accesses move
     loaded: int  # bytes of all loads outside loops, or of one iteration
     rows: int  # of the largest matmul; 0: there is none
-    results: frozenset[tuple[int, int]] = frozenset()  # of matmuls: rows, columns
+    # Columns of matmuls whose results meet: there, warps share only the rows of each.
+    columns: frozenset[int] = frozenset()
     reads_own_writes: bool = False  # in a loop, where prefetching would be too early
     streams: dict[Op, int] = field(default_factory=dict)  # loop -> bytes of its loads
 
@@ -123,8 +124,8 @@ class Need:
         most = chip.registers // (32 * warps)
         if chip.arch != HOPPER or most >= chip.registers_per_thread:
             return True
-        wide = (_columns_at_once(*shape, warps) for shape in self.results)
-        return all(columns // 2 + BESIDE_RESULT <= most for columns in wide)
+        at_once = (min(columns, WIDEST) for columns in self.columns)
+        return all(columns // 2 + BESIDE_RESULT <= most for columns in at_once)
 
     def resident(self, warps: int, chip: Gpu, shared: int = 0) -> int:
         """Programs resident on an SM at the same time; at least one."""
@@ -171,12 +172,18 @@ class _Count(LiveTiles):
             narrowest=min(self.widths(), default=4),
             loaded=max(outside, inside),
             rows=max((_rows(dot) for dot in self.dots), default=0),
-            results=frozenset((_rows(dot), _columns(dot)) for dot in self.dots),
+            columns=frozenset(self.connected_columns()),
             reads_own_writes=self.reads_own_writes(loops),
             streams={
                 loop: self.step_bytes(loop) for loop in loops if self.is_stream(loop)
             },
         )
+
+    def connected_columns(self) -> Iterator[int]:
+        """The columns of matmuls, if there are several, whose results may meet."""
+        for dot in self.dots if len(self.dots) > 1 else ():
+            if _rows(dot) >= WARPGROUP_ROWS:  # others have another instruction
+                yield _columns(dot)
 
     def widths(self) -> Iterator[int]:
         for op in self.ops:
@@ -218,14 +225,6 @@ def _rows(dot: Dot) -> int:
 
 def _columns(dot: Dot) -> int:
     return power_of_two(prod(dot.rhs.sizes(dot.rhs.free)))
-
-
-def _columns_at_once(rows: int, columns: int, warps: int) -> int:
-    """Columns of a warpgroup's instruction: warps share the rows first."""
-    if rows < WARPGROUP_ROWS:
-        return 0  # another instruction, for which few registers suffice
-    beside = max(1, warps // (rows // (WARPGROUP_ROWS // 4)))
-    return min(WIDEST, columns // beside)
 
 
 def _elements(value: Value) -> int:

@@ -128,6 +128,15 @@ def _and(x: Fact, y: Fact) -> Fact | None:
     return Fact(0, min(bounds)) if bounds else None
 
 
+def _abs(x: Fact) -> Fact:
+    ends = (abs(x.low), abs(x.high))
+    return Fact(0 if x.low <= 0 <= x.high else min(ends), max(ends), x.multiple)
+
+
+def _sign(x: Fact) -> Fact:
+    return Fact(-1 if x.low < 0 else int(x.low > 0), 1 if x.high > 0 else -(x.high < 0))
+
+
 def _same(x: Fact) -> Fact:
     return x
 
@@ -164,6 +173,8 @@ _RULES: dict[str, Callable[..., Fact | None]] = {
     "concatenate": _any_of,
     "and": _and,
     "shift_left": _shift_left,
+    "abs": _abs,
+    "sign": _sign,
     "neg": lambda x: _sub(exactly(0), x),
     "clamp": lambda low, x, high: _min(_max(x, low), high),
     "cast": _same,

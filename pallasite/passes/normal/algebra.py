@@ -216,6 +216,15 @@ def same_operands(op: Op, b: Rewriter) -> Value | None:
     return x if x is y else None
 
 
+def least_or_most(op: Op, b: Rewriter) -> Value | None:
+    """A maximum with minus infinity, as JAX's softmax starts it; NaN stays NaN."""
+    x, y = op.operands
+    number = float("-inf" if op.name == "max" else "inf")
+    if is_number(b, y, number):
+        return x
+    return y if is_number(b, x, number) else None
+
+
 def undone(op: Op, b: Rewriter) -> Value | None:
     """`neg(neg(x))`, `not(not(x))`."""
     inner = b.producer(op.operands[0], op.name)
@@ -450,6 +459,8 @@ PATTERNS: tuple[Pattern, ...] = (
     ("not", undone),
     ("max", same_operands),
     ("min", same_operands),
+    ("max", least_or_most),
+    ("min", least_or_most),
     ("shift_left", shift),
     ("shift_right_logical", shift),
     ("shift_right_arithmetic", shift),

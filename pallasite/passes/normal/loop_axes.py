@@ -11,6 +11,8 @@ A loop stays if it does not pick the block of every result that it writes: as st
 grid its iterations would gain nothing.
 """
 
+import numpy as np
+
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Value, walk
 from pallasite.ir.rewrite import inline, used_values, writes
@@ -20,6 +22,7 @@ from pallasite.passes.analysis.affine import moving_axes
 from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.intervals import HIGHEST, LOWEST, Facts
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.analysis.step_table import StepTable
 from pallasite.passes.normal.again import Again
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.narrow_windows import narrow_windows
@@ -61,22 +64,26 @@ def _only_loop(kernel: Kernel, whole: Pipeline) -> Loop | None:
     outside = [v for v in needed if v in again.made]
     if not all(map(again.can, outside)) or not all(map(again.is_scalar, loop.bounds)):
         return None
-    return loop if _steps(_facts(kernel, whole), loop) is not None else None
+    return loop if _steps(kernel, whole, loop) is not None else None
 
 
-def _facts(kernel: Kernel, whole: Pipeline) -> Facts:
+def _steps(kernel: Kernel, whole: Pipeline, loop: Loop) -> int | None:
+    """The largest trip count of a loop in any program; None if not known."""
+    ops = (*kernel.body.ops[: kernel.body.ops.index(whole.op)], *whole.body.ops)
+    table = StepTable(whole.ids, whole.grid)
+    table.add_ops(ops)
+    known = [t.astype(np.int64) for v in loop.bounds if (t := table.of(v)) is not None]
+    if len(known) == len(loop.bounds) and known[2].min() > 0:
+        first, limit, step = known
+        trips = -((first - limit) // step)
+        within = bool(np.all(first + trips * step <= HIGHEST))
+        return max(int(trips.max()), 0) if within else None
     facts = Facts()
     facts.note_grid(whole.ids, whole.grid)
-    for op in (*kernel.body.ops[: kernel.body.ops.index(whole.op)], *whole.body.ops):
+    for op in ops:
         facts.note_op(op)
-    return facts
-
-
-def _steps(facts: Facts, loop: Loop) -> int | None:
-    """The largest trip count of a loop in any program; None if not known."""
-    most = facts.most_steps(loop)
-    known = facts.of(loop.limit).high < HIGHEST and facts.of(loop.first).low > LOWEST
-    return most if known and not facts.may_overshoot(loop) else None
+    bounded = facts.of(loop.limit).high < HIGHEST and facts.of(loop.first).low > LOWEST
+    return facts.most_steps(loop) if bounded and not facts.may_overshoot(loop) else None
 
 
 def _carried(loop: Loop) -> list[tuple[Loop, int]]:
@@ -96,13 +103,14 @@ def _is_dead(place: tuple[Loop, int]) -> bool:
 
 def _with_axis(kernel: Kernel, whole: Pipeline, loop: Loop) -> Pipeline:
     """The pipeline with the iterations of a loop as its last axis."""
-    facts = _facts(kernel, whole)
     axis = Value(INDEX, f"i{len(whole.grid)}")
     b = Builder(loop.op.loc)
     at = whole.body.ops.index(loop.op)
     b.ops += whole.body.ops[:at]
     index = b.add(loop.first, b.mul(axis, loop.step))
-    if all(facts.of(v).number is not None for v in loop.bounds):
+    around = (*kernel.body.ops, *whole.body.ops)
+    constants = {op.result for op in around if op.name == "constant"}
+    if constants.issuperset(loop.bounds):
         inline(b, loop.body, (index, *loop.inits))
     else:
         inside = Builder(loop.op.loc)
@@ -116,7 +124,7 @@ def _with_axis(kernel: Kernel, whole: Pipeline, loop: Loop) -> Pipeline:
         maps.append(m.block(ids, inline(m, old, ids[:-1])))
     body = b.block((*whole.ids, axis, *whole.blocks))
     return whole.with_(
-        grid=(*whole.grid, _steps(facts, loop)),
+        grid=(*whole.grid, _steps(kernel, whole, loop)),
         semantics=(*whole.semantics, "arbitrary"),
         maps=tuple(maps),
         body=body,

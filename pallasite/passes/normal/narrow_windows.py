@@ -168,10 +168,11 @@ class _Narrowing:
         uses, ref = self.uses.get(shown.block), shown.block
         if not uses or ref in self.others or not _is_plain(shown):
             return []
+        aliased = self.kernel.aliased_results
+        if shown.array in (*aliased, *aliased.values()):
+            return []  # windows onto one memory move together
         written = ref in self.written or shown.array in self.written
-        if shown.window.mode == "in" and (
-            written or shown.array in self.kernel.aliased_results
-        ):
+        if shown.window.mode == "in" and written:
             return []
         groups: list[_Group] = []
         for use in uses:

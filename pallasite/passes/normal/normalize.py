@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.passes.normal.affine_numbers import affine_numbers
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.consecutive_indices import single_slices
@@ -32,6 +33,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("narrow_windows", narrow_windows),
     ("idle_clamps", idle_clamps),
     ("program_order", program_order),
+    ("affine_numbers", affine_numbers),
     ("positions", positions),
     ("known_clamps", known_clamps),
     ("masks", masks),
@@ -49,16 +51,17 @@ def normal_text(kernel: Kernel) -> str:
     kernel = normalize(kernel)
     params = tuple(Value(p.type) for p in kernel.params)
     renamed = dict(zip(kernel.params, params, strict=True))
-    body = _nameless(kernel.body, renamed)
+    body = nameless(kernel.body, renamed)
     return kernel.with_(name="kernel", params=params, body=body).text
 
 
-def _nameless(block: Block, renamed: dict[Value, Value]) -> Block:
+def nameless(block: Block, renamed: dict[Value, Value]) -> Block:
+    """The block with fresh values without names; `renamed` are those it uses."""
     params = [renamed.setdefault(p, Value(p.type)) for p in block.params]
     ops: list[Op] = []
     for op in block.ops:
         operands = tuple(renamed.get(v, v) for v in op.operands)
-        regions = tuple(_nameless(region, renamed) for region in op.regions)
+        regions = tuple(nameless(region, renamed) for region in op.regions)
         results = tuple(renamed.setdefault(v, Value(v.type)) for v in op.results)
         ops.append(op.with_(operands=operands, results=results, regions=regions))
     yields = tuple(renamed.get(v, v) for v in block.yields)

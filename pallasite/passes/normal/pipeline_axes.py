@@ -219,7 +219,9 @@ class _Merge:
         self.guarded(b, self.after, seen, first=False, again=used_values(late))
         body = b.block((*self.ids, *blocks))
         used = set(used_values(body))
+        place = {ref: n for n, ref in enumerate(self.whole.params)}
         shown = [each for each in shown if each.block in used]
+        shown.sort(key=lambda each: place.get(each.array, len(place)))
         body = replace(body, params=(*self.ids, *(each.block for each in shown)))
         merged = self.outer.with_(
             grid=self.outer.grid + self.grid,

@@ -31,6 +31,7 @@ from pallasite.passes.analysis.carried import carried_from
 from pallasite.passes.analysis.grid import with_pipeline
 from pallasite.passes.analysis.guards import guard_of
 from pallasite.passes.analysis.step_table import StepTable
+from pallasite.passes.normal.affine_numbers import fitted
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.narrow_windows import affine_value
 
@@ -46,7 +47,10 @@ def program_order(kernel: Kernel) -> Kernel:
     if numbering is None:
         return kernel
     new = numbering.kernel()
-    return kernel if new is None else canonicalize(new)
+    if new is None:
+        return kernel
+    new = canonicalize(new)
+    return kernel if new == kernel else new
 
 
 def _is_plain(kernel: Kernel, whole: Pipeline) -> bool:
@@ -205,16 +209,7 @@ class _Numbering:
     def fitted(self, values: np.ndarray) -> Affine | None:
         """The affine form that a table is of the new indices, at every program."""
         full = np.broadcast_to(values, self.active.shape)[self.active]
-        by_place = full[self.order].astype(np.int64).reshape(self.sizes)
-        const = int(by_place.flat[0]) if by_place.size else 0
-        coeffs = []
-        for d, n in enumerate(self.sizes):
-            at = tuple(int(d == e) for e in range(len(self.sizes)))
-            coeffs.append(int(by_place[at]) - const if n > 1 else 0)
-        steps = np.indices(self.sizes)
-        same = const + sum(c * s for c, s in zip(coeffs, steps, strict=True))
-        fits = np.array_equal(by_place, np.broadcast_to(same, self.sizes))
-        return Affine(tuple(coeffs), const) if fits else None
+        return fitted(full[self.order].reshape(self.sizes))
 
 
 def _replaced(code: Block, old: Block, mapping: Mapping[Value, Value]) -> Block:
@@ -286,6 +281,8 @@ def _numbered(
     if found is None:
         return None
     sizes, order = found
+    if sizes == shape and here.all() and np.array_equal(order, np.arange(count)):
+        return None  # they are numbered so already
     return _Numbering(kernel, whole, axes, here, sizes, order)
 
 

@@ -25,6 +25,7 @@ from pallasite.passes.analysis.affine import moving_axes
 from pallasite.passes.analysis.carried import covers_whole, is_overwritten
 from pallasite.passes.analysis.grid import with_pipeline
 from pallasite.passes.analysis.step_table import StepTable
+from pallasite.passes.normal.order import order
 
 
 def results_in_scratch(kernel: Kernel) -> Kernel:
@@ -48,7 +49,8 @@ def results_in_scratch(kernel: Kernel) -> Kernel:
         ops = _with_stores(whole, ops, first, {b: scratch[b] for b in blocks})
     body = replace(whole.body, ops=ops)
     new = with_pipeline(kernel, whole.with_(body=body).to_op())
-    return new.with_(body=replace(new.body, ops=(*allocs.ops, *new.body.ops)))
+    ops = (*allocs.ops, *new.body.ops)
+    return order(new.with_(body=replace(new.body, ops=ops)))
 
 
 def _first_axis(kernel: Kernel, whole: Pipeline, shown: Shown) -> int | None:

@@ -28,6 +28,7 @@ from pallasite.ir.rewrite import (
 )
 from pallasite.ir.roles import Loop
 from pallasite.passes.analysis.memory import MAIN_MEMORY, VIEWS, Roots, constant_inputs
+from pallasite.passes.normal.canonicalize import canonicalize
 
 
 def scanned_rows(kernel: Kernel) -> Kernel:
@@ -36,7 +37,9 @@ def scanned_rows(kernel: Kernel) -> Kernel:
     if kernel.level != "tile" or not names & {"dynamic_slice", "dynamic_update_slice"}:
         return kernel
     body = _Parts(kernel).block(kernel.body)
-    return kernel if body is kernel.body else dead_code(kernel.with_(body=body))
+    if body is kernel.body:
+        return kernel
+    return canonicalize(dead_code(kernel.with_(body=body)))
 
 
 class _Made(NamedTuple):

@@ -15,7 +15,7 @@ from pallasite.errors import InternalError
 from pallasite.ir.nodes import Kernel, Loc, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.axis_state import AxisState, state_along
-from pallasite.passes.analysis.cost import PROGRAMS_PER_CORE, seconds
+from pallasite.passes.analysis.cost import PROGRAMS_PER_CORE, bytes_of, cost, seconds
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 from pallasite.passes.run import run
 from pallasite.passes.schedule.split_axis import Program, even_parts, split
@@ -24,6 +24,7 @@ from pallasite.target import CHIPS, Chip, Gpu, Host
 GAIN = 1.5  # estimated, of a split that is made
 # Matmuls are scheduled as a whole, and blocks of their results may yet be divided.
 GAIN_OF_PRODUCTS = 4.0
+SMALL_BYTES = 1 << 22  # of states, for which any number of parts may have their own
 SOONER = 0.9  # fewer parts are chosen if that saves a tenth
 SERIAL_SECONDS = 5e-4  # of a kernel whose idle cores are worth a warning
 IDLE = 8  # how many times more cores than programs are worth one
@@ -104,6 +105,9 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
         found = _best(kernel, info, state, chip, programs)
         if found is not None:
             return found
+        if serial is None:
+            why = f"parts of its {state.kind} would take longer to merge than they save"
+            serial = Serial(axis, why, None)
     if serial is not None and _is_wasteful(kernel, chip, programs):
         return Plan(serial=serial)
     return Plan()
@@ -143,7 +147,7 @@ def _best(
     found: tuple[float, int, Program] | None = None
     tried = set[int]()
     for wanted in _candidates(chip, programs, size):
-        parts = even_parts(size, wanted)
+        parts = even_parts(size, min(wanted, _most(kernel, state)))
         if parts < 2 or parts in tried:
             continue
         tried.add(parts)
@@ -167,6 +171,16 @@ def _candidates(chip: Gpu | Host, programs: int, size: int) -> Iterator[int]:
     per_core = (PROGRAMS_PER_CORE, 2, 1) if isinstance(chip, Gpu) else (2, 1)
     for each in per_core:
         yield min(size, -(-each * _cores(chip) // programs))
+
+
+def _most(kernel: Kernel, state: AxisState) -> int:
+    """How many parts' states take no more memory than what the kernel moves anyway."""
+    arrays = Pipeline.of(find_pipeline(kernel)).arrays
+    held = [
+        s.ref.ref if s.output is None else arrays[s.output].ref for s in state.states
+    ]
+    one = sum(bytes_of(ref) for ref in held)
+    return max(cost(kernel).bytes_accessed, SMALL_BYTES) // max(one, 1)
 
 
 def _overhead(chip: Gpu | Host, launches: int) -> float:

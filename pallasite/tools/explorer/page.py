@@ -21,9 +21,9 @@ from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import print_kernel
 from pallasite.passes.analysis.work import count_by_line
 from pallasite.passes.run import run
-from pallasite.primitive import Site
 from pallasite.runtime.aot import OP
 from pallasite.runtime.bundles import CODE
+from pallasite.sites import Site
 from pallasite.target import Chip, Named, Tpu, named
 from pallasite.tools.analysis import Analysis, analyse
 from pallasite.tools.check import estimated, native

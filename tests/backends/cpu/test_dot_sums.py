@@ -10,7 +10,7 @@ import pytest
 import pallasite as pl
 from pallasite import target
 from pallasite.backends.cpu.tiles.arena import ALIGNMENT
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.backends.cpu.running import llvm_of
 from tests.backends.cpu.test_dot import numbers
 from tests.backends.cpu.test_pack_once import VECTORS

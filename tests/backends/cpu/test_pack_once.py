@@ -21,7 +21,7 @@ from pallasite.ir.nodes import BlockDim, Kernel, Op, Value, Window, walk
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.types import BF16, F16, F32, DType, RefType
 from pallasite.passes.run import run as run_passes
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from pallasite.target import host
 from tests.backends.cpu.running import llvm_of, run
 from tests.backends.cpu.test_dot import close, numbers

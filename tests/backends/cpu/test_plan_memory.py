@@ -11,7 +11,7 @@ from pallasite.backends.cpu.tiles.plan_memory import MEMORY, UNTIL, MemoryPlan
 from pallasite.ir.nodes import walk
 from pallasite.ir.text import parse_kernel, print_kernel
 from pallasite.passes.run import SHARED, run
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from pallasite.target import host
 from tests.fuzz.agreement import run_numpy, same
 from tests.fuzz.choices import Seeded

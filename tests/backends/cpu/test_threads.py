@@ -18,7 +18,7 @@ from pallasite import tpu as pltpu
 from pallasite.backends.cpu import llvm_text
 from pallasite.backends.cpu.call import parallel_units
 from pallasite.passes.run import run as run_passes
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 
 ROWS = pl.BlockSpec((4, 32), lambda i: (i, 0))
 PARALLEL = pltpu.CompilerParams(dimension_semantics=("parallel",))

@@ -17,7 +17,7 @@ from pallasite.backends import base, cuda
 from pallasite.backends.cuda import BACKEND, emit, nvrtc
 from pallasite.errors import CompileError, UnsupportedError
 from pallasite.ir.nodes import Kernel
-from pallasite.primitive import calls_in
+from pallasite.sites import calls_in
 from pallasite.target import GPUS
 from tests.backends.cuda import host, kernels
 from tests.backends.cuda.kernels import bf16, f32

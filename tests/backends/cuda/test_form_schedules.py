@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 
 from pallasite.backends import base
-from pallasite.primitive import calls_in
+from pallasite.sites import calls_in
 from pallasite.target import GPUS
 from tests.forms import all_forms
 from tests.forms.form import SIZES

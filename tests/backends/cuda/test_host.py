@@ -20,7 +20,7 @@ from pallasite.backends import cuda
 from pallasite.emulation.emulate import emulate
 from pallasite.errors import UnsupportedError
 from pallasite.kernels import masks
-from pallasite.primitive import calls_in
+from pallasite.sites import calls_in
 from pallasite.target import GPUS
 from pallasite.target.chip import Memory
 from tests.backends.cuda import host, kernels

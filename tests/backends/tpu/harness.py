@@ -17,8 +17,8 @@ from pallasite.ir.nodes import At, BlockDim, Kernel, Value, Window
 from pallasite.ir.opdef import table
 from pallasite.ir.types import BOOL, DTYPES, I32, DType, RefType, TileType
 from pallasite.passes.run import run as run_passes
-from pallasite.primitive import kernels_in
 from pallasite.runtime.aot import Job
+from pallasite.sites import kernels_in
 from tests.backends.tpu.kernels import CASES
 from tests.backends.tpu.simulate import run_module
 from tests.ir.kernels import emit_pipeline

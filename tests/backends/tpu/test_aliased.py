@@ -10,7 +10,7 @@ from pallasite import tpu as pltpu
 from pallasite.backends.tpu.aliased import join_aliased
 from pallasite.errors import UnsupportedError
 from pallasite.passes.run import run as run_passes
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.backends.tpu import harness
 from tests.fuzz.agreement import run_numpy
 

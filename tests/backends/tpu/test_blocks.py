@@ -17,7 +17,7 @@ from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.run import run
 from pallasite.passes.schedule.tpu_blocks import _Estimate, for_tpu
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from pallasite.target import TPUS, Memory
 from tests.backends.tpu.harness import (
     CASES,

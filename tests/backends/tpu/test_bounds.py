@@ -22,7 +22,7 @@ from pallasite.ir.types import I32
 from pallasite.kernels import masks
 from pallasite.passes.lower import place_windows as windows
 from pallasite.passes.run import run as run_passes
-from pallasite.primitive import calls_in
+from pallasite.sites import calls_in
 from pallasite.target import TPUS
 from tests.backends.tpu.bounds import (
     Range,

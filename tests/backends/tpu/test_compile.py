@@ -10,8 +10,8 @@ import pytest
 import pallasite as pl
 from pallasite.ir.nodes import Kernel
 from pallasite.passes.run import run
-from pallasite.primitive import kernels_in
 from pallasite.runtime.aot import Job, compile_all
+from pallasite.sites import kernels_in
 from pallasite.target import TPUS
 from tests.backends.tpu import harness, portable
 from tests.backends.tpu.kernels import CASES

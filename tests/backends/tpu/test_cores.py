@@ -11,8 +11,8 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.passes.run import run
 from pallasite.passes.schedule.tpu_blocks import _Estimate
-from pallasite.primitive import kernels_in
 from pallasite.runtime.aot import compile_all
+from pallasite.sites import kernels_in
 from pallasite.target import TPUS
 from tests.backends.tpu import harness
 from tests.backends.triton.test_blocks import matmul

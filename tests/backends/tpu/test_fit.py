@@ -20,8 +20,8 @@ from pallasite.backends.tpu.fit_windows import CallArrays, fit_windows
 from pallasite.errors import PerformanceWarning
 from pallasite.ir.verify import verify
 from pallasite.passes.run import run as run_passes
-from pallasite.primitive import kernels_in
 from pallasite.runtime.forms import Form
+from pallasite.sites import kernels_in
 from tests.backends.cpu.running import tiles_kernel
 from tests.backends.tpu.harness import random_arrays, simulated
 from tests.fuzz.agreement import run_numpy

@@ -17,7 +17,7 @@ from pallasite.ir.nodes import walk
 from pallasite.ir.opdef import table
 from pallasite.ir.types import F32, TileType
 from pallasite.kernels import masks
-from pallasite.primitive import calls_in
+from pallasite.sites import calls_in
 from pallasite.target import TPUS
 from tests.backends.cpu import filled
 from tests.backends.cpu.running import tiles_kernel

@@ -3,7 +3,7 @@
 import pytest
 
 from pallasite.passes.run import run
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.backends.tpu.harness import random_arrays, simulated
 from tests.backends.tpu.portable import CASES
 from tests.backends.tpu.test_meaning import assert_close

@@ -16,8 +16,8 @@ from pallasite.backends.base import Compiled, get
 from pallasite.backends.tpu.device_numbers import ask_for_device_numbers
 from pallasite.errors import SpecError
 from pallasite.interpret.checked import run_devices
-from pallasite.primitive import calls_in
 from pallasite.runtime.aot import Job, compile_all
+from pallasite.sites import calls_in
 from tests.remote import collectives
 from tests.remote.collectives import ANYWHERE, DMA, REGULAR, meet, neighbours, over_mesh
 

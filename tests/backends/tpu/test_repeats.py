@@ -10,7 +10,7 @@ from pallasite.backends.tpu.repeats import join_repeats
 from pallasite.ir.nodes import walk
 from pallasite.ir.verify import verify
 from pallasite.passes.run import run
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.backends.tpu.harness import mosaic
 from tests.passes.test_same_meaning import outputs
 

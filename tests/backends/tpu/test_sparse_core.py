@@ -12,8 +12,8 @@ from pallasite.backends.base import Compiled, get
 from pallasite.backends.tpu.compile import verify
 from pallasite.errors import UnsupportedError
 from pallasite.passes.run import run
-from pallasite.primitive import calls_in
 from pallasite.runtime.aot import Job, compile_all
+from pallasite.sites import calls_in
 from pallasite.target import TPUS
 from tests.language.test_sparse_core import embedding, mesh, segment_sum
 from tests.language.test_subcores import counted, shifted

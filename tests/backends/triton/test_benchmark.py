@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks import gpu
 from pallasite.passes.run import run as run_passes
-from pallasite.primitive import call_p, kernels_in
+from pallasite.primitive import call_p
+from pallasite.sites import kernels_in
 from tests.backends.triton.harness import compiled, simulated
 from tests.xla import put
 

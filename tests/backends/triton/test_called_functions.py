@@ -7,7 +7,7 @@ import pytest
 
 import pallasite as pl
 from pallasite.passes.run import run
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.backends.triton.harness import compiled, simulated
 from tests.ops.sampling import evaluate
 

@@ -13,7 +13,7 @@ from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Loc
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.types import BF16, BOOL, DTYPES, F32, F64, I32, U8, TileType
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.backends.triton.harness import compiled, simulated, whole_kernel
 
 VECTOR_ADD = """

@@ -11,7 +11,7 @@ import pytest
 import pallasite as pl
 from pallasite.ir.nodes import Kernel
 from pallasite.passes.run import run
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.backends.triton.harness import compiled, simulated
 from tests.zoo import all_cases, attention
 from tests.zoo.test_zoo import arguments

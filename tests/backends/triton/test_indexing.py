@@ -10,7 +10,7 @@ import pallasite as pl
 from pallasite.errors import UnsupportedError
 from pallasite.ir.types import DTYPES, F32, I32, TileType
 from pallasite.passes.run import run
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.backends.triton.harness import compiled, simulated, whole_kernel
 from tests.ops.sampling import evaluate
 

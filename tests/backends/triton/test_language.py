@@ -12,7 +12,7 @@ from pallasite import tpu as pltpu
 from pallasite import triton as plt
 from pallasite.errors import FallbackWarning, KernelTypeError, UnsupportedError
 from pallasite.passes.run import run as run_passes
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.backends.triton import simulate
 from tests.backends.triton.harness import compiled, simulated
 

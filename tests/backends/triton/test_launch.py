@@ -26,7 +26,7 @@ from pallasite.backends.triton.shared_memory import SharedMemory
 from pallasite.errors import ChipMemoryError, ResourceError
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.run import run as run_passes
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from pallasite.target import GPUS
 from tests.backends.gpu_trial import TRIALS
 from tests.backends.triton.harness import compiled, simulated
@@ -446,13 +446,12 @@ def test_a_batch_of_matmuls_is_split_between_programs():
 def test_the_widest_instruction_fits_the_registers_of_its_threads():
     """With 16 warps a thread has 128, as many as its sums of 256 columns."""
 
-    def warps(m, n, chip=H200):
-        need = Need(m * n, m * n, 2, 0, rows=m, results=frozenset({(m, n)}))
+    def warps(columns, chip=H200):
+        need = Need(0, 0, 2, 0, rows=128, columns=frozenset({64, columns}))
         return chosen_warps(need, {"num_warps": 16}, chip)
 
-    assert warps(128, 512) == 8
-    assert warps(512, 128) == warps(128, 256) == warps(32, 512) == 16
-    assert warps(128, 512, GPUS["a100"]) == 16
+    assert warps(256) == warps(512) == 8
+    assert warps(128) == warps(512, GPUS["a100"]) == 16
 
 
 def test_gradients_of_whole_rows_of_attention_have_enough_registers():

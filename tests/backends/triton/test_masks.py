@@ -12,7 +12,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, BlockDim, Gather, Kernel, Span, Value, Window
 from pallasite.ir.types import BOOL, I8, I32, I64, TileType
 from pallasite.passes.run import run as run_passes
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.backends.cpu.running import with_refs
 from tests.backends.cuda import host
 from tests.backends.triton.harness import compiled, simulated

@@ -11,7 +11,7 @@ import pallasite as pl
 from pallasite.backends import base
 from pallasite.backends.triton.launch import AGAIN
 from pallasite.ir.nodes import walk
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from pallasite.target import GPUS
 from tests.backends.triton import simulate
 from tests.backends.triton.harness import BACKEND, simulated, with_shared

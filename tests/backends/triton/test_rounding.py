@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.backends.triton.harness import compiled
 
 ROUGH, EXACT = ("math.exp", "arith.divf"), ("__nv_expf", "tt.precise_divf")

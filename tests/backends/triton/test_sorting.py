@@ -9,7 +9,7 @@ from jax import lax
 import pallasite as pl
 from pallasite.ir.types import DTYPES, I32, TileType
 from pallasite.passes.run import run
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.backends.triton.harness import compiled, simulated, whole_kernel
 from tests.ops.sampling import evaluate
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallasite.backends import base
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.backends.triton.harness import compiled, simulated
 
 ROOT = Path(__file__).parents[3]

@@ -10,7 +10,7 @@ from pallasite.passes.normal.drop_rules import drop_rules
 from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.normal.results_in_scratch import results_in_scratch
 from pallasite.passes.run import run
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.passes.normal.meaning import assert_same_meaning, operands
 from tests.zoo import all_cases
 from tests.zoo.test_zoo import arguments

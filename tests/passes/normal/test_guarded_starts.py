@@ -11,7 +11,7 @@ from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.guarded_starts import guarded_starts
 from pallasite.passes.normal.normalize import normalize
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 
 KERNEL = """\
 kernel @k(%x: ref<f32[4,8] any>, %o: ref<f32[4] any>) outputs 1 {

@@ -58,7 +58,7 @@ def test_code_around_a_pipeline_runs_in_its_first_and_last_step():
     kernel = kernel_of(SUMS, SIZE="3")
     new = pipeline_axes(kernel)
     assert_same_meaning(kernel, new)
-    assert "grid=(2, 3), windows=(in[4], out[4], in[4] fill 0.0)" in new.text
+    assert "grid=(2, 3), windows=(in[4], in[4] fill 0.0, out[4])" in new.text
     body = new.text[new.text.index("body") :]
     assert body.count("pipeline") == 0
     assert body.count("cond") == 2

@@ -8,7 +8,7 @@ from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.normalize import normalize
-from pallasite.primitive import calls_in
+from pallasite.sites import calls_in
 from tests.zoo import all_cases
 from tests.zoo.test_zoo import arguments
 

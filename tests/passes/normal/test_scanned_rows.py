@@ -8,7 +8,7 @@ import pytest
 import pallasite as pl
 from pallasite.ir.text import parse_kernel
 from pallasite.passes.normal.scanned_rows import scanned_rows
-from pallasite.primitive import kernels_in
+from pallasite.sites import kernels_in
 from tests.passes.normal.meaning import assert_same_meaning
 
 KERNEL = """

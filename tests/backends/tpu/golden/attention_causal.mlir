@@ -41,14 +41,14 @@ module @attention {
         %15 = vector.shape_cast %14 : vector<1x128x128xf32> to vector<128x128xf32>
         %16 = tpu.matmul %13, %15, %c3 {dimension_numbers = #tpu.dot_dimension_numbers<[1], [1], [0], [0], [0, 0, 1, 0], [], []>, transpose_lhs_hint = false} : vector<128x128xf32>, vector<128x128xf32>, vector<128x128xf32> -> vector<128x128xf32>
         %17 = arith.mulf %16, %c6 : vector<128x128xf32>
-        %18 = vector.load %ref_4[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
-        %19 = vector.multi_reduction <maximumf>, %17, %c7 [1] : vector<128x128xf32> to vector<128xf32>
-        %20 = vector.shape_cast %19 : vector<128xf32> to vector<128x1xf32>
-        %21 = vector.broadcast %20 : vector<128x1xf32> to vector<128x128xf32>
-        %22 = arith.maximumf %18, %21 : vector<128x128xf32>
+        %18 = vector.multi_reduction <maximumf>, %17, %c7 [1] : vector<128x128xf32> to vector<128xf32>
+        %19 = vector.shape_cast %18 : vector<128xf32> to vector<128x1xf32>
+        %20 = vector.broadcast %19 : vector<128x1xf32> to vector<128x128xf32>
+        %21 = vector.load %ref_4[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+        %22 = arith.maximumf %21, %20 : vector<128x128xf32>
         %23 = arith.subf %17, %22 : vector<128x128xf32>
         %24 = math.exp %23 : vector<128x128xf32>
-        %25 = arith.subf %18, %22 : vector<128x128xf32>
+        %25 = arith.subf %21, %22 : vector<128x128xf32>
         %26 = math.exp %25 : vector<128x128xf32>
         %27 = vector.load %ref_5[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
         %28 = arith.mulf %26, %27 : vector<128x128xf32>
@@ -72,22 +72,22 @@ module @attention {
         %42 = vector.shape_cast %41 : vector<1x128x128xf32> to vector<128x128xf32>
         %43 = tpu.matmul %40, %42, %c3 {dimension_numbers = #tpu.dot_dimension_numbers<[1], [1], [0], [0], [0, 0, 1, 0], [], []>, transpose_lhs_hint = false} : vector<128x128xf32>, vector<128x128xf32>, vector<128x128xf32> -> vector<128x128xf32>
         %44 = arith.mulf %43, %c6 : vector<128x128xf32>
-        %45 = tpu.iota {dimensions = array<i32: 0>} : vector<128x128xi32>
-        %46 = vector.broadcast %7 : i32 to vector<128x128xi32>
-        %47 = arith.addi %46, %45 : vector<128x128xi32>
-        %48 = tpu.iota {dimensions = array<i32: 1>} : vector<128x128xi32>
-        %49 = vector.broadcast %6 : i32 to vector<128x128xi32>
-        %50 = arith.addi %49, %48 : vector<128x128xi32>
+        %45 = vector.broadcast %7 : i32 to vector<128x128xi32>
+        %46 = tpu.iota {dimensions = array<i32: 0>} : vector<128x128xi32>
+        %47 = arith.addi %45, %46 : vector<128x128xi32>
+        %48 = vector.broadcast %6 : i32 to vector<128x128xi32>
+        %49 = tpu.iota {dimensions = array<i32: 1>} : vector<128x128xi32>
+        %50 = arith.addi %48, %49 : vector<128x128xi32>
         %51 = arith.cmpi sle, %50, %47 : vector<128x128xi32>
         %52 = arith.select %51, %44, %c9 : vector<128x128xi1>, vector<128x128xf32>
-        %53 = vector.load %ref_4[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
-        %54 = vector.multi_reduction <maximumf>, %52, %c7 [1] : vector<128x128xf32> to vector<128xf32>
-        %55 = vector.shape_cast %54 : vector<128xf32> to vector<128x1xf32>
-        %56 = vector.broadcast %55 : vector<128x1xf32> to vector<128x128xf32>
-        %57 = arith.maximumf %53, %56 : vector<128x128xf32>
+        %53 = vector.multi_reduction <maximumf>, %52, %c7 [1] : vector<128x128xf32> to vector<128xf32>
+        %54 = vector.shape_cast %53 : vector<128xf32> to vector<128x1xf32>
+        %55 = vector.broadcast %54 : vector<128x1xf32> to vector<128x128xf32>
+        %56 = vector.load %ref_4[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+        %57 = arith.maximumf %56, %55 : vector<128x128xf32>
         %58 = arith.subf %52, %57 : vector<128x128xf32>
         %59 = math.exp %58 : vector<128x128xf32>
-        %60 = arith.subf %53, %57 : vector<128x128xf32>
+        %60 = arith.subf %56, %57 : vector<128x128xf32>
         %61 = math.exp %60 : vector<128x128xf32>
         %62 = vector.load %ref_5[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
         %63 = arith.mulf %61, %62 : vector<128x128xf32>
@@ -110,9 +110,9 @@ module @attention {
     %75 = arith.extui %74 : i1 to i32
     %76 = arith.cmpi sgt, %75, %c0 : i32
     scf.if %76 {
-      %77 = vector.load %ref_6[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
-      %78 = vector.load %ref_5[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
-      %79 = arith.divf %77, %78 : vector<128x128xf32>
+      %77 = vector.load %ref_5[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+      %78 = vector.load %ref_6[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+      %79 = arith.divf %78, %77 : vector<128x128xf32>
       %80 = vector.shape_cast %79 : vector<128x128xf32> to vector<1x128x128xf32>
       vector.store %80, %ref_3[%c2, %c2, %c2] : memref<1x128x128xf32, #tpu.memory_space<vmem>>, vector<1x128x128xf32>
     }

@@ -1,0 +1,95 @@
+"""Tiles used or made in parts are loaded and stored in parts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite.ir.nodes import walk
+from pallasite.ir.text import parse_kernel
+from pallasite.ir.verify import verify
+from pallasite.passes.optimise.split_accesses import split_accesses
+from pallasite.sites import calls_in
+from tests.passes.normal.test_same_meaning import inputs, results
+
+HALVES = """\
+kernel @k(%x: ref<f32[6,8] any>, %o: ref<f32[6,8] any>) outputs 1 {
+  %v: f32[6,8] = load %x[:, :]
+  %n: f32[6,8] = neg %v
+  %a: f32[6,4] = slice %n {starts=(0, 0), limits=(6, 4), strides=(1, 1)}
+  %b: f32[6,4] = slice %n {starts=(0, 4), limits=(6, 8), strides=(1, 1)}
+  %j: f32[6,8] = concatenate %b, %a {axis=1}
+  %e: f32[6,8] = exp %j
+  store %o[:, :] = %e
+}
+"""
+
+REDUCED = """\
+%r: f32[6] = reduce %n {kind="sum", axes=(1,)}
+  store %x[:, 0] = %r
+  %j: f32[6,8]"""
+
+
+def names(kernel) -> list[str]:
+    return [op.name for op in walk(kernel.body)]
+
+
+def test_halves_are_loaded_and_stored_apart():
+    before = parse_kernel(HALVES)
+    after = split_accesses(before)
+    verify(after)
+    found = names(after)
+    assert found.count("load") == found.count("store") == 2
+    assert not {"slice", "concatenate"} & set(found)
+    assert "store %o[:, 4:+4]" in after.text
+    arrays = inputs(before)
+    for old, new in zip(results(before, arrays), results(after, arrays), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_a_load_is_split_where_it_stands():
+    text = HALVES.replace("  %n:", "  store %x[:, :] = %zero\n  %n:").replace(
+        "  %v:", "  %zero: f32[6,8] = constant {value=0.0}\n  %v:"
+    )
+    after = split_accesses(parse_kernel(text))
+    found = names(after)
+    assert found.index("store") > max(i for i, n in enumerate(found) if n == "load")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("%j: f32[6,8]", REDUCED),
+        ("limits=(6, 4), strides=(1, 1)", "limits=(6, 7), strides=(1, 2)"),
+    ],
+)
+def test_other_uses_keep_the_tile(change: tuple[str, str]):
+    kernel = parse_kernel(HALVES.replace(*change))
+    assert names(split_accesses(kernel)).count("load") == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rotary_embeddings(dtype):
+    def body(x_ref, s_ref, o_ref):
+        x = x_ref[...].astype(jnp.float32)
+        a, b, s = x[:, :8], x[:, 8:], s_ref[...]
+        turned = jnp.concatenate([a * s - b, b * s + a], axis=-1)
+        o_ref[...] = turned.astype(dtype)
+
+    call = pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct((12, 16), dtype))
+    x, s = jnp.ones((12, 16), dtype), jnp.ones((12, 8), jnp.float32)
+    (found,) = calls_in(call, x, s)
+    after = split_accesses(found.kernel)
+    arrays = inputs(found.kernel)
+    for old, new in zip(
+        results(found.kernel, arrays), results(after, arrays), strict=True
+    ):
+        np.testing.assert_array_equal(old, new)
+    assert not {"slice", "concatenate"} & set(names(after))
+
+
+def test_nothing_to_split_is_the_same_kernel():
+    kernel = parse_kernel(HALVES.replace("%b, %a", "%a, %a"))
+    kernel = split_accesses(kernel)
+    assert split_accesses(kernel) is kernel
