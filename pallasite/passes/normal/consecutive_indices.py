@@ -159,7 +159,9 @@ class _SingleSlices(_Walk):
         for value, count, n in zip(arrays, counts, sizes, strict=True):
             inside = self.facts.of(value).within(0, n - 1)
             wide = count.dim is not None and value.tile.shape[count.dim] > n
-            if wide or not (inside or (access.mask is not None and count.dim is not None)):
+            if wide or not (
+                inside or (access.mask is not None and count.dim is not None)
+            ):
                 return None
         return counts
 

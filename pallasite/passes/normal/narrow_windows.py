@@ -323,7 +323,6 @@ class _Group:
         )
 
 
-
 def _extent(dim: BlockDim, n: int, size: int, uses: Sequence[_Use]) -> int:
     """Up to where parts of a block may extend: past the edge if they are masked."""
     masked = all(use.access.mask is not None for use in uses)

@@ -104,7 +104,9 @@ class _Parts:
 
     def loaded(self, op: Op, b: Builder) -> Value:
         (ref,) = self.made[op.operands[0]].operands
-        return b.load(ref, tuple(Span(None, n) for n in op.attrs["sizes"]), op.operands[1:])
+        return b.load(
+            ref, tuple(Span(None, n) for n in op.attrs["sizes"]), op.operands[1:]
+        )
 
     # --- making ---
 

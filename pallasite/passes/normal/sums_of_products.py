@@ -9,6 +9,7 @@ of the precision "highest" means the same. Products of numbers that were bf16 or
 exact in f32, so these are multiplied as they were, whatever is in between.
 """
 
+from math import prod
 from typing import NamedTuple
 
 from pallasite.ir.nodes import Kernel, Op, Value
@@ -30,7 +31,7 @@ class _Side(NamedTuple):
     """A factor before it was broadcast to the shape of all products."""
 
     value: Value
-    dims: tuple[int, ...]  # of the products, in the order of its own
+    dims: tuple[int, ...]  # of the products: those along which it has elements
 
     @property
     def has(self) -> frozenset[int]:
@@ -38,7 +39,11 @@ class _Side(NamedTuple):
 
 
 def _as_dot(op: Op, b: Rewriter) -> Value | None:
-    if op.attrs["kind"] != "sum" or len(op.operands) != 1 or op.result.type.dtype != F32:
+    if (
+        op.attrs["kind"] != "sum"
+        or len(op.operands) != 1
+        or op.result.type.dtype != F32
+    ):
         return None
     product = b.producer(op.operands[0], "mul")
     if product is None:
@@ -71,33 +76,29 @@ def _as_dot(op: Op, b: Rewriter) -> Value | None:
 
 
 def _side(b: Rewriter, value: Value, shape: tuple[int, ...]) -> _Side:
-    """What a factor is broadcast from, without dimensions of size one."""
+    """What a factor is broadcast from."""
     dims = tuple(range(len(shape)))
     op = b.producer(value, "broadcast_in_dim")
     if op is not None and op.operands[0].tile.shape:
         value, dims = op.operands[0], op.attrs["dims"]
-    sizes = value.tile.shape
-    kept = [k for k, n in enumerate(sizes) if n > 1]
-    if len(kept) < len(sizes):
-        value = b.op("reshape", value, shape=tuple(sizes[k] for k in kept))
-    return _Side(value, tuple(dims[k] for k in kept))
+    pairs = zip(dims, value.tile.shape, strict=True)
+    return _Side(value, tuple(d for d, n in pairs if n > 1))
 
 
 def _size(shape: tuple[int, ...], dims: frozenset[int]) -> int:
-    size = 1
-    for d in dims:
-        size *= shape[d]
-    return size
+    return prod(shape[d] for d in dims)
 
 
-def _factors(b: Rewriter, x: Value, y: Value) -> tuple[Value, Value]:
-    """Both as they were before they were widened, where they were of one narrow type."""
-    narrow = [_narrow(b, v) for v in (x, y)]
-    found = [v for v in narrow if v is not None]
+def _factors(b: Rewriter, x: Value, y: Value) -> list[Value]:
+    """Both without dimensions of size one, and as they were before they were widened,
+    where they were of one narrow type."""
+    found = [v for v in (_narrow(b, x), _narrow(b, y)) if v is not None]
     types = {v.type.dtype.name for v in found}
-    if len(found) == 2 and len(types) == 1 and types <= set(EXACT):
-        return found[0], found[1]
-    return x, y
+    if len(found) < 2 or len(types) > 1 or not types <= set(EXACT):
+        found = [x, y]
+    shapes = [tuple(n for n in v.tile.shape if n > 1) for v in found]
+    pairs = zip(found, shapes, strict=True)
+    return [b.op("reshape", v, shape=shape) for v, shape in pairs]
 
 
 def _narrow(b: Rewriter, value: Value) -> Value | None:

@@ -89,7 +89,9 @@ def _changed(op: Op, apart: set[Value], choose: "Callable[[_Steps], Fraction]") 
         return op
     *grid, _ = pipeline.grid
     factor = choose(found)
-    if factor == 1 or any(each.outside(found.count, factor) for each in moving.values()):
+    if factor == 1 or any(
+        each.outside(found.count, factor) for each in moving.values()
+    ):
         return op
     windows = list(pipeline.windows)
     for each in moving.values():

@@ -32,7 +32,10 @@ def rings(text: str) -> list[str]:
 
 def test_a_product_alone_has_stages_to_hide_latency():
     """Of 256 x 128 x 128 blocks, two stages fit; of half the depth, four."""
-    assert rings(scheduled("x @ w.T, 256 x 128")) == ["bf16[4,128,64]", "bf16[4,256,64]"]
+    assert rings(scheduled("x @ w.T, 256 x 128")) == [
+        "bf16[4,128,64]",
+        "bf16[4,256,64]",
+    ]
 
 
 def test_a_product_that_is_stored_first_is_accumulated_by_the_tensor_cores():
