@@ -1,9 +1,9 @@
 """edge_fills: what masks say about the edge of an array is left to its window.
 
-In: `select(i * size + iota < n, load(block), 0)`, where i numbers blocks of `size` along
-a dimension of n elements, or loads and stores with such a mask. Out: the load alone, of
-a window with `fill=0` where zeros were asked for; the store alone. Conditions beside
-this one stay.
+In: `select(i * size + iota < n, load(block), 0)`, where i numbers blocks of `size`
+elements along a dimension of n, or loads and stores with such a mask. Out: the load
+alone, of a window with `fill=0` where zeros were asked for; the store alone. Conditions
+beside this one stay.
 
 Proof: element j of block i is element i * size + j of the array, as long as the index
 map gives only indices of blocks. The comparison is false exactly past the edge, where a

@@ -5,8 +5,8 @@ n)`. Out: windows of n elements whose index maps yield `i`. A window is a view o
 array, so an access means the same if it is to the same elements: its start must be a
 multiple of n, and in range at every step that reaches it (a start out of range would be
 clamped). The last block may extend past the edge of the array if a mask says which
-elements there are. Both are proved from affine forms, or by enumerating the steps. A part that is
-fixed stays a part of its block, and so does one at a loop counter.
+elements there are. Both are proved from affine forms, or by enumerating the steps. A
+part that is fixed stays a part of its block, and so does one at a loop counter.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

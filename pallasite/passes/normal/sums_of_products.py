@@ -1,8 +1,8 @@
 """sums_of_products: a sum of products of two matrices is a dot.
 
-In: `jnp.sum(q[:, None, :] * k[None, :, :], axis=2)`. Out: `dot` of q and k, which has no
-tile of all the products. Both sides must have rows of their own; with a vector on one
-side it stays a sum.
+In: `jnp.sum(q[:, None, :] * k[None, :, :], axis=2)`. Out: `dot` of q and k, which has
+no tile of all the products. Both sides must have rows of their own; with a vector on
+one side it stays a sum.
 
 Where a product and the sum it is added to may be rounded once, as on NVIDIA GPUs, a dot
 of the precision "highest" means the same. Products of numbers that were bf16 or f16 are
