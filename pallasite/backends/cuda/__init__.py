@@ -26,6 +26,7 @@ from pallasite.backends.cuda.before_waits import before_waits
 from pallasite.backends.cuda.fewer_dims import fewer_dims
 from pallasite.backends.cuda.late_waits import late_waits
 from pallasite.backends.cuda.overlap import overlap
+from pallasite.backends.cuda.products import MOST_COLUMNS
 from pallasite.backends.cuda.repack import forms_of, repack
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.streams import streams
@@ -70,6 +71,7 @@ TILES = Tiles(
     padded=False,
     keeps_operands=True,
     least_side=64,
+    most_columns=MOST_COLUMNS,
     lone=1.15,
     reloads=False,
 )

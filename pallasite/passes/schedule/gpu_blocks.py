@@ -13,6 +13,7 @@ from math import ceil, prod
 
 from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim
 from pallasite.passes.normal.unit_dims import unit_dims
@@ -69,6 +70,7 @@ class Tiles:
         stages_alone: the same, if a program does nothing else in the meantime.
         padded: whether each side of a tile is padded to a power of two.
         least_side: the smallest side to split to.
+        most_columns: of one matmul's result.
         lone: how much longer the matmuls of a warpgroup take if it is alone on its SM.
         reloads: whether operands that exceed shared memory are multiplied in parts.
     """
@@ -79,6 +81,7 @@ class Tiles:
     padded: bool = True
     keeps_operands: bool = False
     least_side: int = LEAST_SIDE
+    most_columns: int | None = None
     lone: float = 1.0
     reloads: bool = True
 
@@ -171,8 +174,10 @@ class _WithProducts:
 
     def _held(self, dots: Iterable[Op]) -> list[tuple[Value, int]]:
         found = list(map(Dot.of, dots))
-        # Accumulators have 32 bits, whatever they are rounded to.
-        held = [(dot.op.result, 4) for dot in found]
+        # Accumulators have 32 bits, whatever they are rounded to; one is enough for
+        # matmuls that are added up.
+        sums = {self._total(dot.op.result): dot.op.result for dot in found}
+        held = [(result, 4) for result in sums.values()]
         if self.tiles.keeps_operands:
             sides = [side.value for dot in found for side in dot.sides]
             held += [
@@ -181,6 +186,16 @@ class _WithProducts:
                 if not _is_loaded(v, self._made)
             ]
         return held
+
+    def _total(self, value: Value) -> Value:
+        """The sum that a tile is only a term of."""
+        while len(users := self._users[value]) == 1 and users[0].name == "add":
+            value = users[0].result
+        return value
+
+    @cached_property
+    def _users(self) -> dict[Value, list[Op]]:
+        return users_of(self.blocks.body)
 
     def kernel(self, tuned: bool) -> Kernel:
         own = self.seconds({})
@@ -246,20 +261,29 @@ class _WithProducts:
         return [n for n in sizes if n % SHORT_TILE == 0 or n & (n - 1) == 0]
 
     def _depths(self, sizes: Sizes) -> dict[LoopDim, int]:
-        """How deep matmuls may be, so that there is room for all stages."""
+        """How deep matmuls may be, so that there is room for all stages.
+
+        One that others run in each iteration of comes first, as its loop is around
+        theirs. How deep it may be depends on theirs, and theirs on it.
+        """
+        order = sorted(self._deep, key=self._is_summed_only)
         found = dict[LoopDim, int]()
-        for dim, depths in self._deep.items():
-            options = {n: {**sizes, **found, dim: n} for n in depths}
-            stages = {n: self._stages(options[n]) for n in depths}
-            fits = [n for n in depths if stages[n] >= self.tiles.stages]
-            if self._is_summed_only(dim):
-                # More, shallower stages hold as much and are filled sooner.
-                fits = [n for n in fits if stages[n] >= ENOUGH_STAGES] or fits
-            held = [n for n in fits if self._fits_registers(options[n])]
-            depth = next(iter(held or fits), depths[-1])
-            if depth != dim.size:
-                found[dim] = depth
-        return found
+        for _ in order:
+            for dim in order:
+                others = {d: n for d, n in found.items() if d is not dim}
+                found[dim] = self._depth(dim, {**sizes, **others})
+        return {dim: found[dim] for dim in order if found[dim] != dim.size}
+
+    def _depth(self, dim: LoopDim, sizes: Sizes) -> int:
+        depths = self._deep[dim]
+        options = {n: {**sizes, dim: n} for n in depths}
+        stages = {n: self._stages(options[n]) for n in depths}
+        fits = [n for n in depths if stages[n] >= self.tiles.stages]
+        if self._is_summed_only(dim):
+            # More, shallower stages hold as much and are filled sooner.
+            fits = [n for n in fits if stages[n] >= ENOUGH_STAGES] or fits
+        held = [n for n in fits if self._fits_registers(options[n])]
+        return next(iter(held or fits), depths[-1])
 
     def _is_summed_only(self, dim: LoopDim) -> bool:
         """Whether splitting a dimension makes no matmul run again in each iteration."""
@@ -317,12 +341,20 @@ class _WithProducts:
     def _fits_registers(self, sizes: Sizes) -> bool:
         return self._register_bytes(sizes) <= self.most_in_registers
 
+    def _is_too_wide(self, sizes: Sizes) -> bool:
+        most = self.tiles.most_columns
+        return most is not None and any(
+            prod(self.blocks.shape(dot.rhs.value, sizes)[d] for d in dot.rhs.free)
+            > most
+            for dot in self.blocks.dots
+        )
+
     def seconds(self, sizes: Sizes) -> float | None:
         """Estimated time; None: it does not fit."""
         stages = self._stages(sizes)
         if stages < 1:
             return None
-        if not self._fits_registers(sizes):
+        if not self._fits_registers(sizes) or self._is_too_wide(sizes):
             return None
         is_exact = any(map(_is_exact, self.blocks.dots))
         if is_exact and self._register_bytes(sizes) > EXACT_BYTES:
