@@ -6,6 +6,7 @@ from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.passes.normal.affine_numbers import affine_numbers
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.columns import columns
+from pallasite.passes.normal.consecutive_indices import single_slices
 from pallasite.passes.normal.counted_loops import counted_loops
 from pallasite.passes.normal.guarded_starts import guarded_starts
 from pallasite.passes.normal.idle_clamps import idle_clamps
@@ -19,6 +20,7 @@ from pallasite.passes.normal.positions import positions
 from pallasite.passes.normal.products import products
 from pallasite.passes.normal.program_order import program_order
 from pallasite.passes.normal.replicated import replicated
+from pallasite.passes.normal.scanned_rows import scanned_rows
 from pallasite.passes.normal.unit_dims import unit_dims
 
 RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
@@ -27,6 +29,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("guarded_starts", guarded_starts),
     ("pipeline_axes", pipeline_axes),
     ("loop_axes", loop_axes),
+    ("single_slices", single_slices),
     ("narrow_windows", narrow_windows),
     ("idle_clamps", idle_clamps),
     ("program_order", program_order),
@@ -35,6 +38,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("known_clamps", known_clamps),
     ("masks", masks),
     ("unit_dims", unit_dims),
+    ("scanned_rows", scanned_rows),
     ("replicated", replicated),
     ("columns", columns),
     ("products", products),
