@@ -1,7 +1,7 @@
 """Backward kernels: the cotangents of a kernel call, computed by generated kernels.
 
 `cotangents` runs them; `plan` makes them, once per kernel. The path: the kernel as a
-program (`per_program.py`), its reverse (`reverse.py`), split into stages
+program (`normal_program.py`), its reverse (`reverse.py`), split into stages
 (`backward_stages.py`), each as one or more kernels (`backward_windows.py`). They are
 ordinary kernels: every backend runs them, and they can be batched and differentiated.
 """
@@ -30,26 +30,18 @@ from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.narrow_results import narrow_results
-from pallasite.autodiff.per_program import Program, kernel_of, main_refs, program_of
+from pallasite.autodiff.normal_program import expected_cotangents, normal_program
+from pallasite.autodiff.per_program import Program, main_refs
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
 from pallasite.autodiff.reverse import Reversed, reverse_program
-from pallasite.autodiff.reverse_activity import facts_of
 from pallasite.autodiff.reverse_rules import accumulated
-from pallasite.autodiff.step_blocks import step_blocks
 from pallasite.autodiff.zero_cotangents import without
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.rewrite import substitute
-from pallasite.ir.roles import Pipeline
-from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots
-from pallasite.passes.normal.known_integers import known_integers
-from pallasite.passes.normal.results_in_scratch import results_in_scratch
-from pallasite.passes.optimise.fold_exp2 import fold_exp2
-from pallasite.passes.run import NORMAL, run
-from pallasite.passes.schedule.gpu_blocks import fewer_rows
 from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 
@@ -92,7 +84,8 @@ class KeepingPlan:
     forward: Built  # the kernel's results, and `kept`
     kept: tuple[Value, ...]  # refs that no operand of the call holds
     results: tuple[Value, ...]  # the kernel's; the backward kernels read some
-    backward: BackwardPlan  # for cotangents of all results
+    known: tuple[bool, ...]  # the results whose cotangents it takes
+    backward: BackwardPlan
     stages: tuple[Program, ...]  # of which its steps consist
 
 
@@ -145,7 +138,7 @@ def cotangents(
     machine = Machine.of(chip_for(call.backend))
     wanted = tuple(map(bool, wanted))
     keeps = keeping_plan(call.kernel, wanted, machine) if kept else None
-    if keeps is not None:
+    if keeps is not None and all(k for n, k in enumerate(keeps.known) if known[n]):
         made = using_kept(call.kernel, wanted, known, machine)
         there = (*keeps.results, *keeps.kept)
     else:
@@ -238,12 +231,13 @@ def keeping_plan(
         return None
     if any(op.name in UNREPEATABLE for op in walk(kernel.body)):
         return None
-    known = _floats(kernel.outputs)
     try:
+        known = expected_cotangents(kernel, machine)
         made = plan(kernel, wanted, known, machine)
         if not made.steps or not _has_products(made.steps[0].kernel) or made.changing:
             return None
-        return _keeping(_plan(kernel, wanted, known, machine, kernel.outputs), kernel)
+        made = _plan(kernel, wanted, known, machine, kernel.outputs)
+        return _keeping(made, kernel, known)
     except NoBackwardKernel:
         return None
 
@@ -282,7 +276,9 @@ def _steps(
     return tuple(_narrowed(steps, final))
 
 
-def _keeping(made: BackwardPlan, kernel: Kernel) -> KeepingPlan | None:
+def _keeping(
+    made: BackwardPlan, kernel: Kernel, known: tuple[bool, ...]
+) -> KeepingPlan | None:
     """The chosen way with its first stage split; its stages write the results."""
     way = made.choices[0]
     if not way.stages.saved:
@@ -306,15 +302,11 @@ def _keeping(made: BackwardPlan, kernel: Kernel) -> KeepingPlan | None:
         return None
     new = Way(steps, estimated, way.stages)
     backward = replace(made, steps=steps, choices=(new, *made.choices))
-    return KeepingPlan(one, kept.refs, kernel.outputs, backward, stages)
+    return KeepingPlan(one, kept.refs, kernel.outputs, known, backward, stages)
 
 
 def _has_products(kernel: Kernel) -> bool:
     return any(op.name == "dot" for op in walk(kernel.body))
-
-
-def _floats(refs: Sequence[Value]) -> tuple[bool, ...]:
-    return tuple(ref.ref.dtype.is_float for ref in refs)
 
 
 def _plan(
@@ -325,12 +317,7 @@ def _plan(
     written: Sequence[Value] = (),
 ) -> BackwardPlan:
     """See `plan`; `written`: results that the stages also write."""
-    kernel = results_in_scratch(run(kernel, NORMAL))
-    if machine.cuts_rows:
-        kernel = fewer_rows(kernel)
-    program = _with_known_integers(step_blocks(program_of(kernel)))
-    if machine.base_two:
-        program = _in_base_two(program)
+    kernel, program = normal_program(kernel, machine)
     shared = {o: i for i, o in kernel.aliases}
     targets = {
         n: _cotangent_ref(ref, accumulated(ref.ref.dtype), f"operand{n}")
@@ -373,18 +360,6 @@ def _plan(
     )
 
 
-def _with_known_integers(program: Program) -> Program:
-    """Simplify trip counts and block indices by the ranges of grid indices."""
-    facts = facts_of(program.body, program.sizes)
-    return program.with_body(known_integers(program.body, facts)).simplified()
-
-
-def _in_base_two(program: Program) -> Program:
-    """Convert exponentials to base two, before maxima are kept or saved."""
-    folded = fold_exp2(kernel_of(program, main_refs(program.body), ()))
-    return program.with_body(Pipeline.of(find_pipeline(folded)).body)
-
-
 def _narrowed(steps: list[Built], final: dict[Value, T.DType]) -> list[Built]:
     """Results that one kernel alone computes, in one piece, in their final type."""
     made = Counter(ref for step in steps for ref in step.results)
@@ -410,7 +385,8 @@ def _reversed(
     written: Sequence[Value],
 ) -> Reversed:
     body, copies = harmless_edges(program.body)
-    sums = plain_sums(narrow_carries(body))
+    unseen = [ref for ref in kernel.outputs if ref not in seeds]
+    sums = plain_sums(narrow_carries(body), unseen)
     made = reverse_program(
         sums.body,
         {kernel.inputs[n]: ref for n, ref in targets.items()},

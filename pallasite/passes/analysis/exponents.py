@@ -108,6 +108,7 @@ class Powers:
     known: dict[Value, Known]
     scales: set[Value] = field(default_factory=set[Value])
     escapes: bool = False  # an effect may depend on a scale
+    unseen: frozenset[Value] = frozenset()  # refs whose contents may depend on scales
 
     def of(self, value: Value) -> Known:
         return self.known.get(value)
@@ -131,6 +132,8 @@ class Powers:
         rule = _RULES.get(op.name)
         if rule is not None and not op.regions:
             self.known[op.result] = rule(self, op)
+            return
+        if op.name == "store" and op.operands[0] in self.unseen:
             return
         if op.regions or table()[op.name].effect is not Effect.PURE:
             self.escapes = True
