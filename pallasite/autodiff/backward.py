@@ -340,17 +340,20 @@ def _plan(
             targets[shared[n]] = ref
     results = list(dict.fromkeys([*targets.values(), *changing.values()]))
     program = split_axes(replace(program, body=made.body), results)
-    if not changing:
+    # One that nothing is stored to passes on as it is.
+    written = Roots(program.body).written(program.body)
+    moving = {ref for ref in changing.values() if ref in written}
+    if not moving:
         program = gather_overlaps(program.simplified(), results)
     # Partial sums are for small operands, such as the weights of a norm.
     sums = _Sums.of(kernel, machine)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
     ways: list[Way] = []
-    for stages in _alternatives(program, made, results):
+    for stages in _alternatives(program, made, results, bool(moving)):
         steps: list[Built] = []
         for stage in stages.programs:
             refs = [*results, *stages.saved]
-            steps += _kernels(stage, refs, set(changing.values()), sums)
+            steps += _kernels(stage, refs, moving, sums)
         steps = _narrowed(steps, final)
         estimated = estimate([step.kernel for step in steps], machine)
         ways.append(Way(tuple(steps), estimated, stages))
@@ -401,7 +404,7 @@ def _reversed(
 
 
 def _alternatives(
-    program: Program, made: Reversed, results: Sequence[Value]
+    program: Program, made: Reversed, results: Sequence[Value], moving: bool
 ) -> list[Stages]:
     """Split into stages, unless several would have to change the same memory.
 
@@ -417,7 +420,7 @@ def _alternatives(
                 "operand",
                 at=op.loc,
             )
-    if made.changing:
+    if moving:
         return [Stages((program,))]
     repeating = False
 
