@@ -65,7 +65,9 @@ def _free_loop(program: Program, op: Op) -> tuple[Program, Op] | None:
     forms.add_ops(o for o in program.body.ops if not o.regions)
     forms.add_ops(loop.body.ops)
     views = {v.result for v in walk(loop.body) if _moves(v, forms)}
-    adds = (o for o in _outside_loops(loop.body) if o.name == "atomic_rmw")
+    # With nothing to carry, loops inside it may be the ones that add.
+    inside = _outside_loops(loop.body) if op.results else walk(loop.body)
+    adds = (o for o in inside if o.name == "atomic_rmw")
     if not any(o.operands[0] in views for o in adds):
         return None
     if op.results:

@@ -8,6 +8,7 @@ from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.per_program import Program, kernel_of, main_refs, program_of
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.reverse_activity import facts_of
+from pallasite.autodiff.started_sums import started_sums
 from pallasite.autodiff.step_blocks import step_blocks
 from pallasite.ir.nodes import Kernel, Value
 from pallasite.ir.roles import Pipeline
@@ -29,7 +30,7 @@ def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     if machine.cuts_rows:
         kernel = fewer_rows(kernel)
     program = _with_known_integers(step_blocks(program_of(kernel)))
-    program = merge_adjoining(program)
+    program = started_sums(merge_adjoining(program))
     return kernel, _in_base_two(program) if machine.base_two else program
 
 
