@@ -10,6 +10,7 @@ import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, prod
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
 from pallasite.autodiff.reverse import Reversed, reverse_program
 from pallasite.autodiff.reverse_rules import accumulated
+from pallasite.autodiff.scattered import Merge, merged, scattered
 from pallasite.autodiff.zero_cotangents import without
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
@@ -50,6 +52,7 @@ MOST_PARTS = (
     256  # for a GPU, where they take no more than a share of the operands' bytes
 )
 SMALL_SHARE = 1 / 32
+MOST_SCATTERED = 2  # times the bytes of operands and results
 KEPT_SHARE = 1 / 8  # of the bytes of operands and results, for residuals
 UNREPEATABLE = ("debug_print", "debug_check", "delay", "atomic_rmw", "atomic_cas")
 LEAST_PARTS = 8  # devices share parts: with fewer, few devices could share the axis
@@ -66,6 +69,7 @@ class BackwardPlan:
     changing: dict[int, Value]  # refs that start as seeds, by the result's position
     choices: tuple["Way", ...]  # all alternatives, the chosen one first
     machine: Machine  # for which it was chosen
+    merges: tuple[Merge, ...] = ()  # of what programs scatter, after all steps
 
 
 @dataclass(frozen=True)
@@ -154,11 +158,21 @@ def cotangents(
     names = _names(call.partition, made)
     for step in made.steps:
         arrays |= _run(call, step, arrays, names)
+    for merge in made.merges:
+        arrays[merge.target] = merged(merge, arrays, partial(_run_plain, call))
     found: list[Any] = [None] * len(primals)
     for n, ref in made.targets.items():
         if ref in arrays:
             found[n] = arrays[ref].astype(primals[n].dtype)
     return found
+
+
+def _run_plain(call: Any, kernel: Kernel, operands: Sequence[Any]) -> list[Any]:
+    """Results of a kernel that is no part of the author's partitioning."""
+    from pallasite.primitive import bind_call
+
+    options = replace(call, kernel=kernel, cost_estimate=None, partition=None)
+    return bind_call(options, operands)
 
 
 def _names(
@@ -234,7 +248,9 @@ def keeping_plan(
     try:
         known = expected_cotangents(kernel, machine)
         made = plan(kernel, wanted, known, machine)
-        if not made.steps or not _has_products(made.steps[0].kernel) or made.changing:
+        if not made.steps or not _has_products(made.steps[0].kernel):
+            return None
+        if made.changing or made.merges:
             return None
         made = _plan(kernel, wanted, known, machine, kernel.outputs)
         return _keeping(made, kernel, known)
@@ -343,8 +359,16 @@ def _plan(
     # One that nothing is stored to passes on as it is.
     written = Roots(program.body).written(program.body)
     moving = {ref for ref in changing.values() if ref in written}
+    merges: list[Merge] = []
     if not moving:
         program = gather_overlaps(program.simplified(), results)
+        most = MOST_SCATTERED * sum(map(_bytes, kernel.params))
+        program, merges = _scattered(program, list(targets.values()), most, machine)
+        parts = [ref for merge in merges for ref in merge.refs]
+        results = [
+            *(r for r in results if all(r is not m.target for m in merges)),
+            *parts,
+        ]
     # Partial sums are for small operands, such as the weights of a norm.
     sums = _Sums.of(kernel, machine)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
@@ -359,8 +383,34 @@ def _plan(
         ways.append(Way(tuple(steps), estimated, stages))
     ways.sort(key=lambda way: way.estimate.seconds)
     return BackwardPlan(
-        ways[0].steps, kernel.inputs, seeds, targets, changing, tuple(ways), machine
+        ways[0].steps,
+        kernel.inputs,
+        seeds,
+        targets,
+        changing,
+        tuple(ways),
+        machine,
+        tuple(merges),
     )
+
+
+def _scattered(
+    program: Program, targets: Sequence[Value], most: int, machine: Machine
+) -> tuple[Program, list[Merge]]:
+    """Let programs write what they scatter, where adding it up would run in sequence.
+
+    `most`: the bytes that this may take.
+    """
+    merges: list[Merge] = []
+    enough = min(machine.enough_programs, prod(program.sizes))
+    for ref in targets if machine.cores > 1 else ():
+        if prod(program.sizes[a] for a in place(program, ref).own) >= enough:
+            continue
+        found = scattered(program, ref)
+        if found is not None and sum(map(_bytes, found[1].refs)) <= most:
+            program = found[0]
+            merges.append(found[1])
+    return program, merges
 
 
 def _narrowed(steps: list[Built], final: dict[Value, T.DType]) -> list[Built]:

@@ -67,6 +67,22 @@ def test_the_forward_kernel_keeps_what_the_backward_needs(name: str):
     assert products == 0
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sum into one block",
+        "column sums in blocks of columns",
+        "output accumulated in place, first product stored",
+        "scatter add of rows by atomics",
+        "embedding by an index array",
+        "stencil by an element halo",
+    ],
+)
+def test_no_backward_kernel_is_one_program(name: str):
+    counts, _ = programs(FORMS[name])
+    assert min(counts) >= 128, counts
+
+
 def check(form: Form):
     operands = form.problem.arrays(SIZES["tiny"])
     function = form.make(SIZES["tiny"])
