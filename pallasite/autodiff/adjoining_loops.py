@@ -114,7 +114,8 @@ class _Merge:
         if not self.possible:
             return None
         first, second = self.loops
-        self.is_first = self.b.op("lt", self.params[0], first.limit)
+        index = self.alone[0][first.index]
+        self.is_first = self.b.op("lt", index, first.limit)
         pairs = zip(first.yields, second.yields, strict=True)
         yields = [self.pair(x, y) for x, y in pairs]
         shared = all(len(loops) == 2 for loops in self.needed.values())

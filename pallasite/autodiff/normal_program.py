@@ -4,6 +4,7 @@ import functools
 
 from pallasite.autodiff.adjoining_loops import merge_adjoining
 from pallasite.autodiff.backward_choice import Machine
+from pallasite.autodiff.flat_loops import flat_loops
 from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.per_program import Program, kernel_of, main_refs, program_of
 from pallasite.autodiff.rescaled_sums import plain_sums
@@ -30,7 +31,7 @@ def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     if machine.cuts_rows:
         kernel = fewer_rows(kernel)
     program = _with_known_integers(step_blocks(program_of(kernel)))
-    program = started_sums(merge_adjoining(program))
+    program = flat_loops(started_sums(merge_adjoining(program)))
     return kernel, _in_base_two(program) if machine.base_two else program
 
 

@@ -35,6 +35,9 @@ from pallasite.passes.analysis.exponents import (
 )
 from pallasite.passes.analysis.memory import Roots
 
+# Ops that keep a sum of exponentials one, as do products with what rescales it.
+SUMS = ("add", "reduce", "broadcast_in_dim", "reshape", "cast")
+
 
 @dataclass(frozen=True)
 class PlainSums:
@@ -153,7 +156,8 @@ class _Walk:
         self, loop: Loop, steps: "_Steps", after: Sequence[Op], yields: Sequence[Value]
     ) -> bool:
         """Whether the code after the loop gives the same for every scale."""
-        powers = Powers(self.made, {}, unseen=self.unseen)
+        covering = frozenset(_covering(loop, steps, self.made))
+        powers = Powers(self.made, {}, unseen=self.unseen, covering=covering)
         scale = loop.results[steps.scale]
         powers.add_scale(scale)
         for result, now in zip(loop.results, steps.after, strict=True):
@@ -174,6 +178,60 @@ class _Steps:
     scales: frozenset[Value]
     after: tuple[Known, ...]  # of the iteration's yields
     zeros: frozenset[Value]  # initial values that are zero
+
+
+def _covering(loop: Loop, steps: _Steps, made: Mapping[Value, Op]) -> list[Value]:
+    """Results that are zero only where all sums are.
+
+    They are sums of the exponentials that the others are sums of, too: where these add
+    up to zero, all of them are zero (`where(l == 0, 1, l)` divides nothing else).
+    """
+    terms = {n: _terms(loop.yields[n], steps, made) for n in _factors(steps)}
+    if len({frozenset(found) for found in terms.values()}) != 1:
+        return []
+    covering = []
+    for n, found in terms.items():
+        now = steps.after[n]
+        assert isinstance(now, Power)
+        shape = zip(loop.carried[n].tile.shape, now.axes, strict=True)
+        is_row = all(size == 1 or axis is not None for size, axis in shape)
+        plain = all(found.values()) and len(found) == 1
+        if is_row and plain and loop.inits[n] in steps.zeros:
+            covering.append(loop.results[n])
+    return covering
+
+
+def _factors(steps: _Steps) -> list[int]:
+    """The carried values that are sums relative to the maximum."""
+    return [n for n, now in enumerate(steps.after) if n != steps.scale and now]
+
+
+def _terms(value: Value, steps: _Steps, made: Mapping[Value, Op]) -> dict[Value, bool]:
+    """The exponentials in a sum, and whether it is nothing but their sum."""
+
+    def rescales(value: Value) -> bool:
+        now = steps.known.get(value)
+        return isinstance(now, Power) and now.is_factor and now.is_pure
+
+    found: dict[Value, bool] = {}
+    pending, seen = [(value, True)], set[tuple[Value, bool]]()
+    while pending:
+        value, plain = pending.pop()
+        now, op = steps.known.get(value), made.get(value)
+        if op is None or now is None or (value, plain) in seen:
+            continue
+        seen.add((value, plain))
+        if rescales(value):
+            continue
+        if op.name in ("exp", "exp2"):
+            found[value] = found.get(value, True) and plain
+        elif op.name == "cond":
+            place = op.results.index(value)
+            pending += [(region.yields[place], plain) for region in op.regions]
+        else:
+            plain &= op.name in SUMS or any(map(rescales, op.operands))
+            pending += [(v, plain) for v in op.operands]
+    return found
 
 
 def _plain(loop: Loop, steps: _Steps) -> tuple[list[Op], dict[Value, Value]]:
