@@ -473,9 +473,7 @@ class _Search:
         test = self.scalar(op.operands[0])
         return None if test is None else self.later(test, known[1:])
 
-    def later(
-        self, which: Value, cases: Sequence[Abstract | None]
-    ) -> Abstract | None:
+    def later(self, which: Value, cases: Sequence[Abstract | None]) -> Abstract | None:
         """One of several values, if all are alike that are taken after the first step.
 
         What the first step takes is what the axis starts with, like the store of a
