@@ -9,7 +9,7 @@ import pallasite as pl
 from pallasite.autodiff.backward_choice import Machine
 from pallasite.autodiff.normal_program import normal_program
 from pallasite.autodiff.rescaled_sums import plain_sums
-from pallasite.primitive import calls_in
+from pallasite.sites import calls_in
 from pallasite.target import GPUS
 
 GUARDS = {

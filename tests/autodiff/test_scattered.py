@@ -8,7 +8,7 @@ import pytest
 import pallasite as pl
 from pallasite.autodiff.backward import plan
 from pallasite.autodiff.backward_choice import Machine
-from pallasite.primitive import calls_in
+from pallasite.sites import calls_in
 from pallasite.target import GPUS
 
 H200 = Machine.of(GPUS["h200"])

@@ -11,7 +11,7 @@ from pallasite import config
 from pallasite.autodiff.explain_grad import chosen_plan
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
-from pallasite.primitive import calls_in
+from pallasite.sites import calls_in
 from tests.forms import all_forms
 from tests.forms.form import SIZES, Form, distance, gradient
 

@@ -170,6 +170,22 @@ def loop_kernel(x_ref, o_ref):
     o_ref[0, 0] = jax.lax.fori_loop(0, x_ref.shape[0], add, o_ref[0, 0])
 
 
+def selected_kernel(x_ref, o_ref, acc_ref):
+    """A select starts one element, and another merges it."""
+    start = pl.program_id(0) == 0
+    part = jnp.sum(x_ref[...].astype(F32))
+    acc_ref[2] = jnp.where(start, 3.0 - part, acc_ref[2]) + part
+    o_ref[...] = jnp.full(o_ref.shape, acc_ref[2]).astype(o_ref.dtype)
+
+
+def chosen_kernel(x_ref, o_ref, acc_ref):
+    """Only after the first step is there something to add to."""
+    part = jnp.sum(x_ref[...].astype(F32))
+    later = pl.program_id(0) >= 1
+    acc_ref[0] = jax.lax.cond(later, lambda: acc_ref[0] + part, lambda: part + 7)
+    o_ref[...] = jnp.full(o_ref.shape, acc_ref[0]).astype(o_ref.dtype)
+
+
 SCRATCH = [pltpu.VMEM((16,), F32)]
 KINDS = {
     "total": (total_kernel, (), "sum"),
@@ -180,6 +196,8 @@ KINDS = {
     "value": (value_kernel, SCRATCH, "sum"),
     "every_step": (every_step_kernel, SCRATCH, "sum"),
     "loop": (loop_kernel, (), "sum"),
+    "selected": (selected_kernel, SCRATCH, "sum"),
+    "chosen": (chosen_kernel, [pltpu.SMEM((1,), F32)], "sum"),
 }
 
 
@@ -232,11 +250,22 @@ def prefix_kernel(x_ref, o_ref, total_ref, carry_ref):
         total_ref[...] = y[-1:]
 
 
+def prefix_by_select_kernel(x_ref, o_ref, total_ref, carry_ref):
+    start = pl.program_id(0) == 0
+    before = jnp.where(start, 1.0, carry_ref[0])
+    y = jnp.cumsum(x_ref[...])
+    o_ref[...] = y + before
+    carry_ref[0] = before + y[-1]
+    total_ref[...] = (y + before)[-1:]
+
+
+@pytest.mark.parametrize("space", [pltpu.VMEM, pltpu.SMEM])
+@pytest.mark.parametrize("body", [prefix_kernel, prefix_by_select_kernel])
 @pytest.mark.parametrize("steps", [2, 5, 8])
-def test_prefix_sums(steps):
+def test_prefix_sums(steps, body, space):
     n = 8 * steps
     call = pl.pallas_call(
-        prefix_kernel,
+        body,
         out_shape=[jax.ShapeDtypeStruct((n,), F32), jax.ShapeDtypeStruct((1,), F32)],
         grid=(steps,),
         in_specs=[pl.BlockSpec((8,), lambda i: (i,))],
@@ -244,7 +273,7 @@ def test_prefix_sums(steps):
             pl.BlockSpec((8,), lambda i: (i,)),
             pl.BlockSpec((1,), lambda i: (0,)),
         ],
-        scratch_shapes=[pltpu.VMEM((1,), F32)],
+        scratch_shapes=[space((1,), F32)],
     )
     kernel = run(sites.kernels_in(call, jax.ShapeDtypeStruct((n,), F32))[0])
     (state,) = states_of(kernel)

@@ -40,6 +40,7 @@ from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.normal.sums_of_products import sums_of_products
+from pallasite.passes.optimise.early_loads import early_loads
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
 from pallasite.passes.optimise.hoist import hoist
@@ -71,6 +72,7 @@ PASSES = (
     Pass("fold_exp2", fold_exp2),
     Pass("sink_loads", sink_loads),
     Pass("fill_in_parts", fill_in_parts),
+    Pass("early_loads", early_loads),
 )
 
 

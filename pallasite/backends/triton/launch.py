@@ -61,8 +61,10 @@ def schedule_launch(kernel: Kernel, params: Mapping[str, Any], chip: Gpu) -> Ker
     if group > 1:
         notes[GROUP] = group
     asked = params.get("num_stages")
+    sizes = Pipeline.of(find_pipeline(kernel)).sizes
+    programs = prod(n for n in sizes if isinstance(n, int))
     streams = {
-        op: int(asked or _stream_stages(size, need, shared, chip))
+        op: int(asked or _stream_stages(size, programs, need, shared, chip))
         for op, size in need.streams.items()
     }
     return _Notes(notes, streams).kernel(kernel)
@@ -308,9 +310,12 @@ def _too_large(shared: SharedMemory, chip: Gpu) -> ChipMemoryError:
     )
 
 
-def _stream_stages(size: int, need: Need, shared: SharedMemory, chip: Gpu) -> int:
+def _stream_stages(
+    size: int, all_programs: int, need: Need, shared: SharedMemory, chip: Gpu
+) -> int:
     """In-flight iterations, in shared memory, of a loop without matmuls."""
     programs = need.resident(shared.warps, chip)
+    programs = max(1, min(programs, -(-all_programs // chip.cores)))
     left = chip.shared.bytes // programs - shared.bytes(stages=1) - RESERVED
     return max(1, min(GOOD_STAGES, left // max(size, 1)))
 

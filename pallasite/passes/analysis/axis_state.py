@@ -180,6 +180,7 @@ class _Path:
 
 
 FIRST, MIDDLE, LAST = "first", "middle", "last"
+_STARTED = (frozenset[object]({FIRST}), frozenset[object]({MIDDLE, LAST}))
 
 
 class _Search:
@@ -457,12 +458,49 @@ class _Search:
         if not any(known):
             return
         self.powers.op(op)
-        found = computed(op, known) or self.rescaled(op, known)
+        found = self.started(op, known) or computed(op, known)
+        found = found or self.rescaled(op, known)
         if found is None:
             sources = Sources()
             found = Tainted(sources.union(*(k.sources for k in known if k)))
         for result in op.results:
             self.values[result] = found
+
+    def started(self, op: Op, known: Sequence[Abstract | None]) -> Abstract | None:
+        """What a select gives that has a case for the first step."""
+        if op.name != "select_n" or known[0] is not None:
+            return None
+        test = self.scalar(op.operands[0])
+        return None if test is None else self.later(test, known[1:])
+
+    def later(self, which: Value, cases: Sequence[Abstract | None]) -> Abstract | None:
+        """One of several values, if all are alike that are taken after the first step.
+
+        What the first step takes is what the axis starts with, like the store of a
+        guarded start: the first part has that step, and runs it as written.
+        """
+        first, rest = (self.taken(which, len(cases), at) for at in _STARTED)
+        if first & rest:
+            rest = set(range(len(cases)))
+        return joined(cases[n] for n in sorted(rest))
+
+    def scalar(self, value: Value) -> Value | None:
+        """The scalar that a tile repeats."""
+        while value.tile.shape:
+            made = self.powers.made.get(value)
+            if made is None or made.name not in ("broadcast_in_dim", "reshape"):
+                return None
+            value = made.operands[0]
+        return value
+
+    def taken(self, which: Value, count: int, at: frozenset[object]) -> set[int]:
+        """Which of several cases may be taken at some steps."""
+        found = set[int]()
+        for name in at & self.scenarios.keys():
+            fact = self.scenarios[name].of(which)
+            low, high = (min(max(n, 0), count - 1) for n in (fact.low, fact.high))
+            found |= set(range(int(low), int(high) + 1))
+        return found
 
     def rescaled(self, op: Op, known: Sequence[Abstract | None]) -> Old | None:
         """A sum times `exp(m - new m)`, or that plus something relative to `new m`."""
@@ -538,7 +576,7 @@ class _Search:
         which = self.sources(op.operands[0])
         for n, result in enumerate(op.results):
             cases = [self.values.get(r.yields[n]) for r in op.regions]
-            found = None if which else joined(cases)
+            found = None if which else self.later(op.operands[0], cases)
             if found is None and (which or any(cases)):
                 all_of = (c.sources for c in cases if c)
                 found = Tainted(which.union(*all_of))

@@ -2,12 +2,14 @@
 
 In: `acc = select(first, acc_ref[...], start)` in a step that then stores all of
 `acc_ref`. Out: `if first: acc_ref[...] = start`, then a plain load, which is how other
-authors write it and what analyses of carried state read.
+authors write it and what analyses of carried state read. `select(first, acc_ref[...] +
+x, x)` is such a start, too, with nothing to add to x: minus zero, because zero plus
+minus zero is zero.
 
 Proof: where `first` holds, the load now gives `start`, which the select gave; elsewhere
 memory is not touched and the load gives what it gave. Between the guarded store and the
 store of all of the ref nothing else reads it, so nobody sees that its contents changed
-earlier.
+earlier. An op of the neutral element and x gives x, bit for bit.
 
 Or in: `if first: acc_ref[...] = x`, else `acc_ref[...] += x`. Out: `if first:
 acc_ref[...] = 0`, then `acc_ref[...] += x`. Proof: 0 + x is x. For floats this holds
@@ -15,19 +17,32 @@ with -0.0; a matmul is itself a sum that starts at zero, so it is added to 0.0.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import is_
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, full_index, walk
+from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import dead_code, substitute, users_of, with_regions
 from pallasite.ir.types import I32
+from pallasite.ops.neutral import neutral
+from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import MAIN_MEMORY, VIEWS
+from pallasite.passes.analysis.old_elements import MERGES
 
 
 def guarded_starts(kernel: Kernel) -> Kernel:
     """Starts by select as guarded stores, in every block of a kernel."""
     body = _Starts(kernel.body).block(kernel.body)
     return kernel if body is kernel.body else dead_code(kernel.with_(body=body))
+
+
+@dataclass(frozen=True, eq=False)
+class _Start:
+    """What a select gives after the first step: the contents, or a merge with them."""
+
+    case: Value
+    load: Op
+    merge: Op | None = None
 
 
 class _Starts:
@@ -45,48 +60,56 @@ class _Starts:
             if later is not None:
                 ops += self.always_added(op, later)
                 continue
-            load = self.started(block.ops, n)
-            if load is None:
+            start = self.started(block.ops, n)
+            if start is None:
                 ops.append(with_regions(op, [self.block(r) for r in op.regions]))
                 continue
             b = Builder(op.loc)
-            replaced[op.result] = self.guarded(b, op, load)
+            replaced[op.result] = self.guarded(b, op, start)
             ops += b.ops
         if not replaced and all(map(is_, ops, block.ops)):
             return block
         return substitute(Block(block.params, tuple(ops), block.yields), replaced)
 
-    def guarded(self, b: Builder, select: Op, load: Op) -> Value:
+    def guarded(self, b: Builder, select: Op, start: _Start) -> Value:
         which, old, new = select.operands
-        test, ref = self.scalar(which), load.operands[0]
+        test, ref = self.scalar(which), start.load.operands[0]
         assert test is not None
-        if old is load.result:
-            start = new
-        else:
-            test, start = b.op("not", test), old
+        if start.case is new:
+            test = b.op("not", test)
         store = Builder(select.loc)
-        store.store(ref, start)
+        if start.merge is None:
+            value = old if start.case is new else new
+        else:
+            value = store.constant(_nothing(start.merge), start.load.result.tile)
+        index = start.load.attrs["index"]
+        store.store(ref, value, index)
         b.emit("cond", b.cast(test, I32), regions=(Block(), store.block()))
-        return b.load(ref)
+        loaded = b.load(ref, index)
+        if start.merge is None:
+            return loaded
+        pair = (loaded if v is start.load.result else v for v in start.merge.operands)
+        return b.op(start.merge.name, *pair)
 
-    def started(self, ops: Sequence[Op], n: int) -> Op | None:
-        """The load of an accumulator that the op at a position starts, if it does."""
+    def started(self, ops: Sequence[Op], n: int) -> _Start | None:
+        """How the op at a position starts an accumulator, if it does."""
         select = ops[n]
         if select.name != "select_n" or len(select.operands) != 3:
             return None
         if self.scalar(select.operands[0]) is None:
             return None
-        for case in select.operands[1:]:
-            load = self.made.get(case)
-            if load is None or not _is_whole(load, "load") or load not in ops[:n]:
+        cases = select.operands[1:]
+        for case, other in (cases, cases[::-1]):
+            start = self.start(case, other)
+            if start is None or start.load not in ops[:n]:
                 continue
-            ref = load.operands[0]
+            load, ref = start.load, start.load.operands[0]
             on_chip = ref.ref.space not in MAIN_MEMORY and ref not in self.viewed
             unchanged = not any(_uses(op, ref) for op in ops[ops.index(load) + 1 : n])
-            if on_chip and unchanged and len(self.users[case]) == 1:
+            if on_chip and unchanged:
                 after = (op for op in ops[n + 1 :] if _uses(op, ref))
                 if _is_whole(next(after, select), "store"):
-                    return load
+                    return start
         return None
 
     def stored_first(self, op: Op) -> int | None:
@@ -121,6 +144,21 @@ class _Starts:
         started = op.with_(regions=tuple(regions if later == 0 else regions[::-1]))
         return [started, load, add, store]
 
+    def start(self, case: Value, other: Value) -> _Start | None:
+        """A case that is the old contents, or these merged with the other case."""
+        made = self.made.get(case)
+        if made is None or len(self.users[case]) != 1:
+            return None
+        if _is_whole(made, "load"):
+            return _Start(case, made)
+        if made.name not in MERGES or other not in made.operands:
+            return None
+        loads = [v for v in made.operands if v is not other]
+        load = self.made.get(loads[0]) if loads else None
+        if load is None or not _is_whole(load, "load"):
+            return None
+        return _Start(case, load, made) if len(self.users[load.result]) == 1 else None
+
     def scalar(self, which: Value) -> Value | None:
         """The bool that decides for all elements alike."""
         op = self.made.get(which)
@@ -129,12 +167,21 @@ class _Starts:
         return which if not which.tile.shape and which.tile.dtype.is_bool else None
 
 
+def _nothing(merge: Op) -> int | float:
+    """What changes nothing by a merge."""
+    dtype = merge.result.tile.dtype
+    if merge.name == "add" and dtype.is_float:
+        return -0.0
+    return neutral(MERGES[merge.name], dtype)
+
+
 def _is_whole(op: Op, name: str) -> bool:
-    """Whether an op loads or stores all of a ref."""
+    """Whether an op loads or stores all of a ref, in order."""
     if op.name != name or op.attrs.get("mask"):
         return False
     access = Access.of(op)
-    return access.index == full_index(access.ref.ref.shape)
+    fixed = not access.index_operands and not access.other
+    return fixed and covers_whole(access.ref.ref.shape, access.index)
 
 
 def _uses(op: Op, ref: Value) -> bool:

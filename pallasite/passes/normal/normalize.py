@@ -20,12 +20,13 @@ from pallasite.passes.normal.positions import positions
 from pallasite.passes.normal.products import products
 from pallasite.passes.normal.program_order import program_order
 from pallasite.passes.normal.replicated import replicated
-from pallasite.passes.normal.scanned_rows import scanned_rows
+from pallasite.passes.normal.rows_in_place import rows_in_place
 from pallasite.passes.normal.unit_dims import unit_dims
 
 RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("canonicalize", canonicalize),
     ("counted_loops", counted_loops),
+    ("rows_in_place", rows_in_place),
     ("guarded_starts", guarded_starts),
     ("pipeline_axes", pipeline_axes),
     ("loop_axes", loop_axes),
@@ -38,7 +39,6 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("known_clamps", known_clamps),
     ("masks", masks),
     ("unit_dims", unit_dims),
-    ("scanned_rows", scanned_rows),
     ("replicated", replicated),
     ("columns", columns),
     ("products", products),

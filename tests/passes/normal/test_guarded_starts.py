@@ -7,6 +7,8 @@ import pytest
 
 import pallasite as pl
 import pallasite.tpu as pltpu
+from pallasite.interpret import Walker
+from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.guarded_starts import guarded_starts
@@ -53,6 +55,80 @@ def test_a_select_becomes_a_guarded_store():
     assert "select_n" not in text
     start = text.index("cond ")
     assert "store %acc[:] = %start" in text[start : text.index("load %acc[:]")]
+
+
+MERGED = KERNEL.replace(
+    """\
+      %s: f32[4] = select_n %first, CASES
+      %v: f32[4] = load %b[:, 0]
+      %t: f32[4] = add %s, %v
+""",
+    """\
+      %v: f32[4] = load %b[:, 0]
+      %s: f32[4] = OP
+      %t: f32[4] = select_n %first, CASES
+""",
+)
+
+
+@pytest.mark.parametrize(
+    ("op", "cases", "nothing"),
+    [
+        ("add %old, %v", "%s, %v", "-0.0"),
+        ("add %v, %old", "%v, %s", "-0.0"),
+        ("max %old, %v", "%s, %v", "-inf"),
+        ("min %v, %old", "%s, %v", "inf"),
+    ],
+)
+def test_the_first_of_what_is_merged_starts_from_nothing(op, cases, nothing):
+    text = MERGED.replace("OP", op).replace("CASES", cases).replace("AFTER", STORED)
+    before = parse_kernel(text)
+    verify(before)
+    after = guarded_starts(before)
+    verify(after)
+    assert "select_n" not in after.text
+    assert f"constant {{value={nothing}}}" in after.text
+    x = np.random.default_rng(0).standard_normal((4, 8), np.float32)
+    x[1] = -0.0
+    results = [Walker(k, NumpyNumbers()).run([x.copy()])[0] for k in (before, after)]
+    # Minus zeros stay what they are.
+    np.testing.assert_array_equal(*(np.asarray(r).view(np.int32) for r in results))
+
+
+@pytest.mark.parametrize(
+    ("op", "cases"), [("sub %old, %v", "%s, %v"), ("add %old, %old", "%s, %v")]
+)
+def test_other_starts_stay(op, cases):
+    text = MERGED.replace("OP", op).replace("CASES", cases).replace("AFTER", STORED)
+    before = parse_kernel(text)
+    assert guarded_starts(before) is before
+
+
+def test_an_element_that_is_all_of_a_ref():
+    made = """\
+kernel @k(%o: ref<f32[8] any>) outputs 1 {
+  %acc: ref<f32[1] smem> = alloc
+  pipeline %o {grid=(8,), windows=(out[1],), semantics=("arbitrary",)}
+    map (%j: i32) {
+      yield %j
+    }
+    body (%i: i32, %r: ref<f32[1] block>) {
+      %0: i32 = constant {value=0}
+      %start: f32 = constant {value=1.0}
+      %first: bool = eq %i, %0
+      %old: f32 = load %acc[0]
+      %s: f32 = select_n %first, %old, %start
+      %t: f32 = add %s, %s
+      store %acc[0] = %t
+      store %r[0] = %t
+    }
+}
+"""
+    text = guarded_starts(parse_kernel(made)).text
+    verify(parse_kernel(text))
+    assert "select_n" not in text and "store %acc[0] = %start" in text
+    other = guarded_starts(parse_kernel(made.replace("f32[1] smem", "f32[2] smem")))
+    assert "select_n" in other.text
 
 
 def test_the_other_polarity():

@@ -1,0 +1,129 @@
+"""early_loads: loops of small loads load for several iterations at once.
+
+In: a loop that carries a value from row to row, such as a recurrence over time, and
+loads a row or two in each iteration. Out: the same iterations in the same order,
+several in a row, after all their loads. What is carried does not delay loads, but the
+few that Triton starts ahead do not cover the time that memory takes. (On an H200, a
+recurrence over rows of 128 channels took 0.29 us per row.)
+
+Proof: only loads of arrays that nothing writes move, with what computes their places,
+and that depends on no carried value. All else keeps its order. Iterations that do not
+fill a round of several run one by one after the others.
+"""
+
+from collections.abc import Sequence
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.opdef import Effect, table
+from pallasite.ir.rewrite import Rewriter, inline, map_ops
+from pallasite.ir.roles import Loop
+from pallasite.passes.analysis.memory import Roots, constant_inputs
+
+MOST_ROUNDS = 8  # iterations that become one
+IN_FLIGHT = 1 << 13  # bytes that one iteration shall load
+MOST_OPS = 24  # of a body, because code is repeated
+
+
+def early_loads(kernel: Kernel) -> Kernel:
+    """Unroll loops that wait for small loads."""
+    return map_ops(kernel, _Early(kernel).rewritten)
+
+
+class _Early:
+    def __init__(self, kernel: Kernel):
+        self.roots, self.constant = Roots(kernel), constant_inputs(kernel)
+
+    def rewritten(self, op: Op, b: Rewriter) -> Sequence[Value] | None:
+        if op.name != "for":
+            return None
+        loop = Loop.of(op)
+        factor = self.factor(loop)
+        made = [b.producers.get(v) for v in loop.bounds]
+        first, limit, step = map(_number, made)
+        if factor < 2 or step is None or step < 1:
+            return None
+        rounds = None
+        if first is not None and limit is not None:
+            rounds = len(range(first, limit, step))
+            even = [n for n in range(factor, 1, -1) if rounds % n == 0]
+            factor = even[0] if even and 2 * even[0] >= factor else factor
+            if rounds < 2 * factor:
+                return None
+        elif step != 1:
+            return None
+        if rounds is None:
+            # Counted by rounds, because the counter must not pass its type's limit.
+            count = b.max(b.sub(loop.limit, loop.first), b.like(0, loop.first))
+            size = b.like(factor, count)
+            times = b.op("div", count, size)
+            middle = b.add(loop.first, b.mul(times, size))
+        else:
+            times = b.like(rounds // factor, loop.first)
+            middle = b.like(first + rounds // factor * factor * step, loop.first)
+        zero, one = b.like(0, loop.first), b.like(1, loop.first)
+        body = self.several(loop, step, factor)
+        ends = b.emit("for", zero, times, one, *loop.inits, regions=(body,))
+        if rounds is not None and rounds % factor == 0:
+            return ends
+        rest = (middle, loop.limit, loop.step)
+        return b.emit("for", *rest, *ends, regions=(loop.body,))
+
+    def factor(self, loop: Loop) -> int:
+        """How many iterations load as much as one should."""
+        ops = loop.body.ops
+        rows = [table()[op.name] for op in ops]
+        plain = all(
+            op.name in ("load", "store") or row.effect is Effect.PURE
+            for op, row in zip(ops, rows, strict=True)
+        )
+        if not plain or len(ops) > MOST_OPS or any(op.regions for op in ops):
+            return 1
+        if not loop.carried or any(op.name == "dot" for op in ops):
+            return 1
+        early = self.early(loop.body, set(loop.carried))
+        tiles = [op.result.tile for op in early if op.name == "load"]
+        loaded = sum(tile.size * tile.dtype.bits // 8 for tile in tiles)
+        used = sum(op.name == "load" and bool(op.result.tile.shape) for op in ops)
+        if not loaded or used != sum(bool(tile.shape) for tile in tiles):
+            return 1
+        return min(MOST_ROUNDS, IN_FLIGHT // loaded)
+
+    def early(self, block: Block, carried: set[Value]) -> list[Op]:
+        """Loads that may come before all else, and what computes their places."""
+        late = set(carried)
+        found: list[Op] = []
+        for op in block.ops:
+            movable = op.name != "store" and not late & set(op.operands)
+            if op.name == "load":
+                movable &= self.roots.of(op.operands[0]) in self.constant
+            if movable:
+                found.append(op)
+            else:
+                late |= set(op.results)
+        needed = set[Value]()
+        kept: list[Op] = []
+        for op in reversed(found):
+            if op.name == "load" or needed & set(op.results):
+                kept.append(op)
+                needed |= set(op.operands)
+        return kept[::-1]
+
+    def several(self, loop: Loop, step: int, factor: int) -> Block:
+        """A body of several iterations, loads first."""
+        b = Builder(loop.op.loc)
+        params = [Value(p.type, p.name) for p in loop.body.params]
+        index, carried = params[0], params[1:]
+        first = b.add(loop.first, b.mul(index, b.like(factor * step, index)))
+        for number in range(factor):
+            here = b.add(first, b.like(number * step, index)) if number else first
+            carried = inline(b, loop.body, [here, *carried])
+        block = b.block(params, carried)
+        early = self.early(block, set(params[1:]))
+        others = (op for op in block.ops if op not in set(early))
+        ops = (*early, *others)
+        return Block(block.params, ops, block.yields)
+
+
+def _number(op: Op | None) -> int | None:
+    return op.attrs["value"] if op is not None and op.name == "constant" else None

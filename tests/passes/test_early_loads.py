@@ -1,0 +1,110 @@
+"""Loops over rows load several rows at once. Text in, text out."""
+
+import numpy as np
+import pytest
+
+from pallasite.interpret import Walker
+from pallasite.interpret.numpy_numbers import NumpyNumbers
+from pallasite.ir.nodes import Kernel, walk
+from pallasite.ir.text import parse_kernel
+from pallasite.ir.verify import verify
+from pallasite.passes.optimise.early_loads import early_loads
+
+KERNEL = """\
+kernel @k(%n: ref<i32[2] any>, %x: ref<f32[ROWS,128] any>, %a: ref<f32[ROWS,128] any>, \
+%o: ref<f32[ROWS,128] any>) outputs 1 {
+  %0: i32 = constant {value=0}
+  %1: i32 = constant {value=1}
+  %rows: i32 = constant {value=ROWS}
+  %low: i32 = load %n[0]
+  %high: i32 = load %n[1]
+  %start: f32[128] = constant {value=0.0}
+  %end: f32[128] = for BOUNDS, %1, %start
+    body (%i: i32, %h: f32[128]) {
+      %decay: f32[128] = load %a[%i, :]
+      %kept: f32[128] = mul %decay, %h
+      %new: f32[128] = load FROM[%i, :]
+      %next: f32[128] = add %kept, %new
+      store %o[%i, :] = %next
+      yield %next
+    }
+}
+"""
+
+
+def kernel(rows: int, bounds: str = "%0, %rows", source: str = "%x") -> Kernel:
+    text = KERNEL.replace("ROWS", str(rows)).replace("BOUNDS", bounds)
+    made = parse_kernel(text.replace("FROM", source))
+    verify(made)
+    return made
+
+
+def loops_of(made: Kernel) -> list[list[str]]:
+    """The names of the memory ops of each loop."""
+    found = []
+    for loop in (op for op in walk(made.body) if op.name == "for"):
+        ops = loop.regions[0].ops
+        found.append([op.name for op in ops if op.name in ("load", "store")])
+    return found
+
+
+def results(made: Kernel, rows: int, bounds: tuple[int, int]) -> np.ndarray:
+    rng = np.random.default_rng(rows)
+    x, a = (rng.normal(size=(rows, 128)).astype(np.float32) for _ in range(2))
+    arrays = [np.array(bounds, np.int32), x, a]
+    return np.asarray(Walker(made, NumpyNumbers()).run(arrays)[0])
+
+
+@pytest.mark.parametrize("rows", [16, 24, 36, 37, 61])
+def test_all_loads_of_a_round_come_first(rows):
+    before = kernel(rows)
+    after = early_loads(before)
+    verify(after)
+    first, *rest = loops_of(after)
+    count = first.count("store")
+    assert count in (4, 5, 6, 7, 8)
+    assert first == ["load"] * (2 * count) + ["store"] * count
+    assert rest == ([] if rows % count == 0 else [["load", "load", "store"]])
+    one, other = (results(k, rows, (0, rows)) for k in (before, after))
+    np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("bounds", [(0, 40), (3, 3), (5, 4), (1, 7), (2, 33)])
+def test_bounds_known_at_run_time(bounds):
+    before = kernel(40, "%low, %high")
+    after = early_loads(before)
+    verify(after)
+    assert len(loops_of(after)) == 2
+    low, high = bounds
+    one, other = (results(k, 40, bounds)[low:high] for k in (before, after))
+    np.testing.assert_array_equal(one, other)
+
+
+def test_loads_of_what_the_loop_writes_stay():
+    before = kernel(64, source="%o")
+    assert early_loads(before) is before
+
+
+def test_large_loads_are_enough():
+    text = KERNEL.replace("ROWS", "64").replace("BOUNDS", "%0, %rows")
+    text = text.replace("FROM", "%x").replace("128]", "4096]")
+    before = parse_kernel(text)
+    assert early_loads(before) is before
+
+
+def test_places_that_depend_on_what_is_carried_stay():
+    text = """\
+kernel @k(%x: ref<i32[64] any>, %o: ref<i32[1] any>) outputs 1 {
+  %0: i32 = constant {value=0}
+  %1: i32 = constant {value=1}
+  %n: i32 = constant {value=64}
+  %end: i32 = for %0, %n, %1, %0
+    body (%i: i32, %at: i32) {
+      %next: i32 = load %x[%at]
+      yield %next
+    }
+  store %o[0] = %end
+}
+"""
+    before = parse_kernel(text)
+    assert early_loads(before) is before
