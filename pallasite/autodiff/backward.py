@@ -38,6 +38,7 @@ from pallasite.autodiff.residuals import keep
 from pallasite.autodiff.reverse import Reversed, reverse_program
 from pallasite.autodiff.reverse_rules import accumulated
 from pallasite.autodiff.scattered import Merge, merged, scattered
+from pallasite.autodiff.sink_broadcasts import sink_broadcasts
 from pallasite.autodiff.zero_cotangents import without
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
@@ -437,7 +438,7 @@ def _reversed(
     seeds: dict[Value, Value],
     written: Sequence[Value],
 ) -> Reversed:
-    body, copies = harmless_edges(program.body)
+    body, copies = harmless_edges(sink_broadcasts(program.body))
     unseen = [ref for ref in kernel.outputs if ref not in seeds]
     sums = plain_sums(narrow_carries(body), unseen)
     made = reverse_program(

@@ -8,7 +8,12 @@ import pytest
 import pallasite as pl
 from pallasite.autodiff.backward import plan
 from pallasite.autodiff.backward_choice import Machine
+<<<<<<< HEAD
 from pallasite.sites import calls_in
+=======
+from pallasite.ir.nodes import walk
+from pallasite.sites import calls_in
+>>>>>>> gradforms
 from pallasite.target import GPUS
 
 H200 = Machine.of(GPUS["h200"])
@@ -151,3 +156,60 @@ def test_batched_and_second_derivatives():
         return jax.vmap(jax.grad(lambda t: (first(t) ** 2).sum()))(table)
 
     np.testing.assert_allclose(second(ours), second(theirs), rtol=1e-4)
+
+
+def test_iterations_with_parts_of_their_own_store_them():
+    """The adjoint of a recurrence: no zero fill, nothing read back, no copied seed."""
+
+    def kernel(a_ref, x_ref, o_ref):
+        def step(t, h):
+            h = a_ref[t, :] * h + x_ref[t, :]
+            o_ref[t, :] = h
+            return h
+
+        jax.lax.fori_loop(0, a_ref.shape[0], step, jnp.zeros(a_ref.shape[1]))
+
+    def run(a, x):
+        return pl.pallas_call(kernel, jax.ShapeDtypeStruct(a.shape, a.dtype))(a, x)
+
+    def reference(a, x):
+        step = lambda h, ax: (ax[0] * h + ax[1],) * 2
+        return jax.lax.scan(step, jnp.zeros(a.shape[1]), (a, x))[1]
+
+    a, x = (jax.random.normal(jax.random.key(n), (12, 5)) for n in (0, 1))
+    check(run, reference, a, x, merged=0)
+    (call,) = calls_in(run, a, x)
+    (step,) = plan(call.kernel, (True, True), (True,), H200).steps
+    text = step.kernel.text
+    assert "load %d_a_ref" not in text and "load %d_x_ref" not in text
+    assert text.count("alloc") == 1, "the states, and no copy of a cotangent"
+
+
+def test_weights_that_a_loop_captures_have_cotangents_of_their_size():
+    def kernel(w_ref, x_ref, o_ref):
+        w = jnp.broadcast_to(w_ref[...], (8, 16))
+
+        def step(t, carry):
+            x = x_ref[pl.ds(t * 8, 8), :] + carry
+            o_ref[pl.ds(t * 8, 8), :] = x * w
+            return jnp.sin(x)
+
+        jax.lax.fori_loop(0, 4, step, jnp.zeros((8, 16)))
+
+    def run(w, x):
+        return pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype))(w, x)
+
+    def reference(w, x):
+        step = lambda c, x: (jnp.sin(x + c), (x + c) * w)
+        parts = jax.lax.scan(step, jnp.zeros((8, 16)), x.reshape(4, 8, 16))[1]
+        return parts.reshape(x.shape)
+
+    w, x = (
+        jax.random.normal(jax.random.key(n), s)
+        for n, s in enumerate([(1, 16), (32, 16)])
+    )
+    check(run, reference, w, x, merged=0)
+    (call,) = calls_in(run, w, x)
+    (step,) = plan(call.kernel, (True, True), (True,), H200).steps
+    carried = [op for op in walk(step.kernel.body) if op.name == "for"][-1].results
+    assert sum(v.tile.size for v in carried) <= 8 * 16 + 16

@@ -53,7 +53,8 @@ def programs(form: Form) -> tuple[list[int], int]:
             for step in steps:
                 pipeline = Pipeline.of(find_pipeline(step.kernel))
                 pairs = zip(pipeline.sizes, pipeline.semantics, strict=True)
-                counts.append(prod(n for n, kind in pairs if kind == "parallel"))
+                sizes = [n for n, kind in pairs if kind == "parallel"]
+                counts.append(prod(n for n in sizes if isinstance(n, int)))
     return counts, products
 
 
