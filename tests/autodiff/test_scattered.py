@@ -8,12 +8,8 @@ import pytest
 import pallasite as pl
 from pallasite.autodiff.backward import plan
 from pallasite.autodiff.backward_choice import Machine
-<<<<<<< HEAD
-from pallasite.sites import calls_in
-=======
 from pallasite.ir.nodes import walk
 from pallasite.sites import calls_in
->>>>>>> gradforms
 from pallasite.target import GPUS
 
 H200 = Machine.of(GPUS["h200"])
