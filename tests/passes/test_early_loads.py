@@ -48,10 +48,10 @@ def loops_of(made: Kernel) -> list[list[str]]:
     return found
 
 
-def results(made: Kernel, rows: int, bounds: tuple[int, int]) -> np.ndarray:
+def results(made: Kernel, rows: int) -> np.ndarray:
     rng = np.random.default_rng(rows)
     x, a = (rng.normal(size=(rows, 128)).astype(np.float32) for _ in range(2))
-    arrays = [np.array(bounds, np.int32), x, a]
+    arrays = [np.zeros(2, np.int32), x, a]
     return np.asarray(Walker(made, NumpyNumbers()).run(arrays)[0])
 
 
@@ -65,19 +65,13 @@ def test_all_loads_of_a_round_come_first(rows):
     assert count in (4, 5, 6, 7, 8)
     assert first == ["load"] * (2 * count) + ["store"] * count
     assert rest == ([] if rows % count == 0 else [["load", "load", "store"]])
-    one, other = (results(k, rows, (0, rows)) for k in (before, after))
+    one, other = (results(k, rows) for k in (before, after))
     np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("bounds", [(0, 40), (3, 3), (5, 4), (1, 7), (2, 33)])
-def test_bounds_known_at_run_time(bounds):
+def test_bounds_known_at_run_time_stay():
     before = kernel(40, "%low, %high")
-    after = early_loads(before)
-    verify(after)
-    assert len(loops_of(after)) == 2
-    low, high = bounds
-    one, other = (results(k, 40, bounds)[low:high] for k in (before, after))
-    np.testing.assert_array_equal(one, other)
+    assert early_loads(before) is before
 
 
 def test_loads_of_what_the_loop_writes_stay():

@@ -48,6 +48,7 @@ from pallasite.passes.optimise.sink_loads import sink_loads
 from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.run import Pass
 from pallasite.passes.schedule.gpu_blocks import for_gpu
+from pallasite.passes.schedule.shifted_parts import shifted_parts
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.triton"
@@ -94,6 +95,7 @@ class TritonBackend:
             Pass("check_types", partial(check_types, chip=_chip(options))),
             Pass("own_inputs", own_inputs),
             Pass("matrix_units", write_out),
+            Pass("shifted_parts", shifted_parts),
             Pass("split_accesses", split_accesses),
             Pass("sums_of_products", sums_of_products),
             Pass("loop_steps", loop_steps),

@@ -8,7 +8,8 @@ recurrence over rows of 128 channels took 0.29 us per row.)
 
 Proof: only loads of arrays that nothing writes move, with what computes their places,
 and that depends on no carried value. All else keeps its order. Iterations that do not
-fill a round of several run one by one after the others.
+fill a round of several run one by one after the others. Loops whose bounds are known
+only at run time stay: those are mostly short, and would all need both loops.
 """
 
 from collections.abc import Sequence
@@ -40,34 +41,23 @@ class _Early:
         loop = Loop.of(op)
         factor = self.factor(loop)
         made = [b.producers.get(v) for v in loop.bounds]
-        first, limit, step = map(_number, made)
-        if factor < 2 or step is None or step < 1:
+        known = [op.attrs["value"] for op in made if op and op.name == "constant"]
+        if factor < 2 or len(known) != 3 or known[2] < 1:
             return None
-        rounds = None
-        if first is not None and limit is not None:
-            rounds = len(range(first, limit, step))
-            even = [n for n in range(factor, 1, -1) if rounds % n == 0]
-            factor = even[0] if even and 2 * even[0] >= factor else factor
-            if rounds < 2 * factor:
-                return None
-        elif step != 1:
+        first, limit, step = known
+        rounds = len(range(first, limit, step))
+        even = [n for n in range(factor, 1, -1) if rounds % n == 0]
+        factor = even[0] if even and 2 * even[0] >= factor else factor
+        if rounds < 2 * factor:
             return None
-        if rounds is None:
-            # Counted by rounds, because the counter must not pass its type's limit.
-            count = b.max(b.sub(loop.limit, loop.first), b.like(0, loop.first))
-            size = b.like(factor, count)
-            times = b.op("div", count, size)
-            middle = b.add(loop.first, b.mul(times, size))
-        else:
-            times = b.like(rounds // factor, loop.first)
-            middle = b.like(first + rounds // factor * factor * step, loop.first)
-        zero, one = b.like(0, loop.first), b.like(1, loop.first)
+        times = rounds // factor
         body = self.several(loop, step, factor)
-        ends = b.emit("for", zero, times, one, *loop.inits, regions=(body,))
-        if rounds is not None and rounds % factor == 0:
+        bounds = [b.like(n, loop.first) for n in (0, times, 1)]
+        ends = b.emit("for", *bounds, *loop.inits, regions=(body,))
+        if times * factor == rounds:
             return ends
-        rest = (middle, loop.limit, loop.step)
-        return b.emit("for", *rest, *ends, regions=(loop.body,))
+        middle = b.like(first + times * factor * step, loop.first)
+        return b.emit("for", middle, *loop.bounds[1:], *ends, regions=(loop.body,))
 
     def factor(self, loop: Loop) -> int:
         """How many iterations load as much as one should."""
@@ -123,7 +113,3 @@ class _Early:
         others = (op for op in block.ops if op not in set(early))
         ops = (*early, *others)
         return Block(block.params, ops, block.yields)
-
-
-def _number(op: Op | None) -> int | None:
-    return op.attrs["value"] if op is not None and op.name == "constant" else None

@@ -1,0 +1,364 @@
+"""shifted_parts: blocks whose elements depend on their neighbours, computed in parts.
+
+In: a program that makes a large block from shifted copies of others: slices and
+concatenations, as stencils, rolls and convolutions along time are written. Smaller
+windows cannot split it, because a part needs elements of the next. Out: more
+programs, each of which makes a part of the block and loads what that part needs, where
+it lies: at the part's own position, or some elements beside it.
+
+Proof: every element of the result is a function of its position. A slice adds a number
+to a position along a dimension; a concatenation chooses by it, and subtracts. So an op
+on whole tiles is the same op on the elements at the positions of a part. What a choice
+drops is loaded from the nearest element that there is. Operands that nothing writes are
+the same at any time, and each part of a result is stored by one program.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from pallasite.ir import types as T
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
+from pallasite.ir.opdef import Effect, table
+from pallasite.ir.rewrite import inline
+from pallasite.ir.roles import Pipeline, Shown
+from pallasite.passes.analysis.grid import analyze, find_pipeline, with_pipeline
+from pallasite.passes.analysis.memory import Roots, constant_inputs
+
+LARGE = 1 << 15  # elements of a block that is too large for one program
+PART = 1 << 12  # elements of a part
+WIDEST = 256  # elements of a row of a part
+
+
+class _Whole(Exception):
+    """Something needs whole tiles."""
+
+
+@dataclass(frozen=True)
+class _At:
+    """The position of a part along one dimension of a tile.
+
+    Attributes:
+        axis: the dimension of the part that runs along it; None: it is one element.
+        start: where the part starts, besides that axis' own start.
+        inside: whether all of it is surely inside the tile.
+    """
+
+    axis: int | None
+    start: int
+    inside: bool = True
+
+
+@dataclass(frozen=True)
+class _Along:
+    """The position of a part along one dimension of a ref.
+
+    Attributes:
+        dim: the dimension of the loaded tile; None: an element is loaded.
+        at: where the part is, from `base` on.
+        base: where the loaded tile starts, if that is known at run time only.
+    """
+
+    dim: int | None
+    at: _At
+    base: Value | None
+
+
+def shifted_parts(kernel: Kernel) -> Kernel:
+    """Programs for parts of blocks, where those are large and shifted."""
+    names = {op.name for op in walk(kernel.body)}
+    if kernel.level != "tile" or not names & {"concatenate", "slice"}:
+        return kernel
+    if sum(op.name == "pipeline" for op in walk(kernel.body)) != 1:
+        return kernel
+    try:
+        return _Parts(kernel).kernel()
+    except _Whole:
+        return kernel
+
+
+class _Parts:
+    def __init__(self, kernel: Kernel):
+        self.old = kernel
+        self.pipeline = Pipeline.of(find_pipeline(kernel))
+        body = self.pipeline.body
+        self.made = {v: op for op in body.ops for v in op.results}
+        self.roots, self.constant = Roots(kernel), constant_inputs(kernel)
+        self.stores = [op for op in body.ops if op.name == "store"]
+        shapes = {op.operands[1].tile.shape for op in self.stores}
+        if len(shapes) != 1 or analyze(kernel).sequential:
+            raise _Whole
+        (self.shape,) = shapes
+        if prod(self.shape) < LARGE or not self.is_shifted():
+            raise _Whole
+        for op in body.ops:
+            pure = table()[op.name].effect is Effect.PURE
+            if op.regions or not (pure or op.name in ("load", "store")):
+                raise _Whole
+        for op in self.stores:
+            self.check_store(Access.of(op))
+        self.part = self.sizes()
+        self.known: dict[tuple[Value, tuple[_At, ...]], Value] = {}
+
+    def is_shifted(self) -> bool:
+        """Whether most of a tile is moved by less than its size.
+
+        Halves that change places are stored apart (`split_accesses.py`).
+        """
+        return any(
+            op.name == "concatenate"
+            and any(2 * x.tile.size > op.result.tile.size for x in op.operands)
+            for op in self.made.values()
+        )
+
+    def check_store(self, access: Access) -> None:
+        """All of a block is stored, and it is inside its array."""
+        found = [each for each in self.pipeline.shown if each.block is access.ref]
+        if not found or access.mask is not None or access.ref.ref.shape != self.shape:
+            raise _Whole
+        (shown,) = found
+        whole = tuple(Span(0, n) for n in self.shape)
+        if shown.window.mode != "out" or access.index != whole:
+            raise _Whole
+        for n, dim in zip(shown.array.ref.shape, shown.window.dims, strict=True):
+            is_plain = dim.kind in ("blocked", "squeezed") and not any(dim.padding)
+            # Parts of a block at the edge would be past the end.
+            if not is_plain or n % dim.size:
+                raise _Whole
+        if len({op.operands[0] for op in self.stores}) != len(self.stores):
+            raise _Whole
+
+    def sizes(self) -> tuple[int, ...]:
+        """The shape of a part: powers of two, the last dimension first."""
+        left, found = PART, list[int]()
+        for n in reversed(self.shape):
+            most = min(left, WIDEST if not found else left)
+            size = max(
+                k for k in (1 << p for p in range(13)) if k <= most and n % k == 0
+            )
+            found.append(size)
+            left //= size
+        return tuple(found[::-1])
+
+    # --- the kernel ---
+
+    def kernel(self) -> Kernel:
+        old = self.pipeline
+        counts = [n // size for n, size in zip(self.shape, self.part, strict=True)]
+        self.axes = [d for d, count in enumerate(counts) if count > 1]
+        if not self.axes or None in old.grid:
+            raise _Whole
+        ids = tuple(Value(v.type, v.name) for v in old.ids)
+        parts = tuple(Value(T.INDEX, "part") for _ in self.axes)
+        self.parts = dict(zip(self.axes, parts, strict=True))
+        b = Builder(old.op.loc)
+        self.mapping: dict[Value, Value] = dict(zip(old.ids, ids, strict=True))
+        self.starts = {
+            d: b.mul(self.parts[d], b.index(self.part[d])) for d in self.axes
+        }
+        written = {op.operands[0] for op in self.stores}
+        shown = [
+            self.window(each, counts) if each.block in written else self.same(each)
+            for each in old.shown
+        ]
+        blocks = {s.block: n.block for s, n in zip(old.shown, shown, strict=True)}
+        self.mapping |= blocks
+        here = tuple(_At(d, 0) for d in range(len(self.shape)))
+        for op in self.stores:
+            b.loc = op.loc
+            b.store(blocks[op.operands[0]], self.value(b, op.operands[1], here))
+        body = Block((*ids, *parts, *(n.block for n in shown)), tuple(b.ops))
+        new = replace(
+            old,
+            grid=(*old.grid, *(counts[d] for d in self.axes)),
+            semantics=(*old.semantics, *("parallel" for _ in self.axes)),
+        )
+        return with_pipeline(self.old, new.showing(shown, body).to_op())
+
+    def same(self, shown: Shown) -> Shown:
+        """A window that stays for all parts."""
+        return self.mapped(shown, lambda b, places, parts: places)
+
+    def window(self, shown: Shown, counts: Sequence[int]) -> Shown:
+        """A window on a part of the result."""
+        dims = list(shown.window.dims)
+        kept = [n for n, dim in enumerate(dims) if dim.kind == "blocked"]
+        for d in self.axes:
+            dims[kept[d]] = replace(dims[kept[d]], size=self.part[d])
+
+        def places(b: Builder, old: Sequence[Value], parts: Mapping[int, Value]):
+            new = list(old)
+            for d in self.axes:
+                first = b.mul(new[kept[d]], b.index(counts[d]))
+                new[kept[d]] = b.add(first, parts[d])
+            return new
+
+        window = replace(shown.window, dims=tuple(dims))
+        block = Value(shown.block.ref.with_shape(self.part), shown.block.name)
+        return self.mapped(shown, places)._replace(window=window, block=block)
+
+    def mapped(self, shown: Shown, places: Callable[..., Sequence[Value]]) -> Shown:
+        ids = [Value(v.type, v.name) for v in self.pipeline.ids]
+        parts = {d: Value(T.INDEX, "part") for d in self.axes}
+        b = Builder(self.pipeline.op.loc)
+        yields = places(b, inline(b, shown.index_map, ids), parts)
+        block = Value(shown.block.type, shown.block.name)
+        index_map = b.block((*ids, *parts.values()), yields)
+        return shown._replace(index_map=index_map, block=block)
+
+    # --- the elements of a part ---
+
+    def tile_shape(self, places: Sequence[_At]) -> tuple[int, ...]:
+        return tuple(1 if p.axis is None else self.part[p.axis] for p in places)
+
+    def value(self, b: Builder, value: Value, places: tuple[_At, ...]) -> Value:
+        """The elements of a tile at some positions."""
+        op = self.made.get(value)
+        if op is None:
+            return self.mapping.get(value, value)  # a scalar from outside
+        found = self.known.get((value, places))
+        if found is None:
+            b.loc = op.loc
+            found = self.known[value, places] = self.computed(b, op, places)
+        return found
+
+    def computed(self, b: Builder, op: Op, places: tuple[_At, ...]) -> Value:
+        shape = self.tile_shape(places)
+        if op.name == "constant":
+            return b.constant(op.attrs["value"], op.result.tile.with_shape(shape))
+        if op.name == "load":
+            return self.load(b, op, places)
+        if op.name == "iota":
+            tile = op.result.tile.with_shape(shape)
+            number = self.position(b, places[op.attrs["dim"]], op.attrs["dim"], shape)
+            return b.cast(number, tile.dtype)
+        if op.name == "slice":
+            if set(op.attrs["strides"]) - {1}:
+                raise _Whole
+            moved = zip(places, op.attrs["starts"], strict=True)
+            at = tuple(replace(p, start=p.start + n) for p, n in moved)
+            return self.value(b, op.operands[0], at)
+        if op.name == "concatenate":
+            return self.chosen(b, op, places)
+        if op.name == "broadcast_in_dim":
+            return self.broadcast(b, op, places)
+        if not table()[op.name].elementwise:
+            raise _Whole
+        new = [self.value(b, v, places if v.tile.shape else ()) for v in op.operands]
+        return b.op(op.name, *new, **op.attrs)
+
+    def first(self, b: Builder, at: _At, base: Value | None = None) -> Value:
+        """Where along a dimension of a tile a part starts."""
+        first = b.index(at.start)
+        if at.axis in self.starts:
+            first = b.add(self.starts[at.axis], first)
+        return first if base is None else b.add(base, first)
+
+    def position(
+        self,
+        b: Builder,
+        at: _At,
+        d: int,
+        shape: Sequence[int],
+        base: Value | None = None,
+    ) -> Value:
+        """Where along a dimension of a tile the elements are."""
+        tile = T.TileType(tuple(shape), T.I32)
+        first = b.broadcast(b.cast(self.first(b, at, base), T.I32), shape, ())
+        if at.axis is None:
+            return first
+        return b.add(b.op("iota", dim=d, type=tile), first)
+
+    def chosen(self, b: Builder, op: Op, places: tuple[_At, ...]) -> Value:
+        axis = op.attrs["axis"]
+        at, end, found = places[axis], 0, None
+        for piece in op.operands:
+            first, end = end, end + piece.tile.shape[axis]
+            if at.axis is None:
+                if first <= at.start < end:
+                    moved = replace(at, start=at.start - first)
+                    return self.piece(b, piece, places, axis, moved)
+                continue
+            if first == end:
+                continue
+            moved = replace(at, start=at.start - first, inside=False)
+            part = self.piece(b, piece, places, axis, moved)
+            if found is None:
+                found = part
+                continue
+            shape = part.tile.shape
+            where = self.position(b, at, axis, shape)
+            found = b.select(b.op("ge", where, b.like(first, where)), part, found)
+        if found is None:
+            raise _Whole
+        return found
+
+    def piece(
+        self, b: Builder, value: Value, places: tuple[_At, ...], axis: int, at: _At
+    ) -> Value:
+        if value.tile.shape[axis] == 1 and at.axis is not None:
+            # One row for all: what is beside it is dropped.
+            one = self.value(b, value, _with(places, axis, _At(None, 0)))
+            return b.broadcast(one, self.tile_shape(places), range(len(places)))
+        return self.value(b, value, _with(places, axis, at))
+
+    def broadcast(self, b: Builder, op: Op, places: tuple[_At, ...]) -> Value:
+        (x,), dims = op.operands, op.attrs["dims"]
+        inner = tuple(
+            places[d] if n == op.attrs["shape"][d] else _At(None, 0)
+            for n, d in zip(x.tile.shape, dims, strict=True)
+        )
+        return b.broadcast(self.value(b, x, inner), self.tile_shape(places), dims)
+
+    def load(self, b: Builder, op: Op, places: tuple[_At, ...]) -> Value:
+        access = Access.of(op)
+        if self.roots.of(access.ref) not in self.constant or access.mask is not None:
+            raise _Whole
+        ref = self.mapping.get(access.ref, access.ref)
+        where = self.where(b, access, places)
+        if all(each.at.inside for each in where):
+            return self.plain(b, ref, where)
+        shape = self.tile_shape(places)
+        tiles: list[Value] = []
+        for n, each in zip(ref.ref.shape, where, strict=True):
+            tile = self.position(b, each.at, each.dim or 0, shape, each.base)
+            if not each.at.inside:
+                # Negative indices would count from the end.
+                tile = b.min(b.max(tile, b.like(0, tile)), b.like(n - 1, tile))
+            tiles.append(tile)
+        return b.load(ref, tuple(Gather() for _ in tiles), tiles)
+
+    def where(self, b: Builder, access: Access, places: Sequence[_At]) -> list[_Along]:
+        """The positions of a part in what is loaded."""
+        rest, operands = iter(enumerate(places)), iter(access.index_operands)
+        found: list[_Along] = []
+        for n, entry in zip(access.ref.ref.shape, access.index, strict=True):
+            if isinstance(entry, Gather) or getattr(entry, "stride", 1) != 1:
+                raise _Whole
+            size = entry.size if isinstance(entry, Span) else 1
+            base = None
+            if entry.start is None:
+                start = self.value(b, next(operands), ())
+                start = b.max(start, b.like(0, start))
+                base = b.cast(b.min(start, b.like(n - size, start)), T.INDEX.dtype)
+            dim, at = next(rest) if isinstance(entry, Span) else (None, _At(None, 0))
+            at = replace(at, start=at.start + (entry.start or 0))
+            found.append(_Along(dim, at, base))
+        return found
+
+    def plain(self, b: Builder, ref: Value, where: Sequence[_Along]) -> Value:
+        index: list[At | Span] = []
+        starts: list[Value] = []
+        for each in where:
+            at = each.at
+            fixed = each.base is None and at.axis not in self.starts
+            first = at.start if fixed else None
+            starts += [] if fixed else [self.first(b, at, each.base)]
+            size = 1 if at.axis is None else self.part[at.axis]
+            index.append(At(first) if each.dim is None else Span(first, size))
+        return b.load(ref, tuple(index), starts)
+
+
+def _with(places: tuple[_At, ...], axis: int, at: _At) -> tuple[_At, ...]:
+    return (*places[:axis], at, *places[axis + 1 :])

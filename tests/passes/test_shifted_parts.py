@@ -1,0 +1,150 @@
+"""Blocks made of shifted copies, computed in parts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite import sites
+from pallasite.interpret import Walker
+from pallasite.interpret.numpy_numbers import NumpyNumbers
+from pallasite.ir.nodes import Kernel
+from pallasite.ir.roles import Pipeline
+from pallasite.ir.verify import verify
+from pallasite.passes.analysis.grid import analyze, find_pipeline
+from pallasite.passes.run import run
+from pallasite.passes.schedule import shifted_parts as subject
+
+F32 = jnp.float32
+ROWS, WIDTH, STEPS = 12, 40, 3
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(subject, "LARGE", 64)
+    monkeypatch.setattr(subject, "PART", 32)
+    monkeypatch.setattr(subject, "WIDEST", 8)
+
+
+def beside(x_ref, y_ref, o_ref):
+    """Neighbours in rows and columns; rows of another block at the edges."""
+    x, i = x_ref[...], pl.program_id(0)
+    above = jnp.where(i > 0, y_ref[ROWS - 1 :, :], 0).astype(x.dtype)
+    up = jnp.concatenate([above, x[:-1]], axis=0)
+    down = jnp.concatenate([x[1:], above], axis=0)
+    left = jnp.concatenate([jnp.ones((ROWS, 1), x.dtype), x[:, :-1]], axis=1)
+    o_ref[...] = x * 2 + (up - down + left)
+
+
+def rolled(x_ref, y_ref, o_ref):
+    at = jax.lax.broadcasted_iota(jnp.int32, (ROWS, WIDTH), 1)
+    x = jnp.roll(x_ref[...], 3, axis=1)
+    y = jnp.roll(jnp.roll(y_ref[...], -2, axis=0), 1, axis=1)
+    o_ref[...] = jnp.where(at > 2, x, y)
+
+
+def taps(x_ref, y_ref, o_ref):
+    """Four rows of the past, each with its own weights."""
+    x, total = x_ref[...], jnp.zeros((ROWS, WIDTH), x_ref.dtype)
+    for n in range(4):
+        before = jnp.zeros((n, WIDTH), x.dtype)
+        total += jnp.concatenate([before, x[: ROWS - n]], axis=0) * y_ref[n, :]
+    o_ref[...] = total
+
+
+def whole(x_ref, y_ref, o_ref):
+    """A dynamic part of a whole array, which is clamped at the end."""
+    x = x_ref[pl.ds(pl.program_id(0) * ROWS + 1, ROWS + 2), :]
+    o_ref[...] = jnp.concatenate([x[2:-1], x[:1]], axis=0) + x[1:-1] + y_ref[...]
+
+
+def kernel_of(body, dtype=F32, **more) -> Kernel:
+    shape = jax.ShapeDtypeStruct((STEPS * ROWS, WIDTH), dtype)
+    spec = pl.BlockSpec((ROWS, WIDTH), lambda i: (i, 0))
+    first = pl.BlockSpec(memory_space=pl.ANY) if body is whole else spec
+    before = pl.BlockSpec((ROWS, WIDTH), lambda i: (jnp.maximum(i - 1, 0), 0))
+    call = pl.pallas_call(
+        body,
+        out_shape=shape,
+        grid=(STEPS,),
+        in_specs=[first, before],
+        out_specs=spec,
+        **more,
+    )
+    return run(sites.kernels_in(call, shape, shape)[0])
+
+
+def evaluated(kernel: Kernel) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    shape = (STEPS * ROWS, WIDTH)
+    arrays = [rng.normal(size=shape).astype(p.ref.dtype.np) for p in kernel.inputs]
+    return np.asarray(Walker(kernel, NumpyNumbers()).run(arrays)[0])
+
+
+@pytest.mark.parametrize("dtype", [F32, jnp.bfloat16])
+@pytest.mark.parametrize("body", [beside, rolled, taps, whole])
+def test_parts_are_the_same_as_the_block(body, dtype):
+    before = kernel_of(body, dtype)
+    after = subject.shifted_parts(before)
+    verify(after)
+    assert Pipeline.of(find_pipeline(after)).grid == (STEPS, 3, 5)
+    assert not analyze(after).sequential
+    assert "concatenate" not in after.text and "slice" not in after.text
+    np.testing.assert_array_equal(evaluated(before), evaluated(after))
+
+
+def test_blocks_of_operands_may_extend_past_the_end():
+    shape = jax.ShapeDtypeStruct((36, 40), F32)
+    given = jax.ShapeDtypeStruct((30, 37), F32)
+    spec = pl.BlockSpec((ROWS, WIDTH), lambda i: (i, 0), fill=0.0)
+    call = pl.pallas_call(
+        rolled, out_shape=shape, grid=(3,), in_specs=[spec, spec], out_specs=spec
+    )
+    before = run(sites.kernels_in(call, given, given)[0])
+    after = subject.shifted_parts(before)
+    assert after is not before
+    x = np.random.default_rng(0).normal(size=(30, 37)).astype(np.float32)
+    results = [Walker(k, NumpyNumbers()).run([x, x + 1])[0] for k in (before, after)]
+    np.testing.assert_array_equal(*map(np.asarray, results))
+
+
+def test_blocks_of_results_that_extend_past_the_end_stay():
+    shape = jax.ShapeDtypeStruct((30, 37), F32)
+    spec = pl.BlockSpec((ROWS, WIDTH), lambda i: (i, 0))
+    call = pl.pallas_call(
+        rolled, out_shape=shape, grid=(3,), in_specs=[spec, spec], out_specs=spec
+    )
+    before = run(sites.kernels_in(call, shape, shape)[0])
+    assert subject.shifted_parts(before) is before
+
+
+def halves(x_ref, y_ref, o_ref):
+    """Halves that change places need no neighbours."""
+    x = x_ref[...]
+    half = WIDTH // 2
+    o_ref[...] = jnp.concatenate([x[:, half:], x[:, :half]], axis=1) + y_ref[...]
+
+
+def summed(x_ref, y_ref, o_ref):
+    """A sum over rows needs all of them."""
+    x = x_ref[...]
+    down = jnp.concatenate([x[1:], y_ref[:1]], axis=0)
+    o_ref[...] = down / jnp.sum(down, axis=0, keepdims=True)
+
+
+def guarded(x_ref, y_ref, o_ref):
+    @pl.when(x_ref[0, 0] > 0)
+    def _():
+        rolled(x_ref, y_ref, o_ref)
+
+
+@pytest.mark.parametrize("body", [halves, summed, guarded])
+def test_others_stay(body):
+    before = kernel_of(body)
+    assert subject.shifted_parts(before) is before
+
+
+def test_memory_that_is_written_stays():
+    before = kernel_of(rolled, input_output_aliases={0: 0})
+    assert subject.shifted_parts(before) is before
