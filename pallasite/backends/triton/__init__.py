@@ -46,6 +46,7 @@ from pallasite.passes.optimise.sink_loads import sink_loads
 from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.run import Pass
 from pallasite.passes.schedule.gpu_blocks import for_gpu
+from pallasite.passes.schedule.ordered_sums import ordered_sums
 from pallasite.passes.schedule.shifted_parts import shifted_parts
 from pallasite.target import GPUS, Gpu
 
@@ -93,6 +94,7 @@ class TritonBackend:
             Pass("check_types", partial(check_types, chip=_chip(options))),
             Pass("own_inputs", own_inputs),
             Pass("matrix_units", write_out),
+            Pass("ordered_sums", ordered_sums),
             Pass("shifted_parts", shifted_parts),
             Pass("split_accesses", split_accesses),
             Pass("loop_steps", loop_steps),

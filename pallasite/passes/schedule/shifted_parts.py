@@ -320,13 +320,10 @@ class _Parts:
         if all(each.at.inside for each in where):
             return self.plain(b, ref, where)
         shape = self.tile_shape(places)
-        tiles: list[Value] = []
-        for n, each in zip(ref.ref.shape, where, strict=True):
-            tile = self.position(b, each.at, each.dim or 0, shape, each.base)
-            if not each.at.inside:
-                # Negative indices would count from the end.
-                tile = b.min(b.max(tile, b.like(0, tile)), b.like(n - 1, tile))
-            tiles.append(tile)
+        # Indices out of range load the nearest element.
+        tiles = [
+            self.position(b, each.at, each.dim or 0, shape, each.base) for each in where
+        ]
         return b.load(ref, tuple(Gather() for _ in tiles), tiles)
 
     def where(self, b: Builder, access: Access, places: Sequence[_At]) -> list[_Along]:
