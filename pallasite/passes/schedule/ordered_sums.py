@@ -1,4 +1,4 @@
-"""ordered_sums: atomic additions of floats that only one program makes, in a fixed order.
+"""ordered_sums: atomic additions of floats by one program, in a fixed order.
 
 In: `pl.atomic_add` of a tile at computed indices, as in a histogram of weights, to a
 block that no program shares with another that may run at the same time. Out: for every
