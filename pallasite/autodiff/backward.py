@@ -1,7 +1,7 @@
 """Backward kernels: the cotangents of a kernel call, computed by generated kernels.
 
 `cotangents` runs them; `plan` makes them, once per kernel. The path: the kernel as a
-program (`per_program.py`), its reverse (`reverse.py`), split into stages
+program (`normal_program.py`), its reverse (`reverse.py`), split into stages
 (`backward_stages.py`), each as one or more kernels (`backward_windows.py`). They are
 ordinary kernels: every backend runs them, and they can be batched and differentiated.
 """
@@ -10,6 +10,7 @@ import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, prod
 from typing import Any, NamedTuple
 
@@ -30,26 +31,20 @@ from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.narrow_results import narrow_results
-from pallasite.autodiff.per_program import Program, kernel_of, main_refs, program_of
+from pallasite.autodiff.normal_program import expected_cotangents, normal_program
+from pallasite.autodiff.per_program import Program, main_refs
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
 from pallasite.autodiff.reverse import Reversed, reverse_program
-from pallasite.autodiff.reverse_activity import facts_of
 from pallasite.autodiff.reverse_rules import accumulated
-from pallasite.autodiff.step_blocks import step_blocks
+from pallasite.autodiff.scattered import Merge, merged, scattered
+from pallasite.autodiff.sink_broadcasts import sink_broadcasts
 from pallasite.autodiff.zero_cotangents import without
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.rewrite import substitute
-from pallasite.ir.roles import Pipeline
-from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots
-from pallasite.passes.normal.known_integers import known_integers
-from pallasite.passes.normal.results_in_scratch import results_in_scratch
-from pallasite.passes.optimise.fold_exp2 import fold_exp2
-from pallasite.passes.run import NORMAL, run
-from pallasite.passes.schedule.gpu_blocks import fewer_rows
 from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 
@@ -58,6 +53,7 @@ MOST_PARTS = (
     256  # for a GPU, where they take no more than a share of the operands' bytes
 )
 SMALL_SHARE = 1 / 32
+MOST_SCATTERED = 2  # times the bytes of operands and results
 KEPT_SHARE = 1 / 8  # of the bytes of operands and results, for residuals
 UNREPEATABLE = ("debug_print", "debug_check", "delay", "atomic_rmw", "atomic_cas")
 LEAST_PARTS = 8  # devices share parts: with fewer, few devices could share the axis
@@ -74,6 +70,7 @@ class BackwardPlan:
     changing: dict[int, Value]  # refs that start as seeds, by the result's position
     choices: tuple["Way", ...]  # all alternatives, the chosen one first
     machine: Machine  # for which it was chosen
+    merges: tuple[Merge, ...] = ()  # of what programs scatter, after all steps
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,8 @@ class KeepingPlan:
     forward: Built  # the kernel's results, and `kept`
     kept: tuple[Value, ...]  # refs that no operand of the call holds
     results: tuple[Value, ...]  # the kernel's; the backward kernels read some
-    backward: BackwardPlan  # for cotangents of all results
+    known: tuple[bool, ...]  # the results whose cotangents it takes
+    backward: BackwardPlan
     stages: tuple[Program, ...]  # of which its steps consist
 
 
@@ -145,7 +143,7 @@ def cotangents(
     machine = Machine.of(chip_for(call.backend))
     wanted = tuple(map(bool, wanted))
     keeps = keeping_plan(call.kernel, wanted, machine) if kept else None
-    if keeps is not None:
+    if keeps is not None and all(k for n, k in enumerate(keeps.known) if known[n]):
         made = using_kept(call.kernel, wanted, known, machine)
         there = (*keeps.results, *keeps.kept)
     else:
@@ -161,11 +159,21 @@ def cotangents(
     names = _names(call.partition, made)
     for step in made.steps:
         arrays |= _run(call, step, arrays, names)
+    for merge in made.merges:
+        arrays[merge.target] = merged(merge, arrays, partial(_run_plain, call))
     found: list[Any] = [None] * len(primals)
     for n, ref in made.targets.items():
         if ref in arrays:
             found[n] = arrays[ref].astype(primals[n].dtype)
     return found
+
+
+def _run_plain(call: Any, kernel: Kernel, operands: Sequence[Any]) -> list[Any]:
+    """Results of a kernel that is no part of the author's partitioning."""
+    from pallasite.primitive import bind_call
+
+    options = replace(call, kernel=kernel, cost_estimate=None, partition=None)
+    return bind_call(options, operands)
 
 
 def _names(
@@ -238,12 +246,15 @@ def keeping_plan(
         return None
     if any(op.name in UNREPEATABLE for op in walk(kernel.body)):
         return None
-    known = _floats(kernel.outputs)
     try:
+        known = expected_cotangents(kernel, machine)
         made = plan(kernel, wanted, known, machine)
-        if not made.steps or not _has_products(made.steps[0].kernel) or made.changing:
+        if not made.steps or not _has_products(made.steps[0].kernel):
             return None
-        return _keeping(_plan(kernel, wanted, known, machine, kernel.outputs), kernel)
+        if made.changing or made.merges:
+            return None
+        made = _plan(kernel, wanted, known, machine, kernel.outputs)
+        return _keeping(made, kernel, known)
     except NoBackwardKernel:
         return None
 
@@ -282,7 +293,9 @@ def _steps(
     return tuple(_narrowed(steps, final))
 
 
-def _keeping(made: BackwardPlan, kernel: Kernel) -> KeepingPlan | None:
+def _keeping(
+    made: BackwardPlan, kernel: Kernel, known: tuple[bool, ...]
+) -> KeepingPlan | None:
     """The chosen way with its first stage split; its stages write the results."""
     way = made.choices[0]
     if not way.stages.saved:
@@ -306,15 +319,11 @@ def _keeping(made: BackwardPlan, kernel: Kernel) -> KeepingPlan | None:
         return None
     new = Way(steps, estimated, way.stages)
     backward = replace(made, steps=steps, choices=(new, *made.choices))
-    return KeepingPlan(one, kept.refs, kernel.outputs, backward, stages)
+    return KeepingPlan(one, kept.refs, kernel.outputs, known, backward, stages)
 
 
 def _has_products(kernel: Kernel) -> bool:
     return any(op.name == "dot" for op in walk(kernel.body))
-
-
-def _floats(refs: Sequence[Value]) -> tuple[bool, ...]:
-    return tuple(ref.ref.dtype.is_float for ref in refs)
 
 
 def _plan(
@@ -325,12 +334,7 @@ def _plan(
     written: Sequence[Value] = (),
 ) -> BackwardPlan:
     """See `plan`; `written`: results that the stages also write."""
-    kernel = results_in_scratch(run(kernel, NORMAL))
-    if machine.cuts_rows:
-        kernel = fewer_rows(kernel)
-    program = _with_known_integers(step_blocks(program_of(kernel)))
-    if machine.base_two:
-        program = _in_base_two(program)
+    kernel, program = normal_program(kernel, machine)
     shared = {o: i for i, o in kernel.aliases}
     targets = {
         n: _cotangent_ref(ref, accumulated(ref.ref.dtype), f"operand{n}")
@@ -353,36 +357,61 @@ def _plan(
             targets[shared[n]] = ref
     results = list(dict.fromkeys([*targets.values(), *changing.values()]))
     program = split_axes(replace(program, body=made.body), results)
-    if not changing:
+    # One that nothing is stored to passes on as it is.
+    written = Roots(program.body).written(program.body)
+    moving = {ref for ref in changing.values() if ref in written}
+    merges: list[Merge] = []
+    if not moving:
         program = gather_overlaps(program.simplified(), results)
+        most = MOST_SCATTERED * sum(map(_bytes, kernel.params))
+        program, merges = _scattered(program, list(targets.values()), most, machine)
+        parts = [ref for merge in merges for ref in merge.refs]
+        results = [
+            *(r for r in results if all(r is not m.target for m in merges)),
+            *parts,
+        ]
     # Partial sums are for small operands, such as the weights of a norm.
     sums = _Sums.of(kernel, machine)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
     ways: list[Way] = []
-    for stages in _alternatives(program, made, results):
+    for stages in _alternatives(program, made, results, bool(moving)):
         steps: list[Built] = []
         for stage in stages.programs:
             refs = [*results, *stages.saved]
-            steps += _kernels(stage, refs, set(changing.values()), sums)
+            steps += _kernels(stage, refs, moving, sums)
         steps = _narrowed(steps, final)
         estimated = estimate([step.kernel for step in steps], machine)
         ways.append(Way(tuple(steps), estimated, stages))
     ways.sort(key=lambda way: way.estimate.seconds)
     return BackwardPlan(
-        ways[0].steps, kernel.inputs, seeds, targets, changing, tuple(ways), machine
+        ways[0].steps,
+        kernel.inputs,
+        seeds,
+        targets,
+        changing,
+        tuple(ways),
+        machine,
+        tuple(merges),
     )
 
 
-def _with_known_integers(program: Program) -> Program:
-    """Simplify trip counts and block indices by the ranges of grid indices."""
-    facts = facts_of(program.body, program.sizes)
-    return program.with_body(known_integers(program.body, facts)).simplified()
+def _scattered(
+    program: Program, targets: Sequence[Value], most: int, machine: Machine
+) -> tuple[Program, list[Merge]]:
+    """Let programs write what they scatter, where adding it up would run in sequence.
 
-
-def _in_base_two(program: Program) -> Program:
-    """Convert exponentials to base two, before maxima are kept or saved."""
-    folded = fold_exp2(kernel_of(program, main_refs(program.body), ()))
-    return program.with_body(Pipeline.of(find_pipeline(folded)).body)
+    `most`: the bytes that this may take.
+    """
+    merges: list[Merge] = []
+    enough = min(machine.enough_programs, prod(program.sizes))
+    for ref in targets if machine.cores > 1 else ():
+        if prod(program.sizes[a] for a in place(program, ref).own) >= enough:
+            continue
+        found = scattered(program, ref)
+        if found is not None and sum(map(_bytes, found[1].refs)) <= most:
+            program = found[0]
+            merges.append(found[1])
+    return program, merges
 
 
 def _narrowed(steps: list[Built], final: dict[Value, T.DType]) -> list[Built]:
@@ -409,8 +438,9 @@ def _reversed(
     seeds: dict[Value, Value],
     written: Sequence[Value],
 ) -> Reversed:
-    body, copies = harmless_edges(program.body)
-    sums = plain_sums(narrow_carries(body))
+    body, copies = harmless_edges(sink_broadcasts(program.body))
+    unseen = [ref for ref in kernel.outputs if ref not in seeds]
+    sums = plain_sums(narrow_carries(body), unseen)
     made = reverse_program(
         sums.body,
         {kernel.inputs[n]: ref for n, ref in targets.items()},
@@ -425,7 +455,7 @@ def _reversed(
 
 
 def _alternatives(
-    program: Program, made: Reversed, results: Sequence[Value]
+    program: Program, made: Reversed, results: Sequence[Value], moving: bool
 ) -> list[Stages]:
     """Split into stages, unless several would have to change the same memory.
 
@@ -441,7 +471,7 @@ def _alternatives(
                 "operand",
                 at=op.loc,
             )
-    if made.changing:
+    if moving:
         return [Stages((program,))]
     repeating = False
 

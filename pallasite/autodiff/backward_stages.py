@@ -65,7 +65,9 @@ def _free_loop(program: Program, op: Op) -> tuple[Program, Op] | None:
     forms.add_ops(o for o in program.body.ops if not o.regions)
     forms.add_ops(loop.body.ops)
     views = {v.result for v in walk(loop.body) if _moves(v, forms)}
-    adds = (o for o in _outside_loops(loop.body) if o.name == "atomic_rmw")
+    # With nothing to carry, loops inside it may be the ones that add.
+    inside = _outside_loops(loop.body) if op.results else walk(loop.body)
+    adds = (o for o in inside if o.name == "atomic_rmw")
     if not any(o.operands[0] in views for o in adds):
         return None
     if op.results:
@@ -87,24 +89,27 @@ def _outside_loops(block: Block) -> Iterable[Op]:
 
 
 def _with_known_length(program: Program, op: Op) -> tuple[Program, Op] | None:
-    """Make iterations past a limit that the program computes do nothing."""
+    """Make iterations outside limits that the program computes do nothing."""
     body, loop = program.body, Loop.of(op)
     if trip_count(op, body) is not None:
         return program, op
     first, _, step = (_constant(v, body) for v in loop.bounds)
     before = Slice(body.ops[: body.ops.index(op)])
-    most = facts_of(body, program.sizes).most_steps(loop)
-    if (first, step) != (0, 1) or not most or most > MOST_STEPS:
+    facts = facts_of(body, program.sizes)
+    most = facts.most_steps(loop) if first == 0 else facts.of(loop.limit).high
+    if step != 1 or facts.of(loop.first).low < 0 or not most or most > MOST_STEPS:
         return None
-    if not before.is_cheap([loop.limit]):
+    if not before.is_cheap([loop.first, loop.limit]):
         return None
     b, inside = Builder(op.loc), Builder(op.loc)
     is_step = _is_before(inside, loop.index, loop.limit, program)
+    if first != 0:
+        is_step = inside.op("and", inside.op("ge", loop.index, loop.first), is_step)
     steps = (Block(), Block((), loop.body.ops))
     inside.emit("cond", inside.cast(is_step, INDEX.dtype), regions=steps)
-    limit = b.constant(most, loop.limit.tile)
+    zero, limit = b.constant(0, loop.first.tile), b.constant(most, loop.limit.tile)
     region = inside.block((loop.index,))
-    new = loop.with_(limit=limit, body=region).to_op()
+    new = loop.with_(first=zero, limit=limit, body=region).to_op()
     ops = [o for old in body.ops for o in ((*b.ops, new) if old is op else (old,))]
     return program.with_body(Block(body.params, tuple(ops))), new
 

@@ -193,6 +193,10 @@ def full_plan(
 
 def _how(made: "BackwardPlan", operand: int) -> str:
     ref = made.targets[operand]
+    for merge in made.merges:
+        if merge.target is ref:
+            by = [s.kernel.name for s in made.steps if merge.refs[0] in s.results]
+            return f"{', '.join(by)} writes what each program adds, merged in order"
     steps = [step for step in made.steps if ref in step.results]
     if not steps:
         return "zero: no result depends on it"

@@ -10,7 +10,8 @@ plain sums over a known maximum, the iterations can run in any order and are ind
 `plain_sums` proves it by exponents: every value is tracked as `u`, `u + p * m` or `u *
 exp(p * m)` with `u` independent of `m`. If each carried value keeps its exponent and
 nothing that leaves the program depends on `m`, then `m` has no cotangent, and any `m`
-gives the same results.
+gives the same results. Sums that do not start at zero (a sink of attention, what an
+earlier loop summed) are rescaled once, from the initial maximum to the final one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from pallasite.ir.rewrite import substitute, with_regions
 from pallasite.ir.roles import Loop
 from pallasite.passes.analysis.exponents import (
     ANY,
+    LN2,
     UNKNOWN,
     Known,
     Power,
@@ -31,6 +33,10 @@ from pallasite.passes.analysis.exponents import (
     relative,
     same_powers,
 )
+from pallasite.passes.analysis.memory import Roots
+
+# Ops that keep a sum of exponentials one, as do products with what rescales it.
+SUMS = ("add", "reduce", "broadcast_in_dim", "reshape", "cast")
 
 
 @dataclass(frozen=True)
@@ -42,9 +48,18 @@ class PlainSums:
     same: Mapping[Value, Value]  # the plain sums, by their values in the first loop
 
 
-def plain_sums(body: Block) -> PlainSums:
-    """Follow each loop of rescaled sums by one of plain sums, used from there on."""
-    walker = _Walk(producers_of(body))
+def plain_sums(body: Block, unseen: Iterable[Value] = ()) -> PlainSums:
+    """Follow each loop of rescaled sums by one of plain sums, used from there on.
+
+    Args:
+        body: a program.
+        unseen: refs in main memory whose contents may depend on a maximum: results
+            without a cotangent.
+    """
+    roots, unseen = Roots(body), set(unseen)
+    stores = [op for op in walk(body) if op.name == "store"]
+    hidden = {op.operands[0] for op in stores if roots.of(op.operands[0]) in unseen}
+    walker = _Walk(producers_of(body), frozenset(hidden))
     return PlainSums(walker.block(body), frozenset(walker.scales), walker.same)
 
 
@@ -52,31 +67,31 @@ def plain_sums(body: Block) -> PlainSums:
 
 
 class _Walk:
-    def __init__(self, made: Mapping[Value, Op]):
-        self.made = made
+    def __init__(self, made: Mapping[Value, Op], unseen: frozenset[Value]):
+        self.made, self.unseen = dict(made), unseen
         self.scales: set[Value] = set()
         self.same: dict[Value, Value] = {}
 
     def block(self, block: Block) -> Block:
-        ops: list[Op] = []
-        pending = [*block.ops]
+        """The last loop first: what precedes it may start the sums it continues."""
+        ops = [
+            with_regions(op, [self.block(r) for r in op.regions]) for op in block.ops
+        ]
         yields = block.yields
-        while pending:
-            op = pending.pop(0)
-            op = with_regions(op, [self.block(region) for region in op.regions])
-            ops.append(op)
-            if op.name != "for":
+        for place in reversed(range(len(ops))):
+            if ops[place].name != "for":
                 continue
-            found = self.rescaled(Loop.of(op), pending, yields)
+            found = self.rescaled(Loop.of(ops[place]), ops[place + 1 :], yields)
             if found is None:
                 continue
             loop, known = found
             plain, same = _plain(loop, known)
-            ops += plain
+            self.made |= {v: op for op in plain for v in op.results}
             self.scales.add(loop.results[known.scale])
             self.same |= {new: old for old, new in same.items()}
-            rest = substitute(Block((), tuple(pending), yields), same)
-            pending, yields = [*rest.ops], rest.yields
+            rest = substitute(Block((), tuple(ops[place + 1 :]), yields), same)
+            ops[place + 1 :] = [*plain, *rest.ops]
+            yields = rest.yields
         return Block(block.params, tuple(ops), yields)
 
     def rescaled(
@@ -106,7 +121,7 @@ class _Walk:
             if now is ANY or now is UNKNOWN:
                 return None
             if isinstance(now, Power):
-                if not now.is_factor or not self.zero(loop.inits[n]):
+                if not now.is_factor or _unit(now) is None:
                     return None
                 now = replace(now, is_pure=False)
             assumed[loop.carried[n]] = now
@@ -130,7 +145,8 @@ class _Walk:
         if powers.escapes or loop.yields[scale] not in powers.scales:
             return None
         after = tuple(map(powers.of, loop.yields))
-        return _Steps(scale, powers.known, frozenset(powers.scales), after)
+        zeros = frozenset(v for v in loop.inits if self.zero(v))
+        return _Steps(scale, powers.known, frozenset(powers.scales), after, zeros)
 
     def zero(self, value: Value) -> bool:
         op = self.made.get(value)
@@ -140,13 +156,16 @@ class _Walk:
         self, loop: Loop, steps: "_Steps", after: Sequence[Op], yields: Sequence[Value]
     ) -> bool:
         """Whether the code after the loop gives the same for every scale."""
-        powers = Powers(self.made, {})
+        covering = frozenset(_covering(loop, steps, self.made))
+        powers = Powers(self.made, {}, unseen=self.unseen, covering=covering)
         scale = loop.results[steps.scale]
         powers.add_scale(scale)
         for result, now in zip(loop.results, steps.after, strict=True):
             if result is not scale:
                 powers.known[result] = relative(now, loop.yields[steps.scale], scale)
-        powers.block(after)
+        # A later loop that is followed by its plain sums gives nothing but its maximum,
+        # and no result depends on that.
+        powers.block(o for o in after if not any(r in self.scales for r in o.results))
         return not powers.escapes and all(powers.of(v) is None for v in yields)
 
 
@@ -158,6 +177,61 @@ class _Steps:
     known: Mapping[Value, Known]
     scales: frozenset[Value]
     after: tuple[Known, ...]  # of the iteration's yields
+    zeros: frozenset[Value]  # initial values that are zero
+
+
+def _covering(loop: Loop, steps: _Steps, made: Mapping[Value, Op]) -> list[Value]:
+    """Results that are zero only where all sums are.
+
+    They are sums of the exponentials that the others are sums of, too: where these add
+    up to zero, all of them are zero (`where(l == 0, 1, l)` divides nothing else).
+    """
+    terms = {n: _terms(loop.yields[n], steps, made) for n in _factors(steps)}
+    if len({frozenset(found) for found in terms.values()}) != 1:
+        return []
+    covering = []
+    for n, found in terms.items():
+        now = steps.after[n]
+        assert isinstance(now, Power)
+        shape = zip(loop.carried[n].tile.shape, now.axes, strict=True)
+        is_row = all(size == 1 or axis is not None for size, axis in shape)
+        plain = all(found.values()) and len(found) == 1
+        if is_row and plain and loop.inits[n] in steps.zeros:
+            covering.append(loop.results[n])
+    return covering
+
+
+def _factors(steps: _Steps) -> list[int]:
+    """The carried values that are sums relative to the maximum."""
+    return [n for n, now in enumerate(steps.after) if n != steps.scale and now]
+
+
+def _terms(value: Value, steps: _Steps, made: Mapping[Value, Op]) -> dict[Value, bool]:
+    """The exponentials in a sum, and whether it is nothing but their sum."""
+
+    def rescales(value: Value) -> bool:
+        now = steps.known.get(value)
+        return isinstance(now, Power) and now.is_factor and now.is_pure
+
+    found: dict[Value, bool] = {}
+    pending, seen = [(value, True)], set[tuple[Value, bool]]()
+    while pending:
+        value, plain = pending.pop()
+        now, op = steps.known.get(value), made.get(value)
+        if op is None or now is None or (value, plain) in seen:
+            continue
+        seen.add((value, plain))
+        if rescales(value):
+            continue
+        if op.name in ("exp", "exp2"):
+            found[value] = found.get(value, True) and plain
+        elif op.name == "cond":
+            place = op.results.index(value)
+            pending += [(region.yields[place], plain) for region in op.regions]
+        else:
+            plain &= op.name in SUMS or any(map(rescales, op.operands))
+            pending += [(v, plain) for v in op.operands]
+    return found
 
 
 def _plain(loop: Loop, steps: _Steps) -> tuple[list[Op], dict[Value, Value]]:
@@ -171,14 +245,44 @@ def _plain(loop: Loop, steps: _Steps) -> tuple[list[Op], dict[Value, Value]]:
     yields = tuple(code.value(loop.yields[n]) for n in kept)
     region = Block(tuple(params), body, yields)
     b = Builder(loop.op.loc)
+    inits = [_started(b, loop, steps, n) for n in kept]
     results = b.emit(
         "for",
         *loop.bounds,
-        *(loop.inits[n] for n in kept),
+        *inits,
         regions=(region,),
         names=[loop.results[n].name for n in kept],
     )
     return b.ops, {loop.results[n]: r for n, r in zip(kept, results, strict=True)}
+
+
+def _started(b: Builder, loop: Loop, steps: _Steps, carry: int) -> Value:
+    """The initial value of a sum, relative to the final maximum."""
+    value, now = loop.inits[carry], steps.after[carry]
+    if not isinstance(now, Power) or value in steps.zeros:
+        return value
+    unit = _unit(now)
+    assert unit is not None
+    name, number = unit
+    apart = b.sub(loop.inits[steps.scale], loop.results[steps.scale])
+    if number != 1:
+        apart = b.mul(apart, b.like(number, apart))
+    # The scale's dimensions of size one vary along nothing.
+    lengths = [n for n in apart.tile.shape if n > 1]
+    axes = [d for d, n in enumerate(apart.tile.shape) if n > 1]
+    dims = [now.axes.index(axis) for axis in axes]
+    factor = b.op(name, b.op("reshape", apart, shape=tuple(lengths)))
+    factor = b.broadcast(factor, value.tile.shape, dims)
+    return b.mul(value, b.cast(factor, value.tile.dtype))
+
+
+def _unit(now: Power) -> tuple[str, int] | None:
+    """An exponent `p` as an op and a whole number: `exp(-p x)` is the op of `n x`."""
+    for name, base in (("exp", 1.0), ("exp2", LN2)):
+        number = -now.total / base
+        if abs(number - round(number)) < 1e-5:
+            return name, round(number)
+    return None
 
 
 class _Plain:

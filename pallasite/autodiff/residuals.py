@@ -19,6 +19,8 @@ from pallasite.ir.rewrite import clone, substitute
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import Roots
 
+INVERTIBLE = ("cast", "reshape", "transpose", "div", "mul")
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -50,7 +52,11 @@ class _Keep:
         self.body, self.roots = stage.body, Roots(stage.body)
         self.made = producers_of(self.body)
         self.later = self.depends_on(seeds)
-        self.stores = [op for op in self.body.ops if op.name == "store"]
+        self.stores = [op for op in self.body.ops if self.is_output(op)]
+
+    def is_output(self, op: Op) -> bool:
+        """Whether an op stores a value, or adds to a cotangent after the program."""
+        return op.name == "store" or (op.name == "atomic_rmw" and op in self.later)
 
     def run(self) -> Kept | None:
         inside = [op for op in walk(self.body) if op.name in ("store", "atomic_rmw")]
@@ -59,10 +65,15 @@ class _Keep:
             return None
         slicer = Slice(self.body.ops)
         kept = slicer.to_save([v for v in self.handed_on() if not v.is_ref])
-        ways = {v: way for v in kept if (way := self.way_to_result(v)) is not None}
+        found = {v: way for v in kept if (way := self.way_to_result(v)) is not None}
+        # What is a result itself may be a divisor of others.
+        ways = dict(sorted(found.items(), key=lambda item: len(item[1].ops)))
         loads = [v for v in kept if v not in ways]
-        if not all(way.is_cheap(slicer, loads) for way in ways.values()):
-            return None
+        known = [*loads]
+        for value, way in ways.items():
+            if not way.is_cheap(slicer, known):
+                return None
+            known.append(value)
         ids, after, b = self.body.params, Builder(), Builder()
         loaded: dict[Value, Value] = {}
         refs = [saved_ref(v, self.program.sizes) for v in loads]
@@ -71,7 +82,7 @@ class _Keep:
             loaded[value] = b.load(save_block(b, ref, ids, value, "in"))
         for value, way in ways.items():
             loaded[value] = way.undone(b, slicer, loaded)
-        known = self.with_known(b, loaded)
+        rest = self.with_known(b, loaded)
         early = [
             root
             for op in self.stores
@@ -82,7 +93,7 @@ class _Keep:
         mine = [*self.results, *early, *refs]
         others = [r for r in written if r not in mine]
         first = only(self.program.with_body(forward), mine)
-        second = only(self.program.with_body(known), others)
+        second = only(self.program.with_body(rest), others)
         # The program must not have to run again after all.
         if any(op.name in ("for", "while", "dot") for op in walk(second.body)):
             return None
@@ -134,22 +145,45 @@ class _Keep:
 
     def steps(self, source: Value, stored: Value | None) -> list[Op] | None:
         """The ops from one value to another, if all of them are invertible."""
-        ops: list[Op] = []
-        value = stored
-        while value is not source:
-            op = self.made.get(value) if value is not None else None
-            if op is None or op.name not in ("cast", "reshape", "div"):
-                return None
-            if not all(v.tile.dtype.is_float for v in (*op.operands, op.result)):
-                return None
-            ops.insert(0, op)
-            value = op.operands[0]
-        return ops
+        if stored is source:
+            return []
+        op = self.made.get(stored) if stored is not None else None
+        if op is None or op.name not in INVERTIBLE:
+            return None
+        if not all(v.tile.dtype.is_float for v in (*op.operands, op.result)):
+            return None
+        for place in range(2 if op.name == "mul" else 1):
+            before = self.steps(source, op.operands[place])
+            if op.name == "mul" and not self.is_reciprocal(op.operands[1 - place]):
+                continue
+            if before is not None:
+                return [*before, _first(op, place)]
+        return None
+
+    def is_reciprocal(self, value: Value) -> bool:
+        """Whether a factor is a normaliser such as `1 / sum`, so never zero."""
+        op = self.made.get(value)
+        if op is None:
+            return False
+        if op.name == "constant":
+            return op.attrs["value"] != 0
+        if op.name == "select_n":
+            return all(map(self.is_reciprocal, op.operands[1:]))
+        if op.name in ("div", "broadcast_in_dim", "reshape"):
+            return self.is_reciprocal(op.operands[0])
+        return op.name == "integer_pow" and op.attrs["y"] < 0
+
+
+def _first(op: Op, place: int) -> Op:
+    """A product with one of its operands first."""
+    x = op.operands[place]
+    others = [v for n, v in enumerate(op.operands) if n != place]
+    return op.with_(operands=(x, *others))
 
 
 @dataclass(frozen=True, eq=False)
 class _Way:
-    """How a result was computed from a value: casts, reshapes, divisions, a store."""
+    """How a result was computed from a value: `INVERTIBLE` ops, then a store."""
 
     stored: Access
     view: Op
@@ -157,9 +191,9 @@ class _Way:
 
     @property
     def needed(self) -> list[Value]:
-        """Divisors, then what chooses the block and the place in it."""
-        divisors = [op.operands[1] for op in self.ops if op.name == "div"]
-        return [*divisors, *self.view.operands[1:], *self.stored.index_operands]
+        """Divisors and factors, then what chooses the block and the place in it."""
+        others = [op.operands[1] for op in self.ops if len(op.operands) > 1]
+        return [*others, *self.view.operands[1:], *self.stored.index_operands]
 
     def is_cheap(self, slicer: Slice, known: Sequence[Value]) -> bool:
         """Whether all of that is cheap, given the known values."""
@@ -183,6 +217,11 @@ class _Way:
                 value = b.cast(value, x.dtype)
             elif op.name == "reshape":
                 value = b.op("reshape", value, shape=x.shape)
+            elif op.name == "transpose":
+                perm = tuple(op.attrs["perm"].index(d) for d in range(x.rank))
+                value = b.op("transpose", value, perm=perm)
+            elif op.name == "mul":
+                value = b.div(value, pending.pop())
             else:
                 value = b.mul(value, pending.pop())
         return value

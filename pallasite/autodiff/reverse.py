@@ -27,12 +27,14 @@ from pallasite.ir.nodes import (
     Block,
     Gather,
     Op,
+    Span,
     Value,
     Window,
     walk,
 )
 from pallasite.ir.rewrite import clone
 from pallasite.ir.roles import Loop
+from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.boxes import disjoint
 from pallasite.passes.analysis.memory import VIEWS, written_refs
 
@@ -225,10 +227,26 @@ class _Reverse:
     def may_repeat(self, op: Op, loop: Op) -> bool:
         """Whether two iterations of a loop may store to the same place.
 
-        They do not if one of the block indices is the loop's own index.
+        They do not if one of the block indices is the loop's own index, or the part
+        that is stored to advances by at least its length.
         """
+        index = Loop.of(loop).index
         view = self.activity.view_ops.get(op.operands[0])
-        return view is None or Loop.of(loop).index not in view.operands[1:]
+        if view is not None and index in view.operands[1:]:
+            return False
+        forms = Forms([index])
+        forms.add_ops(o for o in self.body.ops if not o.regions)
+        forms.add_ops(Loop.of(loop).body.ops)
+        for entry, start in Access.of(op).split_index():
+            if start is None or isinstance(entry, Gather):
+                continue
+            form, size = forms.of(start), 1
+            if isinstance(entry, Span):
+                size = (entry.size - 1) * entry.stride + 1
+            moves = form.affine is not None and not form.spread and form.axes == {0}
+            if moves and abs(form.affine.coeffs[0]) >= size:  # type: ignore[union-attr]
+                return False
+        return True
 
     def copy_seed(self, b: Builder, result: Value, seed: Value) -> bool:
         """A block of the seed that stores can take from and set to zero.

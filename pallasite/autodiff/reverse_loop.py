@@ -15,6 +15,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.rewrite import clone, dead_code, substitute, used_values
 from pallasite.ir.roles import Loop
+from pallasite.passes.normal.canonicalize import canonicalize
 
 Cotangents = dict[Value, Value]
 
@@ -156,5 +157,8 @@ def _like(value: Value) -> Value:
 
 
 def live(block: Block) -> Block:
-    """The block with dead code removed."""
-    return dead_code(Kernel("reverse", (), block, 0)).body
+    """The block simplified, with dead code removed.
+
+    A cotangent that ops undo step by step (a reshape and its reverse) is itself again.
+    """
+    return canonicalize(dead_code(Kernel("reverse", (), block, 0))).body

@@ -29,7 +29,8 @@ def sink_sums(body: Block, op: Op) -> tuple[Block, Op] | None:
     loop = Loop.of(op)
     shares = _shares(body, loop)
     after = body.ops[body.ops.index(op) + 1 :]
-    chain = _chain(after, loop.results) if shares is not None else None
+    zeros = {o.result for o in body.ops if _is_zero(o)}
+    chain = _chain(after, loop.results, zeros) if shares is not None else None
     if shares is None or chain is None:
         return None
     needed = _needed(after, chain)
@@ -61,14 +62,16 @@ def _shares(body: Block, loop: Loop) -> list[Value] | None:
             return None
         if len(users[carry]) != 1 or users.get(total):
             return None
-        if start is None or start.name != "constant" or start.attrs["value"] != 0:
+        if start is None or not _is_zero(start):
             return None
         x, y = add.operands
         shares.append(y if x is carry else x)
     return shares
 
 
-def _chain(after: Sequence[Op], results: Sequence[Value]) -> list[Op] | None:
+def _chain(
+    after: Sequence[Op], results: Sequence[Value], zeros: set[Value]
+) -> list[Op] | None:
     """The ops that pass on the sums; None if one of them is not linear."""
     sums, found = set(results), list[Op]()
     for op in after:
@@ -79,7 +82,7 @@ def _chain(after: Sequence[Op], results: Sequence[Value]) -> list[Op] | None:
             others = [v for v in op.operands if v is not access.value]
             if op.attrs["kind"] != "add" or any(v in sums for v in others):
                 return None
-        elif not _is_linear(op, sums):
+        elif not _is_linear(op, sums, zeros):
             return None
         else:
             sums.update(op.results)
@@ -91,8 +94,15 @@ def _used(op: Op) -> list[Value]:
     return [*op.operands, *(v for region in op.regions for v in region.yields)]
 
 
-def _is_linear(op: Op, sums: set[Value]) -> bool:
+def _is_zero(op: Op) -> bool:
+    return op.name == "constant" and op.attrs["value"] == 0
+
+
+def _is_linear(op: Op, sums: set[Value], zeros: set[Value]) -> bool:
     places = [n for n, v in enumerate(op.operands) if v in sums]
+    if op.name == "select_n":  # a mask: past an edge, cotangents are zero
+        pred, *cases = op.operands
+        return pred not in sums and all(v in sums or v in zeros for v in cases)
     if op.name in FIRST:
         return places == [0]
     if op.name == "reduce":

@@ -26,7 +26,6 @@ FUNCTIONAL = {
     "forward_substitution": _STORED,
     "stored_operands": "x_ref is stored to",
     "dma_double_buffer": "a loop or branch reads scratch that the program writes",
-    "masked_offsets": "a store with index arrays may write an element twice",
     "newton_sqrt": "a while loop has no reverse-mode rule",
     "power_by_squaring": "a while loop has no reverse-mode rule",
     "empty_grid": "the grid is empty",

@@ -1,8 +1,8 @@
 """`python -m tests.functions`: every function, dtype and derivative, and a summary.
 
-Options: `--only NAME...` some functions; `--dtypes`, `--kinds` some of their cases;
-`--json FILE` writes the verdicts, of which `docs/make_functions.py` makes its page;
-`--jobs N` processes.
+Options: `--only NAME...` some functions; `--dtypes`, `--kinds`, `--engines` some of
+their cases; `--jobs N` processes; `--json FILE` writes the verdicts, of which
+`docs/make_functions.py` makes its page.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def judge_all(
 ) -> None:
     """Judge functions in several processes; `report` gets the verdicts of each.
 
-    `only`: dtypes and kinds; other cases are left out.
+    `only`: dtypes, kinds and engines; other cases are left out.
     """
     waiting: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     for place in places:
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--dtypes", nargs="*", help="some of f32 bf16 i32 bool")
     parser.add_argument("--kinds", nargs="*", help="some of value jvp vjp")
+    parser.add_argument("--engines", nargs="*", help="some of cpu emulated")
     options = parser.parse_args()
     places = [(m, n) for m in table.MODULES for n in judge.rows_of(m)]
     if options.only:
@@ -112,7 +113,9 @@ def main() -> None:
         if options.json:  # also of a run that is interrupted
             options.json.write_text(json.dumps(verdicts, indent=0))
 
+    some = options.dtypes or options.kinds or options.engines
     only = [*(options.dtypes or judge.DTYPES), *(options.kinds or judge.KINDS)]
+    only += options.engines or judge.ENGINES
     judge_all(places, only, options.jobs, report)
     print(f"JAX {jax.__version__}: {len(places)} functions")
     for line in summary(verdicts):
@@ -125,7 +128,7 @@ def main() -> None:
     if missing:
         sys.exit(f"unclassified: {' '.join(missing)}")
     tried = {(v["module"], v["name"]) for v in verdicts if v["outcome"] != "none"}
-    if untried := set(places) - tried if not (options.dtypes or options.kinds) else ():
+    if untried := set(places) - tried if not some else ():
         sys.exit(f"JAX takes none of their operands: {sorted(untried)}")
     if any(v["outcome"] == "differs" for v in verdicts):
         sys.exit("functions differ")

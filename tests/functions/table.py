@@ -468,7 +468,7 @@ _NN |= _calls(
     dot_product_attention=lambda f, t: f(t[None], t[None] * 2, t[None], is_causal=True),
 )
 _NN_LEFT = _left(NOT_ARRAYS, "get_scaled_dot_general_config")
-_NN_LEFT |= _left("has no code for CPUs", "scaled_dot_general scaled_matmul")
+_NN_LEFT |= _left("has code for some chips only", "scaled_dot_general scaled_matmul")
 
 # --- jax.scipy.special ---
 

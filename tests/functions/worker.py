@@ -1,6 +1,6 @@
 """Judges the functions named on standard input; a line of JSON for each.
 
-Arguments: the dtypes and kinds that are judged.
+Arguments: the dtypes, kinds and engines that are judged.
 """
 
 import json
@@ -25,7 +25,7 @@ def main() -> None:
         module, name = line.split()
         row, found = judge.rows_of(module)[name], []
         for case in judge.cases(module, name, row):
-            if not {case.dtype, case.kind} <= only:
+            if not {case.dtype, case.kind, case.engine} <= only:
                 continue
             verdict = judge.run(case, row)
             found.append({**vars(case), **vars(verdict)})

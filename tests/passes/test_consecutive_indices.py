@@ -8,8 +8,13 @@ import pytest
 import pallasite as pl
 from pallasite.ir.nodes import Access, Gather, Kernel, walk
 from pallasite.ir.verify import verify
-from pallasite.passes.normal.consecutive_indices import consecutive_indices
-from pallasite.passes.run import run
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.consecutive_indices import (
+    consecutive_indices,
+    single_slices,
+)
+from pallasite.passes.normal.edge_fills import edge_fills
+from pallasite.passes.normal.normalize import normalize
 from pallasite.sites import kernels_in
 from tests.fuzz.agreement import run_numpy
 
@@ -86,7 +91,7 @@ def stores(kind: str):
 
 def imported(call, *operands) -> Kernel:
     (kernel,) = kernels_in(call, *operands)
-    return run(kernel)
+    return canonicalize(kernel)
 
 
 def gathers(kernel: Kernel) -> int:
@@ -112,3 +117,31 @@ def test_slices_mean_the_same(kind: str, make):
 def test_other_arrays_stay(kind: str):
     kernel = loads(kind)
     assert consecutive_indices(kernel) is kernel
+
+
+@pytest.mark.parametrize("make", [loads, stores])
+@pytest.mark.parametrize("kind", ["turned", "wider", *ARRAYS])
+def test_other_arrays_are_no_single_slice(kind: str, make):
+    """Transposed, or in parts: index arrays, as far as the normal form goes."""
+    kernel = make(kind)
+    assert gathers(single_slices(kernel)) == gathers(kernel) > 0
+
+
+@pytest.mark.parametrize("n", [512, 500])
+def test_masked_vectors_are_blocks(n: int):
+    """As in Triton's first tutorial: the mask is what the edge of a block says."""
+
+    def kernel(x_ref, o_ref):
+        at = pl.program_id(0) * 64 + jnp.arange(64)
+        x = pl.load(x_ref, (at,), mask=at < n, other=0.0)
+        pl.store(o_ref, (at,), jnp.exp(x), mask=at < n)
+
+    x = np.random.default_rng(0).random(n, np.float32)
+    out = jax.ShapeDtypeStruct((n,), np.float32)
+    call = pl.pallas_call(kernel, out, grid=(pl.cdiv(n, 64),), interpret=True)
+    (before,) = kernels_in(call, x)
+    after = edge_fills(normalize(before))
+    verify(after)
+    assert "out[64]" in after.text and not gathers(after)
+    assert "mask %" not in after.text
+    np.testing.assert_allclose(run_numpy(after, [x])[0], np.exp(x), rtol=1e-6)

@@ -81,6 +81,17 @@ def test_as_jnp_rounds():
 
 
 @pytest.mark.parametrize(
+    ("code", "is_corrected"), [("%i0, %c1", False), ("%i0, %c16", True)]
+)
+def test_quotients_of_what_is_not_negative(code: str, is_corrected: bool):
+    name = "sub" if is_corrected else "add"
+    body = simplified(f"%x: i32 = {name} {code} {FLOOR}")
+    made = {v: op for op in walk(body) for v in op.results}
+    chosen = made[body.ops[-1].operands[1]]
+    assert (made[chosen.operands[0]].name != "constant") == is_corrected
+
+
+@pytest.mark.parametrize(
     ("code", "names"),
     {
         "%r: i32 = min %i0, %c8": [],

@@ -23,8 +23,10 @@ from pallasite.backends.base import (
 from pallasite.backends.cuda import emit, nvrtc
 from pallasite.backends.cuda.authored import one_role, rounds, share_core
 from pallasite.backends.cuda.before_waits import before_waits
+from pallasite.backends.cuda.fewer_dims import fewer_dims
 from pallasite.backends.cuda.late_waits import late_waits
 from pallasite.backends.cuda.overlap import overlap
+from pallasite.backends.cuda.products import MOST_COLUMNS
 from pallasite.backends.cuda.repack import forms_of, repack
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.streams import streams
@@ -37,9 +39,13 @@ from pallasite.passes.lower.place_windows import place_windows
 from pallasite.passes.lower.plain_copies import plain_copies
 from pallasite.passes.lower.promote import promote
 from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.derive_counters import derive_counters
+from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.loop_steps import loop_steps
+from pallasite.passes.normal.replicated import replicated
 from pallasite.passes.normal.results_in_scratch import results_in_scratch
+from pallasite.passes.normal.sums_of_products import sums_of_products
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
 from pallasite.passes.optimise.hoist import hoist
@@ -61,12 +67,13 @@ TARGET = "__gpu$xla.gpu.ptx"
 TILES = Tiles(
     register_share=0.875,
     stages=2,
+    stages_alone=4,
     padded=False,
     keeps_operands=True,
     least_side=64,
+    most_columns=MOST_COLUMNS,
     lone=1.15,
     reloads=False,
-    batches=True,
 )
 MASK_ELEMENTS = 1024  # from which unmasked iterations are worth a loop of their own
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads
@@ -82,8 +89,13 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("own_inputs", own_inputs),
         Pass("matrix_units", write_out),
         Pass("split_accesses", split_accesses),
+        Pass("sums_of_products", sums_of_products),
         Pass("loop_steps", loop_steps),
+        Pass("edge_fills", edge_fills),
         Pass("results_in_scratch", results_in_scratch),
+        # Statistics that were in results are columns now.
+        Pass("replicated", replicated, if_changed=True),
+        Pass("columns", columns, if_changed=True),
         Pass("choose_blocks", partial(for_gpu, chip=chip, tiles=TILES)),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
@@ -102,6 +114,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("scale_after_sum", scale_after_sum),
         Pass("turn_tiles", turn_tiles),
         Pass("canonicalize", canonicalize, if_changed=True),
+        Pass("fewer_dims", fewer_dims),
         Pass("repack", partial(repack, chip=chip)),
         Pass("overlap", overlap),
         Pass("unmasked_loops", partial(unmasked_loops, least=MASK_ELEMENTS)),

@@ -37,7 +37,9 @@ from pallasite.passes.lower.place_windows import place_windows
 from pallasite.passes.lower.plain_copies import plain_copies
 from pallasite.passes.lower.promote import promote
 from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.loop_steps import loop_steps
+from pallasite.passes.normal.sums_of_products import sums_of_products
 from pallasite.passes.optimise.early_loads import early_loads
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
@@ -99,7 +101,9 @@ class TritonBackend:
             Pass("previous_blocks", previous_blocks),
             Pass("shifted_parts", shifted_parts),
             Pass("split_accesses", split_accesses),
+            Pass("sums_of_products", sums_of_products),
             Pass("loop_steps", loop_steps),
+            Pass("edge_fills", edge_fills),
             Pass("choose_blocks", blocks),
             Pass("canonicalize", canonicalize, if_changed=True),
             *PASSES,

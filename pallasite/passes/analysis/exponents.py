@@ -108,6 +108,10 @@ class Powers:
     known: dict[Value, Known]
     scales: set[Value] = field(default_factory=set[Value])
     escapes: bool = False  # an effect may depend on a scale
+    unseen: frozenset[Value] = frozenset()  # refs whose contents may depend on scales
+    # Values that are zero only where everything that depends on a scale is.
+    covering: frozenset[Value] = frozenset()
+    tests: dict[Value, bool] = field(default_factory=dict[Value, bool])
 
     def of(self, value: Value) -> Known:
         return self.known.get(value)
@@ -131,6 +135,8 @@ class Powers:
         rule = _RULES.get(op.name)
         if rule is not None and not op.regions:
             self.known[op.result] = rule(self, op)
+            return
+        if op.name == "store" and op.operands[0] in self.unseen:
             return
         if op.regions or table()[op.name].effect is not Effect.PURE:
             self.escapes = True
@@ -183,15 +189,18 @@ class Powers:
         return self.moved(op, axes)
 
     def at_reshape(self, op: Op) -> Known:
-        """Dimensions of size one may be added or removed."""
+        """Dimensions that a scale varies along stay; others may be merged or split."""
         x = self.of(op.operands[0])
-        old, new = op.operands[0].tile.shape, op.result.tile.shape
-        if [n for n in old if n > 1] != [n for n in new if n > 1]:
-            return UNKNOWN
         if not isinstance(x, Power):
             return x
-        pending = iter([a for a, n in zip(x.axes, old, strict=True) if n > 1])
-        return self.moved(op, [next(pending) if n > 1 else None for n in new])
+        axes: list[int | None] = []
+        for old, new in _groups(op.operands[0].tile.shape, op.result.tile.shape):
+            varies = [x.axes[d] for d, n in old if n > 1 and x.axes[d] is not None]
+            long = [n for _, n in (*old, *new) if n > 1]
+            if varies and len(long) != 2:
+                return UNKNOWN
+            axes += [varies[0] if varies and n > 1 else None for _, n in new]
+        return self.moved(op, axes)
 
     def at_transpose(self, op: Op) -> Known:
         x = self.of(op.operands[0])
@@ -274,8 +283,29 @@ class Powers:
         kept = [a for d, a in enumerate(x.axes) if d not in axes]
         return replace(x, axes=tuple(kept), is_pure=False)
 
+    def at_compare(self, op: Op) -> Known:
+        """Factors are positive: whether a value is zero is independent of scales."""
+        x, y = op.operands
+        now = self.of(x)
+        if not isinstance(now, Power) or not now.is_factor or self.number(y) != 0:
+            return UNKNOWN
+        if x in self.covering and op.name in _ZERO_IF:
+            self.tests[op.result] = _ZERO_IF[op.name]
+        return None
+
+    def zero_case(self, pred: Value) -> int | None:
+        """Which case of a select is for rows without anything but zeros, if any is."""
+        op = self.made.get(pred)
+        while op is not None and op.name in ("broadcast_in_dim", "reshape"):
+            pred = op.operands[0]
+            op = self.made.get(pred)
+        return None if pred not in self.tests else int(self.tests[pred])
+
     def at_select(self, op: Op) -> Known:
         pred, *cases = op.operands
+        unused = self.zero_case(pred)
+        if unused is not None and len(cases) == 2:
+            cases.pop(unused)
         if self.of(pred) is not None:
             return UNKNOWN
         factor = any(isinstance(x := self.of(v), Power) and x.is_factor for v in cases)
@@ -311,7 +341,11 @@ class Powers:
         return replace(x, axes=axes, is_pure=False)
 
 
+# Comparisons with zero of what is not negative, and what they say of zero.
+_ZERO_IF = {"eq": True, "le": True, "ne": False, "gt": False}
+
 _RULES = {
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), Powers.at_compare),
     "broadcast_in_dim": Powers.at_broadcast,
     "reshape": Powers.at_reshape,
     "transpose": Powers.at_transpose,
@@ -331,6 +365,25 @@ _RULES = {
     "select_n": Powers.at_select,
     "dot": Powers.at_dot,
 }
+
+
+Dims = list[tuple[int, int]]  # number and size
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[Dims, Dims]]:
+    """Runs of dimensions of two shapes that hold the same elements, the shortest."""
+    groups: list[tuple[Dims, Dims]] = []
+    left, right = list(enumerate(old)), list(enumerate(new))
+    while left or right:
+        mine: tuple[Dims, Dims] = ([], [])
+        sizes = [1, 1]
+        while not (mine[0] or mine[1]) or sizes[0] != sizes[1]:
+            side = 0 if left and (sizes[0] <= sizes[1] or not right) else 1
+            each = (left, right)[side].pop(0)
+            mine[side].append(each)
+            sizes[side] *= each[1]
+        groups.append(mine)
+    return groups
 
 
 def _used(op: Op) -> Iterable[Value]:

@@ -17,14 +17,27 @@ from math import inf
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Gather, Kernel, Op, Span, Value
+from pallasite.ir.opdef import TILE
 from pallasite.ir.types import BOOL, I32, TileType
 from pallasite.passes.facts_walk import FactsWalk
+from pallasite.passes.normal.canonicalize import canonicalize
 
 
 def consecutive_indices(kernel: Kernel) -> Kernel:
     """Replace index arrays of neighbouring elements in loads and stores."""
     body = _Walk().block(kernel.body)
     return kernel if body is kernel.body else kernel.with_(body=body)
+
+
+def single_slices(kernel: Kernel) -> Kernel:
+    """The same only where an access is one slice, as it stands: the normal form.
+
+    It is inside its ref, or has a mask; it is not transposed, and made in one part.
+    """
+    if kernel.level != TILE:
+        return kernel
+    body = _SingleSlices().block(kernel.body)
+    return kernel if body is kernel.body else canonicalize(kernel.with_(body=body))
 
 
 @dataclass(frozen=True)
@@ -130,6 +143,27 @@ class _Walk(FactsWalk):
         if count.dim not in wide:
             return replace(count, dim=None)
         return replace(count, dim=now[wide.index(count.dim)])
+
+
+class _SingleSlices(_Walk):
+    def _counts(self, access: Access) -> list[_Count] | None:
+        counts = super()._counts(access)
+        if counts is None:
+            return None
+        dims = [c.dim for c in counts if c.dim is not None]
+        if dims != sorted(dims):
+            return None
+        arrays = _index_arrays(access)
+        pairs = zip(access.index, access.ref.ref.shape, strict=True)
+        sizes = [n for entry, n in pairs if isinstance(entry, Gather)]
+        for value, count, n in zip(arrays, counts, sizes, strict=True):
+            inside = self.facts.of(value).within(0, n - 1)
+            wide = count.dim is not None and value.tile.shape[count.dim] > n
+            if wide or not (
+                inside or (access.mask is not None and count.dim is not None)
+            ):
+                return None
+        return counts
 
 
 def _index_arrays(access: Access) -> list[Value]:

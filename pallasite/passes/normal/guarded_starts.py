@@ -1,4 +1,4 @@
-"""guarded_starts: accumulators that a select starts are started by a guarded store.
+"""guarded_starts: accumulators are started by a guarded store, then always added to.
 
 In: `acc = select(first, acc_ref[...], start)` in a step that then stores all of
 `acc_ref`. Out: `if first: acc_ref[...] = start`, then a plain load, which is how other
@@ -10,6 +10,10 @@ Proof: where `first` holds, the load now gives `start`, which the select gave; e
 memory is not touched and the load gives what it gave. Between the guarded store and the
 store of all of the ref nothing else reads it, so nobody sees that its contents changed
 earlier. An op of the neutral element and x gives x, bit for bit.
+
+Or in: `if first: acc_ref[...] = x`, else `acc_ref[...] += x`. Out: `if first:
+acc_ref[...] = 0`, then `acc_ref[...] += x`. Proof: 0 + x is x. For floats this holds
+with -0.0; a matmul is itself a sum that starts at zero, so it is added to 0.0.
 """
 
 from collections.abc import Sequence
@@ -52,6 +56,10 @@ class _Starts:
         ops: list[Op] = []
         replaced: dict[Value, Value] = {}
         for n, op in enumerate(block.ops):
+            later = self.stored_first(op)
+            if later is not None:
+                ops += self.always_added(op, later)
+                continue
             start = self.started(block.ops, n)
             if start is None:
                 ops.append(with_regions(op, [self.block(r) for r in op.regions]))
@@ -103,6 +111,38 @@ class _Starts:
                 if _is_whole(next(after, select), "store"):
                     return start
         return None
+
+    def stored_first(self, op: Op) -> int | None:
+        """The branch that adds to an accumulator what the other one stores in it."""
+        if op.name != "cond" or op.results or len(op.regions) != 2:
+            return None
+        for later, first in ((0, 1), (1, 0)):
+            adding, storing = (op.regions[n].ops for n in (later, first))
+            if [o.name for o in adding] != ["load", "add", "store"]:
+                continue
+            load, add, store = adding
+            if len(storing) != 1 or not _is_whole(storing[0], "store"):
+                continue
+            value, ref = Access.of(storing[0]).value, storing[0].operands[0]
+            same = ref is load.operands[0] is store.operands[0]
+            same = same and ref.ref.space not in MAIN_MEMORY
+            whole = _is_whole(load, "load") and _is_whole(store, "store")
+            terms = {*add.operands} == {load.result, value}
+            if same and whole and terms and Access.of(store).value is add.result:
+                return later
+        return None
+
+    def always_added(self, op: Op, later: int) -> Sequence[Op]:
+        load, add, store = op.regions[later].ops
+        value = next(v for v in add.operands if v is not load.result)
+        made = self.made.get(value)
+        is_sum = made is not None and made.name == "dot"
+        zero = (0.0 if is_sum else -0.0) if value.tile.dtype.is_float else 0
+        start = Builder(op.loc)
+        start.store(load.operands[0], start.constant(zero, value.tile))
+        regions = [Block(), start.block()]
+        started = op.with_(regions=tuple(regions if later == 0 else regions[::-1]))
+        return [started, load, add, store]
 
     def start(self, case: Value, other: Value) -> _Start | None:
         """A case that is the old contents, or these merged with the other case."""

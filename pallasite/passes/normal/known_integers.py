@@ -3,9 +3,12 @@
 `pl.cdiv((i + 1) * 128, 128)` is `i + 1`. `jnp` rounds quotients towards minus infinity,
 which takes a dozen ops that cannot be solved for `i`. Where facts show that the
 remainder is zero, the correction is dropped and the division cancels the
-multiplication. `jnp.minimum(part * 8 + step, 63)` is its first operand where neither
-index can exceed seven.
+multiplication; where they show that nothing is negative, only the correction is.
+`jnp.minimum(part * 8 + step, 63)` is its first operand where neither index can exceed
+seven.
 """
+
+from collections.abc import Mapping
 
 from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, map_ops
@@ -22,6 +25,12 @@ def known_integers(body: Block, facts: Facts) -> Block:
     """
     wraps = {op.result for op in walk(body) if _is_integer(op) and facts.may_wrap(op)}
     exact = {op.result for op in walk(body) if _is_integer(op) and _is_exact(op, facts)}
+    made = {v: op for op in walk(body) for v in op.results}
+    never = {
+        op.result
+        for op in walk(body)
+        if _is_integer(op) and _never_rounds(op, made, facts)
+    }
     extremes = {
         op.result: place
         for op in walk(body)
@@ -34,6 +43,8 @@ def known_integers(body: Block, facts: Facts) -> Block:
         number = facts.of(op.result).number
         if number is not None and not op.operands[0].is_ref:
             return b.like(number, op.result)
+        if op.result in never:
+            return b.constant(False, op.result.tile)
         if op.result in extremes:
             return op.operands[extremes[op.result]]
         if op.result not in exact:
@@ -67,6 +78,25 @@ def _extreme(op: Op, facts: Facts) -> int | None:
     if op.name == "max":
         x, y = y, x
     return 0 if x.high <= y.low else 1 if y.high <= x.low else None
+
+
+def _never_rounds(op: Op, made: Mapping[Value, Op], facts: Facts) -> bool:
+    """Whether an op asks for quotients to be rounded down that are not negative.
+
+    `jnp` asks whether the signs of a number and its divisor differ and something
+    remains; of zero, whose sign differs too, nothing does.
+    """
+    if op.name != "and":
+        return False
+    asked: dict[str, Value] = {}
+    for each in map(made.get, op.operands):
+        inner = made.get(each.operands[0]) if each and each.name == "ne" else None
+        if each is None or inner is None:
+            return False
+        if facts.of(each.operands[1]).number == {"sign": 1, "rem": 0}.get(inner.name):
+            asked[inner.name] = inner.operands[0]
+    same = len(asked) == 2 and asked["sign"] is asked["rem"]
+    return same and facts.of(asked["sign"]).low >= 0
 
 
 def _number(b: Rewriter, value: Value) -> int | None:

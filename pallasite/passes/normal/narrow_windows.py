@@ -4,8 +4,9 @@ In: programs that see a whole array, or a larger block, and access it at `pl.ds(
 n)`. Out: windows of n elements whose index maps yield `i`. A window is a view of its
 array, so an access means the same if it is to the same elements: its start must be a
 multiple of n, and in range at every step that reaches it (a start out of range would be
-clamped). Both are proved from affine forms, or by enumerating the steps. A part that is
-fixed stays a part of its block, and so does one at a loop counter.
+clamped). The last block may extend past the edge of the array if a mask says which
+elements there are. Both are proved from affine forms, or by enumerating the steps. A
+part that is fixed stays a part of its block, and so does one at a loop counter.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -238,8 +239,9 @@ class _Narrowing:
         # Of blocks that hang over the edge, some parts would be clamped.
         if size == dim.size or (dim.size != n and (dim.size % size or n % dim.size)):
             return False
+        extent = _extent(dim, n, size, uses)
         return all(
-            start.is_block(size, dim.size, u.active, self.whole.grid) for u in uses
+            start.is_block(size, extent, u.active, self.whole.grid) for u in uses
         )
 
     def shown_part(
@@ -259,8 +261,9 @@ class _Narrowing:
             old, n = window_dims[number], shown.array.ref.shape[number]
             inside = self.quotient(b, place, size, seen)
             always = np.ones((1,) * len(ids), bool)
-            if not place.is_block(size, old.size, always, self.whole.grid):
-                last = b.index(old.size // size - 1)
+            extent = _extent(old, n, size, group.uses)
+            if not place.is_block(size, extent, always, self.whole.grid):
+                last = b.index(extent // size - 1)
                 inside = b.clamp(b.index(0), inside, last)
             if old.size != n:
                 first = b.mul(yields[number], b.index(old.size // size))
@@ -318,6 +321,12 @@ class _Group:
             or (a is not None and b is not None and a[0] == b[0] and a[1].is_same(b[1]))
             for a, b in pairs
         )
+
+
+def _extent(dim: BlockDim, n: int, size: int, uses: Sequence[_Use]) -> int:
+    """Up to where parts of a block may extend: past the edge if they are masked."""
+    masked = all(use.access.mask is not None for use in uses)
+    return -(-n // size) * size if masked and dim.size == n else dim.size
 
 
 def affine_value(

@@ -6,6 +6,7 @@ from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.passes.normal.affine_numbers import affine_numbers
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.columns import columns
+from pallasite.passes.normal.consecutive_indices import single_slices
 from pallasite.passes.normal.counted_loops import counted_loops
 from pallasite.passes.normal.guarded_starts import guarded_starts
 from pallasite.passes.normal.idle_clamps import idle_clamps
@@ -29,6 +30,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("guarded_starts", guarded_starts),
     ("pipeline_axes", pipeline_axes),
     ("loop_axes", loop_axes),
+    ("single_slices", single_slices),
     ("narrow_windows", narrow_windows),
     ("idle_clamps", idle_clamps),
     ("program_order", program_order),

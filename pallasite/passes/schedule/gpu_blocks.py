@@ -12,9 +12,11 @@ from itertools import product
 from math import ceil, prod
 
 from pallasite.errors import ChipMemoryError
-from pallasite.ir.nodes import Kernel, Op, Value, walk
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim
+from pallasite.passes.normal.unit_dims import unit_dims
 from pallasite.passes.schedule.choose_blocks import (
     LEAST_ROW,
     Blocks,
@@ -52,6 +54,9 @@ TILE_ELEMENTS = 8192  # of the largest tile in code without matmuls
 TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
 SMALL_BATCH = 1 << 16  # elements of one operand times those of the other
 PROGRAMS_PER_CORE = 4  # of those that have grown
+# Contiguous elements of a tile that would not fit otherwise.
+LEAST_LINE = 8
+MOVES = frozenset({"slice", "concatenate", "dynamic_slice", "pad", "rev", "gather"})
 
 
 @dataclass(frozen=True)
@@ -62,21 +67,23 @@ class Tiles:
         register_share: of its registers, for results.
         keeps_operands: whether computed operands take registers too.
         stages: buffers of operands that keep the tensor cores busy.
+        stages_alone: the same, if a program does nothing else in the meantime.
         padded: whether each side of a tile is padded to a power of two.
         least_side: the smallest side to split to.
+        most_columns: of one matmul's result.
         lone: how much longer the matmuls of a warpgroup take if it is alone on its SM.
         reloads: whether operands that exceed shared memory are multiplied in parts.
-        batches: whether a program computes several matmuls of a batch as fast as one.
     """
 
     register_share: float = 0.5
     stages: int = 3
+    stages_alone: int = 3
     padded: bool = True
     keeps_operands: bool = False
     least_side: int = LEAST_SIDE
+    most_columns: int | None = None
     lone: float = 1.0
     reloads: bool = True
-    batches: bool = False
 
     def elements(self, shape: Sequence[int]) -> int:
         return _physical(shape) if self.padded else prod(shape)
@@ -102,8 +109,7 @@ def for_gpu(
     if not blocks.dots:
         return _without_products(blocks, chip, tuned)
     tiles = tiles or Tiles()
-    if not tiles.batches:
-        blocks = _batches_apart(blocks)
+    blocks = _batches_apart(blocks)
     products = _WithProducts(blocks, chip, tiles)
     if products.seconds({}) is None:  # it does not fit
         products = _WithProducts(with_uses_apart(blocks), chip, tiles)
@@ -111,7 +117,10 @@ def for_gpu(
 
 
 def _batches_apart(blocks: Blocks) -> Blocks:
-    """One matmul of each batch per program, where programs can be split so."""
+    """One matmul of each batch per program, where programs can be split so.
+
+    It is one of two matrices then.
+    """
     refused = set[tuple[int, int]]()
     while True:
         dims = (d for d in blocks.free if d.windows[0] not in refused)
@@ -122,7 +131,8 @@ def _batches_apart(blocks: Blocks) -> Blocks:
         if 1 not in blocks.parts(dim, 1):
             continue
         try:
-            blocks = blocks_of(blocks.rewritten({dim: 1})) or blocks
+            apart = unit_dims(blocks.rewritten({dim: 1}))
+            blocks = blocks_of(apart) or blocks
         except CannotReblock:
             continue
 
@@ -152,19 +162,40 @@ class _WithProducts:
     def __init__(self, blocks: Blocks, chip: Gpu, tiles: Tiles):
         self.blocks, self.chip, self.tiles = blocks, chip, tiles
         self.most_in_registers = tiles.register_share * 4 * chip.registers
-        # Accumulators have 32 bits, whatever they are rounded to.
-        self.in_registers = [(dot.op.result, 4) for dot in blocks.dots]
-        if tiles.keeps_operands:
-            sides = [side.value for dot in blocks.dots for side in dot.sides]
-            self.in_registers += [
-                (v, v.tile.dtype.bytes)
-                for v in dict.fromkeys(sides)
-                if not _is_loaded(v, self._made)
-            ]
 
     @cached_property
     def _made(self) -> dict[Value, Op]:
         return {v: op for op in walk(self.blocks.body) for v in op.results}
+
+    @cached_property
+    def in_registers(self) -> list[list[tuple[Value, int]]]:
+        """What is in registers at the same time, with the bytes of an element."""
+        return [self._held(dots) for dots in _at_once(self.blocks.body)]
+
+    def _held(self, dots: Iterable[Op]) -> list[tuple[Value, int]]:
+        found = list(map(Dot.of, dots))
+        # Accumulators have 32 bits, whatever they are rounded to; one is enough for
+        # matmuls that are added up.
+        sums = {self._total(dot.op.result): dot.op.result for dot in found}
+        held = [(result, 4) for result in sums.values()]
+        if self.tiles.keeps_operands:
+            sides = [side.value for dot in found for side in dot.sides]
+            held += [
+                (v, v.tile.dtype.bytes)
+                for v in dict.fromkeys(sides)
+                if not _is_loaded(v, self._made)
+            ]
+        return held
+
+    def _total(self, value: Value) -> Value:
+        """The sum that a tile is only a term of."""
+        while len(users := self._users[value]) == 1 and users[0].name == "add":
+            value = users[0].result
+        return value
+
+    @cached_property
+    def _users(self) -> dict[Value, list[Op]]:
+        return users_of(self.blocks.body)
 
     def kernel(self, tuned: bool) -> Kernel:
         own = self.seconds({})
@@ -230,20 +261,29 @@ class _WithProducts:
         return [n for n in sizes if n % SHORT_TILE == 0 or n & (n - 1) == 0]
 
     def _depths(self, sizes: Sizes) -> dict[LoopDim, int]:
-        """How deep matmuls may be, so that there is room for all stages."""
+        """How deep matmuls may be, so that there is room for all stages.
+
+        One that others run in each iteration of comes first, as its loop is around
+        theirs. How deep it may be depends on theirs, and theirs on it.
+        """
+        order = sorted(self._deep, key=self._is_summed_only)
         found = dict[LoopDim, int]()
-        for dim, depths in self._deep.items():
-            options = {n: {**sizes, **found, dim: n} for n in depths}
-            stages = {n: self._stages(options[n]) for n in depths}
-            fits = [n for n in depths if stages[n] >= self.tiles.stages]
-            if self._is_summed_only(dim):
-                # More, shallower stages hold as much and are filled sooner.
-                fits = [n for n in fits if stages[n] >= ENOUGH_STAGES] or fits
-            held = [n for n in fits if self._fits_registers(options[n])]
-            depth = next(iter(held or fits), depths[-1])
-            if depth != dim.size:
-                found[dim] = depth
-        return found
+        for _ in order:
+            for dim in order:
+                others = {d: n for d, n in found.items() if d is not dim}
+                found[dim] = self._depth(dim, {**sizes, **others})
+        return {dim: found[dim] for dim in order if found[dim] != dim.size}
+
+    def _depth(self, dim: LoopDim, sizes: Sizes) -> int:
+        depths = self._deep[dim]
+        options = {n: {**sizes, dim: n} for n in depths}
+        stages = {n: self._stages(options[n]) for n in depths}
+        fits = [n for n in depths if stages[n] >= self.tiles.stages]
+        if self._is_summed_only(dim):
+            # More, shallower stages hold as much and are filled sooner.
+            fits = [n for n in fits if stages[n] >= ENOUGH_STAGES] or fits
+        held = [n for n in fits if self._fits_registers(options[n])]
+        return next(iter(held or fits), depths[-1])
 
     def _is_summed_only(self, dim: LoopDim) -> bool:
         """Whether splitting a dimension makes no matmul run again in each iteration."""
@@ -290,20 +330,31 @@ class _WithProducts:
 
     def _register_bytes(self, sizes: Sizes) -> int:
         """Registers for results of matmuls, and for operands that are kept there."""
-        return sum(
-            self.tiles.elements(self.blocks.shape(v, sizes)) * width
-            for v, width in self.in_registers
+        return max(
+            sum(
+                self.tiles.elements(self.blocks.shape(v, sizes)) * width
+                for v, width in held
+            )
+            for held in self.in_registers
         )
 
     def _fits_registers(self, sizes: Sizes) -> bool:
         return self._register_bytes(sizes) <= self.most_in_registers
+
+    def _is_too_wide(self, sizes: Sizes) -> bool:
+        most = self.tiles.most_columns
+        return most is not None and any(
+            prod(self.blocks.shape(dot.rhs.value, sizes)[d] for d in dot.rhs.free)
+            > most
+            for dot in self.blocks.dots
+        )
 
     def seconds(self, sizes: Sizes) -> float | None:
         """Estimated time; None: it does not fit."""
         stages = self._stages(sizes)
         if stages < 1:
             return None
-        if not self._fits_registers(sizes):
+        if not self._fits_registers(sizes) or self._is_too_wide(sizes):
             return None
         is_exact = any(map(_is_exact, self.blocks.dots))
         if is_exact and self._register_bytes(sizes) > EXACT_BYTES:
@@ -311,7 +362,10 @@ class _WithProducts:
         waves = ceil(self.blocks.programs(sizes) / self.chip.cores)
         work = sum(self._work(dot, sizes) for dot in self.blocks.dots)
         steps = self.blocks.steps
-        missing = max(self.tiles.stages - stages, 0)
+        wanted = self.tiles.stages
+        if self._is_one_product:
+            wanted = self.tiles.stages_alone
+        missing = max(wanted - stages, 0)
         return waves * steps * work * (1 + 0.3 * missing) / self._rate
 
     @cached_property
@@ -393,6 +447,19 @@ class _WithProducts:
         return made
 
 
+def _at_once(block: Block) -> list[list[Op]]:
+    """Matmuls whose results are in registers at the same time, at each such time.
+
+    Those of two loops, or two branches, one after the other: what the second takes from
+    the first is carried on in the same registers.
+    """
+    own = [op for op in block.ops if op.name == "dot"]
+    inner = [
+        dots for op in block.ops for region in op.regions for dots in _at_once(region)
+    ]
+    return [[*own, *dots] for dots in inner if dots] or [own]
+
+
 def _is_loaded(value: Value, made: Mapping[Value, Op]) -> bool:
     """Whether a tile is a load or the transpose of one."""
     op = made.get(value)
@@ -431,6 +498,8 @@ def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
     if own > 2 * TILE_ELEMENTS:
         # Rows first: contiguous elements stay together.
         sizes = _cut(blocks, ((rows, 1), (lines, LEAST_ROW)))
+        if _largest(blocks, sizes) > _most_elements(blocks, chip):
+            sizes = _cut(blocks, ((rows, 1), (lines, LEAST_LINE)))
     elif 0 < own < TINY_TILE:
         for dim in (*lines, *rows):
             for n in blocks.multiples(dim, SMALL_TILE):
@@ -439,6 +508,12 @@ def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
                 if enough and _largest(blocks, new) <= SMALL_TILE:
                     sizes = new
     return blocks.rewritten(sizes) if sizes else kernel
+
+
+def _most_elements(blocks: Blocks, chip: Gpu) -> int:
+    """Elements of a tile that an SM can hold, in shared memory if they are moved."""
+    moves = any(op.name in MOVES for op in walk(blocks.body))
+    return min(chip.registers, chip.shared.bytes // 4) if moves else chip.registers
 
 
 def fewer_rows(kernel: Kernel) -> Kernel:

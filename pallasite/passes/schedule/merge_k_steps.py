@@ -89,7 +89,9 @@ def _changed(op: Op, apart: set[Value], choose: "Callable[[_Steps], Fraction]") 
         return op
     *grid, _ = pipeline.grid
     factor = choose(found)
-    if factor == 1:
+    if factor == 1 or any(
+        each.outside(found.count, factor) for each in moving.values()
+    ):
         return op
     windows = list(pipeline.windows)
     for each in moving.values():
@@ -111,6 +113,14 @@ class _Moving:
     dim: int  # of the block
     size: int
 
+    def outside(self, steps: int, factor: Fraction) -> bool:
+        """Whether a block that extends past the edge would become deeper, or one that
+        lies entirely past it would have to be shown."""
+        extent = self.array.ref.shape[self.array_dim]
+        if steps * self.size <= extent:
+            return False
+        return factor > 1 or steps * self.size - self.size * factor >= extent
+
     def deeper(self, window: Window, factor: Fraction) -> Window:
         dims = list(window.dims)
         dims[self.array_dim] = BlockDim(int(self.size * factor))
@@ -131,7 +141,7 @@ def _moving(pipeline: Pipeline) -> dict[Value, _Moving] | None:
         if dim is None or window.mode != "in":
             return None
         size = window.dims[dim].size
-        if steps * size > array.ref.shape[dim]:
+        if steps * size > array.ref.shape[dim] and window.fill != 0:
             return None  # the last block extends past the edge
         squeezed = sum(d.kind == "squeezed" for d in window.dims[:dim])
         found[block] = _Moving(number, array, dim, dim - squeezed, size)

@@ -12,6 +12,8 @@ from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.guarded_starts import guarded_starts
+from pallasite.passes.normal.normalize import normalize
+from pallasite.sites import kernels_in
 
 KERNEL = """\
 kernel @k(%x: ref<f32[4,8] any>, %o: ref<f32[4] any>) outputs 1 {
@@ -185,3 +187,68 @@ def test_matmuls_started_so_have_parallel_axes(where: str):
     np.testing.assert_allclose(call(x, w), x @ w, rtol=1e-4, atol=1e-4)
     (report,) = pl.explain(call)(x, w).kernels
     assert [axis.parallel for axis in report.axes] == [True, True, False]
+
+
+BRANCHES = """\
+      %one: i32 = cast %first {dtype=i32}
+      cond %one
+        branch () {
+          %was: f32[4] = load %acc[:]
+          %sum: f32[4] = add %was, %v
+          store %acc[:] = %sum
+        }
+        branch () { store %acc[:] = FIRST }
+      %t: f32[4] = load %acc[:]
+"""
+
+
+def stored_first(first: str):
+    head, rest = KERNEL.split("      %old:")
+    load = "      %v: f32[4] = load %b[:, 0]\n"
+    branches = BRANCHES.replace("FIRST", first)
+    made = parse_kernel(head + load + branches + rest[rest.index("      store %r") :])
+    verify(made)
+    return made
+
+
+def test_what_is_stored_first_is_added_to_zero():
+    text = guarded_starts(stored_first("%v")).text
+    verify(parse_kernel(text))
+    # Only -0.0 leaves every float as it is.
+    assert "constant {value=-0.0}" in text
+    assert text.index("cond ") < text.index("load %acc[:]") < text.index("add %was, %v")
+
+
+def test_another_start_stays():
+    before = stored_first("%start")
+    assert guarded_starts(before) is before
+
+
+def test_a_first_product_leaves_a_plain_sum():
+    """The accumulator of a first product starts at 0.0, as where authors write that."""
+
+    def kernel(x_ref, w_ref, o_ref):
+        part = jnp.dot(x_ref[...], w_ref[...])
+        store = lambda: o_ref.__setitem__(..., part)
+        add = lambda: o_ref.__setitem__(..., o_ref[...] + part)
+        jax.lax.cond(pl.program_id(0) == 0, store, add)
+
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((8, 24), jnp.float32),
+        grid=(3,),
+        in_specs=[
+            pl.BlockSpec((8, 8), lambda k: (0, k)),
+            pl.BlockSpec((8, 24), lambda k: (k, 0)),
+        ],
+        out_specs=pl.BlockSpec((8, 24), lambda k: (0, 0)),
+        interpret=True,
+    )
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((8, 24), np.float32)
+    w = rng.standard_normal((24, 24), np.float32)
+    (before,) = kernels_in(call, x, w)
+    text = normalize(before).text
+    assert "value=-0.0" not in text
+    assert text.index("store %o_ref_1[:, :]") < text.index("load %o_ref_1[:, :]")
+    np.testing.assert_allclose(call(x, w), x @ w, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,152 @@
+"""Makes one loop of a loop whose iterations are nothing but another loop.
+
+Kernels for TPUs bring in large blocks of keys and go through them in smaller pieces:
+`for j in range(8): for i in range(4)`, the inner one perhaps only where a mask lets
+something through. As `for n in range(32)`, with `j = n // 4` and `i = n % 4`, pieces
+are blocks of their own, which the reverse can distribute over a grid.
+"""
+
+from dataclasses import dataclass, replace
+
+from pallasite.autodiff.per_program import Program, producers_of
+from pallasite.ir.build import Builder, access_operands
+from pallasite.ir.nodes import Access, Block, BlockDim, Op, Span, Value
+from pallasite.ir.rewrite import substitute
+from pallasite.ir.roles import Cond, Loop
+from pallasite.passes.analysis.affine import Affine, Forms
+from pallasite.passes.analysis.memory import written_refs
+
+
+def flat_loops(program: Program) -> Program:
+    """The program with loops of loops at its top flattened."""
+    made = producers_of(program.body)
+    ops: list[Op] = []
+    for op in program.body.ops:
+        nest = _nest(Loop.of(op), made) if op.name == "for" else None
+        ops += [op] if nest is None else nest.flat(program)
+    if tuple(ops) == program.body.ops:
+        return program
+    body = Block(program.body.params, tuple(ops), program.body.yields)
+    return flat_loops(program.with_body(body).simplified())
+
+
+def _nest(outer: Loop, made: dict[Value, Op]) -> "_Nest | None":
+    """What is inside a loop, if that is one other loop, at most guarded."""
+    if not outer.body.ops or not outer.carried:
+        return None
+    *before, last = outer.body.ops
+    which, within, guarded = None, list[Op](), last
+    if last.name == "cond":
+        cond = Cond.of(last)
+        if len(cond.branches) != 2 or cond.branches[0].ops:
+            return None
+        skipped, branch = cond.branches
+        if skipped.yields != outer.carried or not branch.ops:
+            return None
+        *within, guarded = branch.ops
+        which = cond.which
+        if branch.yields != guarded.results:
+            return None
+    if guarded.name != "for" or last.results != outer.yields:
+        return None
+    inner = Loop.of(guarded)
+    if inner.inits != outer.carried or not all(map(_is_quiet, (*before, *within))):
+        return None
+    counts = _count(outer, made), _count(inner, made)
+    if None in counts:
+        return None
+    return _Nest(outer, inner, tuple(before), tuple(within), which, counts[1] or 0)
+
+
+def _is_quiet(op: Op) -> bool:
+    return not op.regions and not written_refs(op)
+
+
+def _count(loop: Loop, made: dict[Value, Op]) -> int | None:
+    """The trip count of a loop from 0 by 1, if it is known."""
+    ops = [made.get(v) for v in loop.bounds]
+    numbers = [o.attrs["value"] if o and o.name == "constant" else None for o in ops]
+    first, limit, step = numbers
+    return limit if (first, step) == (0, 1) and limit and limit > 0 else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Nest:
+    outer: Loop
+    inner: Loop
+    before: tuple[Op, ...]
+    within: tuple[Op, ...]  # the branch, before the inner loop
+    which: Value | None  # whether there is an inner loop
+    steps: int  # of the inner loop
+
+    def flat(self, program: Program) -> list[Op]:
+        """The constants of the loop, and the loop."""
+        b, inside = Builder(self.outer.op.loc), Builder(self.outer.op.loc)
+        index = Value(self.outer.index.type, self.inner.index.name)
+        steps = inside.constant(self.steps, index.tile)
+        known = {
+            self.outer.index: inside.op("div", index, steps),
+            self.inner.index: inside.op("rem", index, steps),
+            **dict(zip(self.inner.carried, self.outer.carried, strict=True)),
+        }
+        code = Block((), (*self.within, *self.pieces(program, index)))
+        code = replace(code, yields=self.inner.yields)
+        if self.which is None:
+            ops, yields = code.ops, code.yields
+        else:
+            skipped = Block((), (), self.outer.carried)
+            guard = Builder(self.outer.op.loc)
+            yields = guard.emit("cond", self.which, regions=(skipped, code))
+            ops = tuple(guard.ops)
+        body = Block((), (*self.before, *ops), tuple(yields))
+        body = substitute(body, known)
+        params = (index, *self.outer.carried)
+        region = Block(params, (*inside.ops, *body.ops), body.yields)
+        count = Loop.of(self.outer.op)
+        total = b.mul(count.limit, b.constant(self.steps, count.limit.tile))
+        return [*b.ops, self.outer.with_(limit=total, body=region).to_op()]
+
+    def pieces(self, program: Program, index: Value) -> list[Op]:
+        """The iteration of the inner loop, with pieces of blocks as blocks."""
+        forms = Forms([self.inner.index])
+        forms.add_ops(o for o in program.body.ops if not o.regions)
+        for ops in (self.before, self.within, self.inner.body.ops):
+            forms.add_ops(ops)
+        views = {o.result: o for o in self.before if o.name == "block_view"}
+        b = Builder(self.inner.op.loc)
+        for op in self.inner.body.ops:
+            view = views.get(op.operands[0]) if op.name == "load" else None
+            new = self.piece(b, op, view, forms, index) if view is not None else None
+            b.ops.append(new or op)
+        return b.ops
+
+    def piece(
+        self, b: Builder, op: Op, view: Op, forms: Forms, index: Value
+    ) -> Op | None:
+        """A load of the part of a block that the inner loop has come to."""
+        access, window = Access.of(op), view.attrs["window"]
+        shown = [d for d, dim in enumerate(window.dims) if dim.kind != "squeezed"]
+        pairs = access.split_index()
+        for place, (entry, start) in enumerate(pairs):
+            if not isinstance(entry, Span) or start is None or entry.stride != 1:
+                continue
+            dim, form = shown[place], forms.of(start)
+            size, whole = entry.size, window.dims[dim].size
+            moves = form.affine == Affine((size,), 0) and not form.spread
+            divides = size * self.steps == whole
+            even = view.operands[0].ref.shape[dim] % whole == 0
+            by_outer = view.operands[1 + dim] is self.outer.index
+            is_block = window.dims[dim].kind == "blocked"
+            if not (moves and divides and even and by_outer and is_block):
+                continue
+            dims, numbers = list(window.dims), list(view.operands[1:])
+            dims[dim], numbers[dim] = BlockDim(size), index
+            new = replace(window, dims=tuple(dims))
+            block = b.op("block_view", view.operands[0], *numbers, window=new)
+            pairs[place] = (Span(0, size), None)
+            entries = tuple(each for each, _ in pairs)
+            starts = tuple(v for _, v in pairs if v is not None)
+            access = replace(access, ref=block, index=entries, index_operands=starts)
+            attrs = {**op.attrs, "index": entries}
+            return op.with_(operands=access_operands(access), attrs=attrs)
+        return None

@@ -1,0 +1,71 @@
+"""Kernels as the programs whose reverse is taken: in normal form, with plain loops."""
+
+import functools
+
+from pallasite.autodiff.adjoining_loops import merge_adjoining
+from pallasite.autodiff.backward_choice import Machine
+from pallasite.autodiff.flat_loops import flat_loops
+from pallasite.autodiff.narrow_carries import narrow_carries
+from pallasite.autodiff.per_program import Program, kernel_of, main_refs, program_of
+from pallasite.autodiff.rescaled_sums import plain_sums
+from pallasite.autodiff.reverse_activity import facts_of
+from pallasite.autodiff.started_sums import started_sums
+from pallasite.autodiff.step_blocks import step_blocks
+from pallasite.ir.nodes import Kernel, Value
+from pallasite.ir.roles import Pipeline
+from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.normal.known_integers import known_integers
+from pallasite.passes.normal.results_in_scratch import results_in_scratch
+from pallasite.passes.optimise.fold_exp2 import fold_exp2
+from pallasite.passes.run import NORMAL, run
+from pallasite.passes.schedule.gpu_blocks import fewer_rows
+
+
+@functools.lru_cache(maxsize=64)
+def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
+    """The kernel in normal form, and as a program."""
+    normal = run(kernel, NORMAL)
+    kernel = results_in_scratch(normal)
+    if kernel is not normal:
+        kernel = run(kernel, NORMAL)  # rules for scratch apply to these, too
+    if machine.cuts_rows:
+        kernel = fewer_rows(kernel)
+    program = _with_known_integers(step_blocks(program_of(kernel)))
+    program = flat_loops(started_sums(merge_adjoining(program)))
+    return kernel, _in_base_two(program) if machine.base_two else program
+
+
+def expected_cotangents(kernel: Kernel, machine: Machine) -> tuple[bool, ...]:
+    """The results whose cotangents a forward kernel expects: floats that depend on no
+    running maximum, or all if all of them do.
+
+    Statistics of attention are results for the sake of other kernels; were they
+    expected to have cotangents, its sums could not be plain.
+    """
+    kernel, program = normal_program(kernel, machine)
+    outputs = kernel.outputs
+    floats = tuple(ref.ref.dtype.is_float for ref in outputs)
+    body = narrow_carries(program.body)
+    sums = len(plain_sums(body, outputs).scales)
+
+    def is_plain(ref: Value) -> bool:
+        others = [other for other in outputs if other is not ref]
+        return len(plain_sums(body, others).scales) == sums
+
+    if not sums or len(outputs) == 1:
+        return floats
+    pairs = zip(outputs, floats, strict=True)
+    found = tuple(is_float and is_plain(ref) for ref, is_float in pairs)
+    return found if any(found) else floats
+
+
+def _with_known_integers(program: Program) -> Program:
+    """Simplify trip counts and block indices by the ranges of grid indices."""
+    facts = facts_of(program.body, program.sizes)
+    return program.with_body(known_integers(program.body, facts)).simplified()
+
+
+def _in_base_two(program: Program) -> Program:
+    """Convert exponentials to base two, before maxima are kept or saved."""
+    folded = fold_exp2(kernel_of(program, main_refs(program.body), ()))
+    return program.with_body(Pipeline.of(find_pipeline(folded)).body)

@@ -1,0 +1,364 @@
+"""Cotangents that programs scatter: added to where blocks overlap or indices say.
+
+Programs that add to places which others may add to as well (rows of an embedding,
+overlapping windows, whole refs) could only run in sequence. Instead every program
+writes what it adds to a block of its own, and where: `scattered` changes the program,
+`Merge` adds up. Where places advance with the grid by a fixed stride, shifted copies
+are added; otherwise rows are sorted by their place, and one program per place adds its
+rows in that order. Either way the order is fixed, so results are the same in every run.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallasite.autodiff.backward_stages import save_block, saved_ref
+from pallasite.autodiff.per_program import Program, producers_of
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
+from pallasite.ir.parse import parse_kernel
+from pallasite.ir.types import INDEX
+from pallasite.passes.analysis.affine import Forms
+
+MOST_COLUMNS = 1024  # of the rows that one program adds up
+
+
+class Stride(NamedTuple):
+    """Where a dimension of an addend starts: `first + step * index` of a grid axis."""
+
+    axis: int | None
+    step: int
+    first: int
+
+
+@dataclass(frozen=True)
+class Addend:
+    """What every program adds to one array: a tile of its own, and its place.
+
+    Either the place is affine in the grid indices (`strides`, one per dimension), or
+    the tile is rows of the array, whose numbers `rows` has.
+    """
+
+    values: Value
+    tile: tuple[int, ...]
+    strides: tuple[Stride, ...] = ()
+    rows: Value | None = None
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Adds up the addends of all programs."""
+
+    target: Value
+    sizes: tuple[int, ...]  # the grid
+    addends: tuple[Addend, ...]
+
+    @property
+    def refs(self) -> tuple[Value, ...]:
+        found = [(a.values, a.rows) for a in self.addends]
+        return tuple(ref for pair in found for ref in pair if ref is not None)
+
+
+def scattered(program: Program, ref: Value) -> tuple[Program, Merge] | None:
+    """The program that writes addends of one array instead of adding to it.
+
+    None if a place is neither affine nor a row, if an op in a loop or branch adds, or
+    if places do not overlap: then a grid order serves better (`backward_windows.py`).
+    """
+    walker = _Scatter(program, ref)
+    uses = [op for op in walk(program.body) if walker.is_use(op)]
+    adds = [op for op in uses if op.name == "atomic_rmw"]
+    top = set(program.body.ops)
+    if not adds or not program.sizes or not all(op in top for op in uses):
+        return None
+    b, addends = Builder(program.loc), list[Addend]()
+    for op in adds:
+        addend = walker.addend(b, op)
+        if addend is None:
+            return None
+        addends.append(addend)
+    if not any(map(_overlaps, addends)):
+        return None
+    ops = [op for op in program.body.ops if op not in adds]
+    body = Block(program.body.params, (*ops, *b.ops))
+    merge = Merge(ref, program.sizes, tuple(addends))
+    return program.with_body(body).simplified(), merge
+
+
+def _overlaps(addend: Addend) -> bool:
+    """Whether programs may add to parts of what others add to."""
+    pairs = zip(addend.strides, addend.tile, strict=addend.rows is None)
+    return addend.rows is not None or any(
+        stride.axis is not None and size > stride.step for stride, size in pairs
+    )
+
+
+class _Scatter:
+    def __init__(self, program: Program, ref: Value):
+        self.program, self.ref = program, ref
+        self.made = producers_of(program.body)
+        self.forms = Forms(program.body.params)
+        self.forms.add_ops(program.body.ops)
+
+    def is_use(self, op: Op) -> bool:
+        return any(v is self.ref or self.view(v) is not None for v in op.operands)
+
+    def view(self, value: Value) -> Op | None:
+        """The `block_view` of the array that a value is."""
+        op = self.made.get(value)
+        is_view = op is not None and op.name == "block_view"
+        return op if is_view and op.operands[0] is self.ref else None  # type: ignore[union-attr]
+
+    def addend(self, b: Builder, op: Op) -> Addend | None:
+        access, view = Access.of(op), self.view(op.operands[0])
+        known = op.operands[0] is self.ref or view is not None
+        if op.attrs["kind"] != "add" or access.mask is not None or not known:
+            return None
+        assert access.value is not None
+        starts = self.starts(b, access, view)
+        if starts is None:
+            return None
+        value = self.narrow(access.value)
+        ids = self.program.body.params
+        strides = [self.stride(s) for s, _ in starts]
+        axes = [s.axis for s in strides if s is not None and s.axis is not None]
+        tile = tuple(n for _, n in starts)
+        if None not in strides and len(set(axes)) == len(axes):
+            found = tuple(s for s in strides if s is not None)
+            return Addend(self.kept(b, value, ids), tile, strides=found)
+        (row, _), *rest = starts
+        whole = zip(rest, self.ref.ref.shape[1:], strict=True)
+        if any(self.constant(s) != 0 or n != size for (s, n), size in whole):
+            return None
+        if not row.tile.shape:
+            row = b.broadcast(row, (1,), ())
+        rows = self.kept(b, b.cast(row, INDEX.dtype), ids)
+        return Addend(self.kept(b, value, ids), tile, rows=rows)
+
+    def starts(
+        self, b: Builder, access: Access, view: Op | None
+    ) -> list[tuple[Value, int]] | None:
+        """For each dimension of the array, where the addend starts, and its length.
+
+        The first may be a vector: a place for each row.
+        """
+        entries = iter(access.split_index())
+        if view is None:
+            outer: list[tuple[Value | None, bool]] = [
+                (None, True) for _ in self.ref.ref.shape
+            ]
+        else:
+            outer = []
+            dims = view.attrs["window"].dims
+            for dim, index in zip(dims, view.operands[1:], strict=True):
+                if dim.kind not in ("blocked", "element", "squeezed"):
+                    return None
+                start = b.cast(index, INDEX.dtype)
+                if dim.kind == "blocked":
+                    start = b.mul(start, b.index(dim.size))
+                elif dim.padding[0]:
+                    start = b.sub(start, b.index(dim.padding[0]))
+                outer.append((start, dim.kind != "squeezed"))
+        found: list[tuple[Value, int]] = []
+        for number, (start, is_shown) in enumerate(outer):
+            if not is_shown:
+                assert start is not None
+                found.append((start, 1))
+                continue
+            entry, operand = next(entries)
+            inner = self.inner(b, entry, operand, number == 0 and view is None)
+            if inner is None:
+                return None
+            first, size = inner
+            found.append((first if start is None else b.add(start, first), size))
+        self.note(b.ops)
+        return found
+
+    def inner(
+        self, b: Builder, entry: Any, operand: Value | None, may_gather: bool
+    ) -> tuple[Value, int] | None:
+        if isinstance(entry, Gather):
+            assert operand is not None
+            is_vector = may_gather and operand.tile.rank == 1
+            return (operand, operand.tile.shape[0]) if is_vector else None
+        if isinstance(entry, Span) and entry.stride != 1:
+            return None
+        assert isinstance(entry, (At, Span))
+        start = b.index(entry.start or 0) if operand is None else operand
+        size = entry.size if isinstance(entry, Span) else 1
+        return b.cast(start, INDEX.dtype), size
+
+    def note(self, ops: Iterable[Op]) -> None:
+        self.forms.add_ops(ops)
+        self.made |= {v: op for op in ops for v in op.results}
+
+    def constant(self, value: Value) -> int | None:
+        form = self.forms.of(value)
+        return form.affine.number if form.affine is not None else None
+
+    def stride(self, start: Value) -> Stride | None:
+        form = self.forms.of(start)
+        if form.affine is None or form.affine.const is None or form.spread:
+            return None
+        axes = [a for a, c in enumerate(form.affine.coeffs) if c]
+        if len(axes) > 1 or start.tile.shape:
+            return None
+        axis = axes[0] if axes else None
+        step = form.affine.coeffs[axis] if axis is not None else 1
+        return Stride(axis, step, form.affine.const) if step > 0 else None
+
+    def narrow(self, value: Value) -> Value:
+        """What a value was widened from."""
+        op = self.made.get(value)
+        if op is None or op.name != "cast":
+            return value
+        (x,) = op.operands
+        is_wider = x.tile.dtype.is_float and x.tile.dtype.bits < value.tile.dtype.bits
+        return x if is_wider and x.tile.dtype.bits >= 16 else value
+
+    def kept(self, b: Builder, value: Value, ids: Sequence[Value]) -> Value:
+        """A new array that holds a value of every program."""
+        if not value.tile.shape:
+            value = b.broadcast(value, (1,), ())
+        ref = saved_ref(value, self.program.sizes)
+        ref = replace(ref, name=f"part_{self.ref.name}")
+        b.store(save_block(b, ref, ids, value, "out"), value)
+        return ref
+
+
+# --- adding up ---
+
+
+def merged(merge: Merge, arrays: Mapping[Value, Any], run: Any) -> Any:
+    """The sum of all addends.
+
+    Args:
+        merge: what to add up.
+        arrays: the addends and their rows.
+        run: calls a kernel, given its operands.
+    """
+    shape, dtype = merge.target.ref.shape, merge.target.ref.dtype
+    total, rows, values = None, list[Any](), list[Any]()
+    same = len({addend.values.ref.dtype for addend in merge.addends}) == 1
+    for addend in merge.addends:
+        x = arrays[addend.values].reshape(*merge.sizes, *addend.tile)
+        if not same or addend.rows is None:
+            x = x.astype(dtype.np)
+        if addend.rows is None:
+            part = _shifted(x, merge.sizes, addend.strides, shape)
+            total = part if total is None else total + part
+            continue
+        first = arrays[addend.rows].reshape(prod(merge.sizes), -1)
+        count = addend.tile[0]
+        here = first if first.shape[1] == count else first + jnp.arange(count)
+        rows.append(here.reshape(-1))
+        values.append(x.reshape(-1, prod(shape[1:])))
+    if rows:
+        given = merge.addends[0].values.ref.dtype.name if same else dtype.name
+        lists = jnp.concatenate(rows), jnp.concatenate(values)
+        part = _by_row(*lists, shape, (given, dtype.name), run)
+        total = part if total is None else total + part
+    return total
+
+
+def _shifted(
+    x: Any, sizes: Sequence[int], strides: Sequence[Stride], shape: Sequence[int]
+) -> Any:
+    """Tiles at places that advance with grid axes, added up."""
+    used = [s.axis for s in strides]
+    x = x.sum(axis=tuple(a for a in range(len(sizes)) if a not in used))
+    axes = [a for a in range(len(sizes)) if a in used]
+    for d, (stride, n) in enumerate(zip(strides, shape, strict=True)):
+        place = len(axes) + d  # of the tile's dimension
+        if stride.axis is not None:
+            x = jnp.moveaxis(x, axes.index(stride.axis), place - 1)
+            axes.remove(stride.axis)
+            x = _overlapped(x, place - 1, stride.step)
+            place -= 1
+        length = x.shape[place]
+        edges = [(0, 0, 0)] * x.ndim
+        edges[place] = (stride.first, n - length - stride.first, 0)
+        x = lax.pad(x, jnp.zeros((), x.dtype), edges)
+    return x
+
+
+def _overlapped(x: Any, place: int, step: int) -> Any:
+    """Two dimensions as one: tiles that start `step` apart, overlaps added up."""
+    count, size = x.shape[place : place + 2]
+    pieces = -(-size // step)
+    total = None
+    for number in range(pieces):
+        end = min(size, (number + 1) * step)
+        piece = lax.slice_in_dim(x, number * step, end, axis=place + 1)
+        edges = [(0, 0, 0)] * x.ndim
+        edges[place + 1] = (0, step - piece.shape[place + 1], 0)
+        piece = lax.pad(piece, jnp.zeros((), x.dtype), edges)
+        shape = (*x.shape[:place], count * step, *x.shape[place + 2 :])
+        piece = piece.reshape(shape)
+        edges = [(0, 0, 0)] * piece.ndim
+        edges[place] = (number * step, (pieces - 1 - number) * step, 0)
+        piece = lax.pad(piece, jnp.zeros((), x.dtype), edges)
+        total = piece if total is None else total + piece
+    assert total is not None
+    return lax.slice_in_dim(total, 0, (count - 1) * step + size, axis=place)
+
+
+def _by_row(
+    rows: Any, values: Any, shape: Sequence[int], dtypes: tuple[str, str], run: Any
+) -> Any:
+    """Rows of an array, each the sum of values in the order of their programs.
+
+    `dtypes`: of the values and of the sums.
+    """
+    count, width = shape[0], prod(shape[1:])
+    inside = (rows >= 0) & (rows < count)
+    rows = jnp.where(inside, rows, count).astype(jnp.int32)
+    order = jnp.argsort(rows, stable=True).astype(jnp.int32)
+    counts = jnp.zeros(count + 2, jnp.int32).at[rows + 1].add(1)
+    firsts = jnp.cumsum(counts[: count + 1], dtype=jnp.int32)
+    kernel = row_sums(count, len(order), width, *dtypes)
+    (total,) = run(kernel, [firsts, order, values])
+    return total.reshape(shape)
+
+
+@lru_cache(maxsize=64)
+def row_sums(count: int, addends: int, width: int, given: str, dtype: str) -> Kernel:
+    """A kernel that adds up rows: `order` lists them, row i from `firsts[i]` on."""
+    size = next(n for n in range(min(width, MOST_COLUMNS), 0, -1) if width % n == 0)
+    params = (
+        f"%firsts: ref<i32[{count + 1}] smem>, %order: ref<i32[{addends}] smem>, "
+        f"%values: ref<{given}[{addends},{width}] any>, "
+        f"%sums: ref<{dtype}[{count},{width}] any>"
+    )
+    grid = f"grid=({count}, {width // size}), windows=(out[squeezed 1, {size}])"
+    is_wide = given == dtype
+    cast = "" if is_wide else f"%wide: {dtype}[{size}] = cast %value {{dtype={dtype}}}"
+    return parse_kernel(f"""
+kernel @row_sums({params}) outputs 1 {{
+  pipeline %sums {{{grid}, semantics=("parallel", "parallel")}}
+    map (%i0: i32, %i1: i32) {{ yield %i0, %i1 }}
+    body (%i2: i32, %i3: i32, %sum: ref<{dtype}[{size}] block>) {{
+      %one: i32 = constant {{value=1}}
+      %size: i32 = constant {{value={size}}}
+      %next: i32 = add %i2, %one
+      %first: i32 = load %firsts[%i2]
+      %limit: i32 = load %firsts[%next]
+      %column: i32 = mul %i3, %size
+      %zero: {dtype}[{size}] = constant {{value=0.0}}
+      %total: {dtype}[{size}] = for %first, %limit, %one, %zero
+        body (%i4: i32, %old: {dtype}[{size}]) {{
+          %row: i32 = load %order[%i4]
+          %value: {given}[{size}] = load %values[%row, %column:+{size}]
+          {cast}
+          %new: {dtype}[{size}] = add %old, {"%value" if is_wide else "%wide"}
+          yield %new
+        }}
+      store %sum[:] = %total
+    }}
+}}
+""")

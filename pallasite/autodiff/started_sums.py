@@ -1,0 +1,115 @@
+"""Lets sums start before their loop where its first iteration starts them.
+
+`acc = where(k == 0, x, acc + x)`, or the same by a branch, is `acc + x` of a loop that
+starts at zero: what `acc` was before does not matter. Then the loop only accumulates,
+its reverse needs no order, and a loop around it that handed on `acc` hands on nothing.
+"""
+
+from pallasite.autodiff.per_program import Program, producers_of
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Op, Value
+from pallasite.ir.rewrite import users_of, with_regions
+from pallasite.ir.roles import Cond, Loop
+
+
+def started_sums(program: Program) -> Program:
+    """The program with such sums started before their loops."""
+    body = _Walk(program.body).block(program.body)
+    return program if body is program.body else program.with_body(body).simplified()
+
+
+class _Walk:
+    def __init__(self, body: Block):
+        self.made = producers_of(body)
+        self.users = users_of(body)
+
+    def block(self, block: Block) -> Block:
+        ops: list[Op] = []
+        for op in block.ops:
+            op = with_regions(op, [self.block(region) for region in op.regions])
+            ops += self.loop(Loop.of(op)) if op.name == "for" else [op]
+        if tuple(ops) == block.ops:
+            return block
+        return Block(block.params, tuple(ops), block.yields)
+
+    def loop(self, loop: Loop) -> list[Op]:
+        loop = self.without_unread(loop)
+        if not self.runs(loop):
+            return [loop.op]
+        b = Builder(loop.op.loc)
+        inits, ops, yields = list(loop.inits), list(loop.body.ops), list(loop.yields)
+        for n, carry in enumerate(loop.carried):
+            share = self.share(loop, carry, yields[n])
+            if share is None:
+                continue
+            inits[n] = b.constant(0, carry.tile)
+            total = Builder(loop.op.loc)
+            yields[n] = total.add(carry, share)
+            ops += total.ops
+        if tuple(yields) == loop.yields:
+            return [loop.op]
+        body = Block(loop.body.params, tuple(ops), tuple(yields))
+        return [*b.ops, loop.with_(inits=tuple(inits), body=body).to_op()]
+
+    def without_unread(self, loop: Loop) -> Loop:
+        """The loop without carried values that neither it nor code after it reads."""
+        users = users_of(loop.body)
+        kept = [
+            n
+            for n, (carry, result) in enumerate(
+                zip(loop.carried, loop.results, strict=True)
+            )
+            if users.get(carry) or carry in loop.yields or self.users.get(result)
+        ]
+        if len(kept) == len(loop.carried):
+            return loop
+        params = (loop.index, *(loop.carried[n] for n in kept))
+        yields = tuple(loop.yields[n] for n in kept)
+        new = loop.with_(
+            inits=tuple(loop.inits[n] for n in kept),
+            results=tuple(loop.results[n] for n in kept),
+            body=Block(params, loop.body.ops, yields),
+        )
+        return Loop.of(new.to_op())
+
+    def runs(self, loop: Loop) -> bool:
+        """Whether the loop surely has a first iteration."""
+        first, limit = map(self.number, (loop.first, loop.limit))
+        return first is not None and limit is not None and first < limit
+
+    def number(self, value: Value) -> int | None:
+        op = self.made.get(value)
+        return op.attrs["value"] if op is not None and op.name == "constant" else None
+
+    def share(self, loop: Loop, carry: Value, total: Value) -> Value | None:
+        """What each iteration adds to a sum that the first one starts."""
+        op = self.made.get(total)
+        if op is None or len(op.results) != 1:
+            return None
+        if op.name == "select_n" and len(op.operands) == 3:
+            test, later, first = op.operands
+        elif op.name == "cond":
+            cond = Cond.of(op)
+            if len(cond.branches) != 2:
+                return None
+            test, ((later,), (first,)) = cond.which, [b.yields for b in cond.branches]
+        else:
+            return None
+        add = self.made.get(later)
+        if add is None or add.name != "add" or not self.is_first(loop, test):
+            return None
+        if {*add.operands} != {carry, first} or self.users[carry] != [add]:
+            return None
+        # A share that the branch computes is not there for later iterations.
+        mine = {v for o in loop.body.ops for v in o.results}
+        return first if first in mine else None
+
+    def is_first(self, loop: Loop, test: Value) -> bool:
+        """Whether a condition holds in the first iteration alone."""
+        op = self.made.get(test)
+        while op is not None and op.name in ("cast", "broadcast_in_dim"):
+            op = self.made.get(op.operands[0])
+        if op is None or op.name != "eq":
+            return False
+        numbers = [self.number(v) for v in op.operands]
+        return loop.index in op.operands and self.number(loop.first) in numbers

@@ -1,0 +1,211 @@
+"""Cotangents that programs scatter, merged in a fixed order."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite.autodiff.backward import plan
+from pallasite.autodiff.backward_choice import Machine
+from pallasite.ir.nodes import walk
+from pallasite.sites import calls_in
+from pallasite.target import GPUS
+
+H200 = Machine.of(GPUS["h200"])
+
+
+def merges(function, *args) -> int:
+    (call,) = calls_in(function, *args)
+    wanted = tuple(ref.ref.dtype.is_float for ref in call.kernel.inputs)
+    return len(plan(call.kernel, wanted, (True,), H200).merges)
+
+
+def check(function, reference, *args, merged: int = 1):
+    """The gradient by the first operand."""
+    weights = jnp.cos(jnp.arange(reference(*args).size, dtype=jnp.float32))
+
+    def loss(f, *operands):
+        return (f(*operands).astype(jnp.float32).ravel() * weights).sum()
+
+    assert merges(function, *args) == merged
+    got = jax.jit(jax.grad(lambda *a: loss(function, *a)))(*args)
+    want = jax.grad(lambda *a: loss(reference, *a))(*args)
+    assert got.dtype == want.dtype
+    # JAX adds up in bf16, Pallasite in f32.
+    atol = 0.05 if got.dtype == jnp.bfloat16 else 1e-5
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    np.testing.assert_allclose(got, want, rtol=1e-2, atol=atol)
+
+
+def embedding(rows_per_step: int):
+    def kernel(table_ref, ids_ref, o_ref):
+        o_ref[...] = table_ref[ids_ref[...], :]
+
+    def run(table, ids):
+        return pl.pallas_call(
+            kernel,
+            jax.ShapeDtypeStruct((ids.shape[0], table.shape[1]), table.dtype),
+            grid=(pl.cdiv(ids.shape[0], rows_per_step),),
+            in_specs=[
+                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec((rows_per_step,), lambda i: (i,)),
+            ],
+            out_specs=pl.BlockSpec((rows_per_step, table.shape[1]), lambda i: (i, 0)),
+        )(table, ids)
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [1, 33, 40])
+def test_rows_by_an_index_array(dtype, width: int):
+    ids = jax.random.randint(jax.random.key(1), (48,), 0, 7).at[3:9].set(5)
+    table = jax.random.normal(jax.random.key(0), (13, width), dtype)
+    check(embedding(8), lambda t, i: t[i], table, ids)
+
+
+def stencil(padding: int):
+    """Three rows around each; blocks overlap, and may begin before the array."""
+
+    def kernel(x_ref, o_ref):
+        x = x_ref[...]
+        o_ref[...] = jnp.tanh(x[:-2] + 2 * x[1:-1] + 3 * x[2:])
+
+    def run(x):
+        rows = x.shape[0] - 2 * (1 - padding)
+        dim = pl.Element(6, (padding, padding))
+        return pl.pallas_call(
+            kernel,
+            jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype),
+            grid=(rows // 4,),
+            in_specs=[pl.BlockSpec((dim, x.shape[1]), lambda i: (i * 4, 0))],
+            out_specs=pl.BlockSpec((4, x.shape[1]), lambda i: (i, 0)),
+        )(x)
+
+    return run
+
+
+def test_overlapping_windows():
+    x = jax.random.normal(jax.random.key(0), (26, 5))
+    reference = lambda x: jnp.tanh(x[:-2] + 2 * x[1:-1] + 3 * x[2:])
+    check(stencil(0), reference, x)
+
+
+def test_windows_that_begin_before_the_array():
+    x = jax.random.normal(jax.random.key(0), (24, 5))
+
+    def inside(x):
+        return jnp.tanh(x[:-2] + 2 * x[1:-1] + 3 * x[2:])[3:-3]
+
+    check(lambda x: stencil(1)(x)[4:-4], inside, x)
+
+
+def test_blocks_chosen_by_a_clamped_index():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * x_ref[...]
+
+    def run(x):
+        return pl.pallas_call(
+            kernel,
+            jax.ShapeDtypeStruct((20, 3), x.dtype),
+            grid=(5,),
+            in_specs=[pl.BlockSpec((4, 3), lambda i: (jnp.maximum(i - 2, 0), 0))],
+            out_specs=pl.BlockSpec((4, 3), lambda i: (i, 0)),
+        )(x)
+
+    x = jax.random.normal(jax.random.key(0), (11, 3))
+    rows = jnp.array([0, 0, 0, 1, 2])[:, None] * 4 + jnp.arange(4)
+    reference = lambda x: (jnp.pad(x, ((0, 1), (0, 0)))[rows.reshape(-1)]) ** 2
+    check(lambda x: run(x)[:19], lambda x: reference(x)[:19], x)
+
+
+def test_sums_of_whole_blocks_are_not_scattered():
+    """The weights of a norm: a sum over programs, in parts."""
+
+    def kernel(x_ref, g_ref, o_ref):
+        o_ref[...] = x_ref[...] * g_ref[...]
+
+    def run(g, x):
+        return pl.pallas_call(
+            kernel,
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=(x.shape[0] // 4,),
+            in_specs=[
+                pl.BlockSpec((4, x.shape[1]), lambda i: (i, 0)),
+                pl.BlockSpec((1, x.shape[1]), lambda i: (0, 0)),
+            ],
+            out_specs=pl.BlockSpec((4, x.shape[1]), lambda i: (i, 0)),
+        )(x, g)
+
+    x = jax.random.normal(jax.random.key(0), (256, 8))
+    check(run, lambda g, x: g * x, jnp.ones((1, 8)), x, merged=0)
+
+
+def test_batched_and_second_derivatives():
+    ids = jax.random.randint(jax.random.key(1), (16,), 0, 5)
+    table = jax.random.normal(jax.random.key(0), (2, 5, 8))
+    ours, theirs = embedding(8), lambda t, i: t[i]
+
+    def second(f):
+        first = jax.grad(lambda t: (f(t, ids) ** 3).sum())
+        return jax.vmap(jax.grad(lambda t: (first(t) ** 2).sum()))(table)
+
+    np.testing.assert_allclose(second(ours), second(theirs), rtol=1e-4)
+
+
+def test_iterations_with_parts_of_their_own_store_them():
+    """The adjoint of a recurrence: no zero fill, nothing read back, no copied seed."""
+
+    def kernel(a_ref, x_ref, o_ref):
+        def step(t, h):
+            h = a_ref[t, :] * h + x_ref[t, :]
+            o_ref[t, :] = h
+            return h
+
+        jax.lax.fori_loop(0, a_ref.shape[0], step, jnp.zeros(a_ref.shape[1]))
+
+    def run(a, x):
+        return pl.pallas_call(kernel, jax.ShapeDtypeStruct(a.shape, a.dtype))(a, x)
+
+    def reference(a, x):
+        step = lambda h, ax: (ax[0] * h + ax[1],) * 2
+        return jax.lax.scan(step, jnp.zeros(a.shape[1]), (a, x))[1]
+
+    a, x = (jax.random.normal(jax.random.key(n), (12, 5)) for n in (0, 1))
+    check(run, reference, a, x, merged=0)
+    (call,) = calls_in(run, a, x)
+    (step,) = plan(call.kernel, (True, True), (True,), H200).steps
+    text = step.kernel.text
+    assert "load %d_a_ref" not in text and "load %d_x_ref" not in text
+    assert text.count("alloc") == 1, "the states, and no copy of a cotangent"
+
+
+def test_weights_that_a_loop_captures_have_cotangents_of_their_size():
+    def kernel(w_ref, x_ref, o_ref):
+        w = jnp.broadcast_to(w_ref[...], (8, 16))
+
+        def step(t, carry):
+            x = x_ref[pl.ds(t * 8, 8), :] + carry
+            o_ref[pl.ds(t * 8, 8), :] = x * w
+            return jnp.sin(x)
+
+        jax.lax.fori_loop(0, 4, step, jnp.zeros((8, 16)))
+
+    def run(w, x):
+        return pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype))(w, x)
+
+    def reference(w, x):
+        step = lambda c, x: (jnp.sin(x + c), (x + c) * w)
+        parts = jax.lax.scan(step, jnp.zeros((8, 16)), x.reshape(4, 8, 16))[1]
+        return parts.reshape(x.shape)
+
+    w, x = (
+        jax.random.normal(jax.random.key(n), s)
+        for n, s in enumerate([(1, 16), (32, 16)])
+    )
+    check(run, reference, w, x, merged=0)
+    (call,) = calls_in(run, w, x)
+    (step,) = plan(call.kernel, (True, True), (True,), H200).steps
+    carried = [op for op in walk(step.kernel.body) if op.name == "for"][-1].results
+    assert sum(v.tile.size for v in carried) <= 8 * 16 + 16

@@ -1,0 +1,93 @@
+"""Forms of matmuls and attention that must not leave the fast path of `cuda`.
+
+Each is lowered for an H200 without one. What is compared is the schedule: the ring
+buffers in shared memory, which have the tiles that are copied and their stages. Beside
+them, forms that Triton takes.
+"""
+
+import re
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from pallasite.backends import base
+from pallasite.sites import calls_in
+from pallasite.target import GPUS
+from tests.forms import all_forms
+from tests.forms.form import SIZES
+
+
+@cache
+def scheduled(name: str, backend: str = "cuda") -> str:
+    form = next(form for form in all_forms() if form.name == name)
+    structs, function = form.problem.structs(SIZES["model"]), form.make(SIZES["model"])
+    (call,) = calls_in(function, *structs)
+    options = replace(call.options, chip=GPUS["h200"])
+    return base.Compiled(base.get(backend), call.kernel, options).scheduled.text
+
+
+def rings(text: str) -> list[str]:
+    return re.findall(r"ref<(\S+) smem @swizzle\(128\)> = alloc", text)
+
+
+def test_a_product_alone_has_stages_to_hide_latency():
+    """Of 256 x 128 x 128 blocks, two stages fit; of half the depth, four."""
+    assert rings(scheduled("x @ w.T, 256 x 128")) == [
+        "bf16[4,128,64]",
+        "bf16[4,256,64]",
+    ]
+
+
+def test_a_product_that_is_stored_first_is_accumulated_by_the_tensor_cores():
+    text = scheduled("output accumulated in place, first product stored")
+    assert " = add" not in text.replace("i32 = add", "")
+    assert rings(text) == rings(scheduled("output accumulated in place, f32"))
+
+
+def test_two_loops_keep_their_rows():
+    """Results of one loop and of the next are not in registers at the same time."""
+    text = scheduled("two loops, as FlashAttention 2")
+    assert rings(text)[0].endswith(",128,128]")
+
+
+def test_two_matmuls_of_whole_weights_are_loops():
+    """The inner width is a loop, and in it the depth of the first matmul another."""
+    found = rings(scheduled("MLP: both weights whole in a block"))
+    assert [ring.split(",", 1)[1] for ring in found] == ["128,64]", "64,64]", "64,256]"]
+
+
+def test_masked_edges_are_filled_edges():
+    masked, filled = scheduled("edge blocks, masked along k"), "edge blocks, filled"
+    assert rings(masked) == rings(scheduled(filled))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "edge length, vector statistics",
+        "causal edge length, lanes",
+        "causal grid, all state in outputs, lanes",
+        "causal, vmap of one head",
+        "several heads per block, einsum of rank 3",
+    ],
+)
+def test_forms_that_cuda_takes(name: str):
+    assert "wgmma" in scheduled(name)
+
+
+@pytest.mark.parametrize(
+    "name, tile",
+    [
+        # Nine matmuls that are added up share an accumulator.
+        ("conv2d row by row of images", "f32[28,128] = dot"),
+        ("conv2d of nine shifted matmuls", "f32[784,32] = dot"),
+        # Tiles of the whole length do not exist, or are narrow enough to be moved.
+        ("linear recurrence by scan", "f32[128] = for"),
+        ("causal conv1d of four taps whole length", "f32[4096,8] = concatenate"),
+        # A tile of all products would leave room for one query only.
+        ("decode fori multiply and sum", "f32[8,128] = dot"),
+    ],
+)
+def test_tiles_of_triton(name: str, tile: str):
+    assert tile in scheduled(name, "triton")
