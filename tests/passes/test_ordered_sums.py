@@ -59,8 +59,8 @@ def test_sums_are_those_of_atomics(body, dtype):
     # Repeated, negative and out of range, on both sides; sums are exact.
     x = rng.integers(-25, 25, 80).astype(np.int32)
     w = rng.integers(-3, 4, 80).astype(dtype)
-    results = [Walker(k, NumpyNumbers()).run([x, w])[0] for k in (before, after)]
-    np.testing.assert_array_equal(*map(np.asarray, results))
+    one, two = (Walker(k, NumpyNumbers()).run([x, w])[0] for k in (before, after))
+    np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
 
 
 def test_a_nan_stays_in_its_bin():

@@ -32,7 +32,9 @@ def taps(x_ref, o_ref, last_ref):
         last_ref[...] = jnp.full_like(last_ref, 2)
 
     x = jnp.concatenate([last_ref[...], x_ref[...].astype(F32)], axis=0)
-    y = sum(x[n + 1 : n + 1 + ROWS] * (n + 1) for n in range(3))
+    y = jnp.zeros((ROWS, WIDTH), F32)
+    for n in range(3):
+        y += x[n + 1 : n + 1 + ROWS] * (n + 1)
     o_ref[...] = y.astype(o_ref.dtype)
     last_ref[...] = x[ROWS:]
 
