@@ -152,7 +152,7 @@ class _Search:
             if first <= starts[axis] and limits[axis] <= end:
                 starts[axis] -= first
                 limits[axis] -= first
-                attrs = op.attrs | {"starts": tuple(starts), "limits": tuple(limits)}
+                attrs = {**op.attrs, "starts": tuple(starts), "limits": tuple(limits)}
                 return op.with_(operands=(piece,), attrs=attrs)
         return None
 
