@@ -105,8 +105,8 @@ def test_blocks_of_operands_may_extend_past_the_end():
     after = subject.shifted_parts(before)
     assert after is not before
     x = np.random.default_rng(0).normal(size=(30, 37)).astype(np.float32)
-    results = [Walker(k, NumpyNumbers()).run([x, x + 1])[0] for k in (before, after)]
-    np.testing.assert_array_equal(*map(np.asarray, results))
+    one, two = (Walker(k, NumpyNumbers()).run([x, x + 1])[0] for k in (before, after))
+    np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
 
 
 def test_blocks_of_results_that_extend_past_the_end_stay():

@@ -48,6 +48,8 @@ from pallasite.passes.optimise.sink_loads import sink_loads
 from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.run import Pass
 from pallasite.passes.schedule.gpu_blocks import for_gpu
+from pallasite.passes.schedule.ordered_sums import ordered_sums
+from pallasite.passes.schedule.previous_blocks import previous_blocks
 from pallasite.passes.schedule.shifted_parts import shifted_parts
 from pallasite.target import GPUS, Gpu
 
@@ -95,6 +97,8 @@ class TritonBackend:
             Pass("check_types", partial(check_types, chip=_chip(options))),
             Pass("own_inputs", own_inputs),
             Pass("matrix_units", write_out),
+            Pass("ordered_sums", ordered_sums),
+            Pass("previous_blocks", previous_blocks),
             Pass("shifted_parts", shifted_parts),
             Pass("split_accesses", split_accesses),
             Pass("sums_of_products", sums_of_products),

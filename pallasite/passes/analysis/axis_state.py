@@ -45,7 +45,6 @@ from pallasite.ir.roles import Loop, Pipeline
 from pallasite.passes.analysis.carried import carried_from, covers_whole
 from pallasite.passes.analysis.exponents import Power, Powers
 from pallasite.passes.analysis.grid import GridInfo, WindowMoves, analyze, find_pipeline
-from pallasite.passes.analysis.intervals import Fact, Facts, exactly
 from pallasite.passes.analysis.memory import MAIN_MEMORY, Roots
 from pallasite.passes.analysis.old_elements import (
     RELATIVE,
@@ -63,7 +62,7 @@ from pallasite.passes.analysis.old_elements import (
     place_of,
     same_value,
 )
-from pallasite.passes.analysis.outcomes import known_outcome
+from pallasite.passes.analysis.step_facts import FIRST, LAST, MIDDLE, facts_of_steps
 
 # What a memory op on a state or an output is to the parts of the axis.
 INIT, UPDATE, FINISH, FREE, EACH = "init", "update", "finish", "free", "each"
@@ -179,7 +178,6 @@ class _Path:
     gated: bool = False
 
 
-FIRST, MIDDLE, LAST = "first", "middle", "last"
 _STARTED = (frozenset[object]({FIRST}), frozenset[object]({MIDDLE, LAST}))
 
 
@@ -198,7 +196,7 @@ class _Search:
         self.last: dict[Value, int] = {}
         self.own: set[Value] = set()
         self.local: set[Value] = set()
-        self.scenarios = self.facts()
+        self.scenarios = facts_of_steps(kernel, axis)
         self.values: dict[Value, Abstract] = {}
         self.roles: dict[Op, Role] = {}
         self.aliases: dict[Op, Value] = {}
@@ -352,45 +350,6 @@ class _Search:
                     break
 
     # --- positions ---
-
-    def facts(self) -> dict[object, Facts]:
-        """What is known of integers at the first, middle and last steps of the axis,
-        and before the last step of each inner axis."""
-        n, last = self.size, self.size - 1
-        found: dict[object, Facts] = {
-            FIRST: self.facts_at(self.axis, Fact(0, 0, 0)),
-            LAST: self.facts_at(self.axis, Fact(last, last, last)),
-        }
-        if n > 2:
-            found[MIDDLE] = self.facts_at(self.axis, Fact(1, n - 2))
-        for axis in range(self.axis + 1, len(self.grid)):
-            size = self.grid[axis]
-            high = None if size is None else size - 2
-            if high is None or high >= 0:
-                fact = Fact(0) if high is None else Fact(0, high)
-                found["early", axis] = self.facts_at(axis, fact)
-        return found
-
-    def facts_at(self, axis: int, fact: Fact) -> Facts:
-        facts = Facts()
-        for op in self.kernel.body.ops:
-            if op is self.pipeline.op:
-                break
-            facts.note_op(op)
-        facts.note_grid(self.pipeline.ids, self.grid)
-        facts.note(self.pipeline.ids[axis], fact)
-        for op in walk(self.body):
-            facts.note_regions(op)
-            outcome = known_outcome(op, facts)
-            if outcome is not None:
-                facts.note(op.result, exactly(int(outcome)))
-            elif op.name == "not" and op.result.tile.dtype.is_bool:
-                number = facts.of(op.operands[0]).number
-                if number is not None:
-                    facts.note(op.result, exactly(1 - number))
-            else:
-                facts.note_op(op)
-        return facts
 
     def inside(self, op: Op, number: int, path: _Path) -> _Path:
         """The path of a region of an op."""

@@ -273,22 +273,20 @@ class _Parts:
     def chosen(self, b: Builder, op: Op, places: tuple[_At, ...]) -> Value:
         axis = op.attrs["axis"]
         at, end, found = places[axis], 0, None
+        extent = 1 if at.axis is None else self.shape[at.axis]
         for piece in op.operands:
             first, end = end, end + piece.tile.shape[axis]
-            if at.axis is None:
-                if first <= at.start < end:
-                    moved = replace(at, start=at.start - first)
-                    return self.piece(b, piece, places, axis, moved)
+            # Where the parts are that have elements of the piece.
+            last = at.start + extent
+            if end <= at.start or last <= first or first == end:
                 continue
-            if first == end:
-                continue
-            moved = replace(at, start=at.start - first, inside=False)
+            inside = at.inside and first <= at.start and last <= end
+            moved = _At(at.axis, at.start - first, inside)
             part = self.piece(b, piece, places, axis, moved)
             if found is None:
                 found = part
                 continue
-            shape = part.tile.shape
-            where = self.position(b, at, axis, shape)
+            where = self.position(b, at, axis, part.tile.shape)
             found = b.select(b.op("ge", where, b.like(first, where)), part, found)
         if found is None:
             raise _Whole
@@ -320,13 +318,10 @@ class _Parts:
         if all(each.at.inside for each in where):
             return self.plain(b, ref, where)
         shape = self.tile_shape(places)
-        tiles: list[Value] = []
-        for n, each in zip(ref.ref.shape, where, strict=True):
-            tile = self.position(b, each.at, each.dim or 0, shape, each.base)
-            if not each.at.inside:
-                # Negative indices would count from the end.
-                tile = b.min(b.max(tile, b.like(0, tile)), b.like(n - 1, tile))
-            tiles.append(tile)
+        # Indices out of range load the nearest element.
+        tiles = [
+            self.position(b, each.at, each.dim or 0, shape, each.base) for each in where
+        ]
         return b.load(ref, tuple(Gather() for _ in tiles), tiles)
 
     def where(self, b: Builder, access: Access, places: Sequence[_At]) -> list[_Along]:

@@ -90,9 +90,11 @@ def test_the_first_of_what_is_merged_starts_from_nothing(op, cases, nothing):
     assert f"constant {{value={nothing}}}" in after.text
     x = np.random.default_rng(0).standard_normal((4, 8), np.float32)
     x[1] = -0.0
-    results = [Walker(k, NumpyNumbers()).run([x.copy()])[0] for k in (before, after)]
-    # Minus zeros stay what they are.
-    np.testing.assert_array_equal(*(np.asarray(r).view(np.int32) for r in results))
+    one, two = (
+        np.asarray(Walker(k, NumpyNumbers()).run([x.copy()])[0]).view(np.int32)
+        for k in (before, after)
+    )
+    np.testing.assert_array_equal(one, two)  # minus zeros stay what they are
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""Recurrences, stencils and histograms, as emitted, on the simulator."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite.passes.run import run
+from pallasite.passes.schedule import shifted_parts
+from pallasite.sites import kernels_in
+from tests.backends.triton.harness import compiled, simulated
+from tests.ops.sampling import evaluate
+
+F32, I32 = jnp.float32, jnp.int32
+ROWS = pl.BlockSpec((24, 128), lambda i: (i, 0))
+
+
+def by_scan(x_ref, o_ref):
+    def step(h, x):
+        h = 0.5 * h + x
+        return h, h
+
+    o_ref[...] = lax.scan(step, jnp.zeros((128,), F32), x_ref[...])[1]
+
+
+def rolled(x_ref, o_ref):
+    x = x_ref[...]
+    up = jnp.concatenate([x[1:], x[:1]], axis=0)
+    o_ref[...] = jnp.roll(x, 3, axis=1) + up
+
+
+def taps(x_ref, o_ref, last_ref):
+    @pl.when(pl.program_id(0) == 0)
+    def _():
+        last_ref[...] = jnp.ones_like(last_ref)
+
+    x = jnp.concatenate([last_ref[...], x_ref[...]], axis=0)
+    o_ref[...] = x[1:-1] + 2 * x[2:]
+    last_ref[...] = x[-2:]
+
+
+@pytest.mark.parametrize("body", [by_scan, rolled, taps])
+def test_rows(body, monkeypatch):
+    monkeypatch.setattr(shifted_parts, "LARGE", 1024)
+    monkeypatch.setattr(shifted_parts, "PART", 256)
+    scratch = [pltpu.VMEM((2, 128), F32)] if body is taps else []
+    shape = jax.ShapeDtypeStruct((72, 128), F32)
+    call = pl.pallas_call(
+        body,
+        out_shape=shape,
+        grid=(3,),
+        in_specs=[ROWS],
+        out_specs=ROWS,
+        scratch_shapes=scratch,
+    )
+    kernel = run(kernels_in(call, shape)[0])
+    x = np.random.default_rng(0).integers(-9, 9, shape.shape).astype(np.float32)
+    text, _ = compiled(kernel)
+    assert "tt.cat" not in text and "tt.join" not in text
+    (got,), (want,) = simulated(kernel, [x]), evaluate(kernel, [x])
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_weights_are_added_without_atomics():
+    def body(x_ref, w_ref, o_ref):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        pl.atomic_add(o_ref, (x_ref[...],), w_ref[...])
+
+    spec = pl.BlockSpec((64,), lambda i: (i,))
+    call = pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct((24,), F32),
+        grid=(3,),
+        in_specs=[spec, spec],
+        out_specs=pl.BlockSpec((24,), lambda i: (0,)),
+    )
+    given = [jax.ShapeDtypeStruct((192,), dtype) for dtype in (I32, F32)]
+    kernel = run(kernels_in(call, *given)[0])
+    assert "atomic" not in compiled(kernel)[0]
+    rng = np.random.default_rng(0)
+    x, w = rng.integers(-30, 30, 192).astype(np.int32), rng.integers(0, 9, 192)
+    operands = [x, w.astype(np.float32)]
+    (got,), (want,) = simulated(kernel, operands), evaluate(kernel, operands)
+    np.testing.assert_array_equal(got, want)
