@@ -28,6 +28,7 @@ from pallasite.ir.verify import verify
 from pallasite.passes.lower.legalize import legalize
 from pallasite.passes.lower.place_windows import place_windows
 from pallasite.passes.lower.promote import promote
+from pallasite.passes.normal import normalize
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.consecutive_indices import consecutive_indices
 from pallasite.passes.normal.known_comparisons import known_comparisons
@@ -38,6 +39,7 @@ from pallasite.passes.optimise.idle_windows import idle_windows
 from pallasite.passes.optimise.join_branches import join_branches
 from pallasite.passes.optimise.join_products import join_products
 from pallasite.passes.optimise.scratch_values import scratch_values
+from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.optimise.stagger_products import stagger_products
 from pallasite.passes.optimise.unmasked_steps import unmasked_steps
 from pallasite.passes.schedule.choose_blocks import for_threads
@@ -110,6 +112,8 @@ def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
     size = lambda: pick(choices, (1 << 20, 16, 64, 256, 4))
     deepest = pick(choices, (1024, 2, 4, 8))
     return {
+        **dict(normalize.RULES),
+        "split_accesses": split_accesses,
         "choose_blocks": partial(
             for_threads, threads=pick(choices, (2, 64)), nanoseconds=lambda _: 1e9
         ),

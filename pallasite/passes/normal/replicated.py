@@ -97,7 +97,9 @@ class _Replicated(FormWalk):
         starts, limits, strides = zip(*kept, strict=True)
         x = b.op("slice", x, starts=starts, limits=limits, strides=strides)
         shape = self.shape(op.result)
-        return b.broadcast(x, op.result.type.shape if shape is None else shape)
+        if shape is None:
+            return b.broadcast(x, op.result.type.shape)
+        return self.narrowed(b, x, shape)
 
     def concatenate(self, b: Builder, op: Op) -> Value | None:
         axis, shape = op.attrs["axis"], self.shape(op.result)

@@ -8,7 +8,7 @@ was never stored holds unspecified values, which may as well be equal.
 
 from collections.abc import Sequence
 
-from pallasite.ir.nodes import Access, Block, Kernel, Op, Span, Value, walk
+from pallasite.ir.nodes import Access, Block, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.roles import Loop, While
 from pallasite.ir.types import TileType
@@ -91,7 +91,14 @@ class UniformDims:
     def access(self, op: Op) -> None:
         access = Access.of(op)
         kept = [d for d, e in enumerate(access.index) if isinstance(e, Span)]
+        if any(isinstance(e, Gather) for e in access.index):
+            self.lower(op.result if op.name == "load" else access.ref, NONE)
+            return
         if op.name == "load":
+            for value in (access.mask, access.other):
+                if value is not None:  # it is narrowed together with the scratch
+                    varies = {d for n, d in enumerate(kept) if n not in self.of(value)}
+                    self.lower(access.ref, self.of(access.ref) - varies)
             of_ref = self.of(access.ref)
             dims = frozenset(n for n, d in enumerate(kept) if d in of_ref)
             shape = op.result.type.shape

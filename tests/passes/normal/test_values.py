@@ -479,3 +479,38 @@ def test_order():
         store %o[:] = %f
         """,
     )
+
+
+def test_scratch_read_through_a_mask_keeps_its_dimensions():
+    """The mask decides per element, so one element cannot stand for all."""
+    text = """
+        kernel @k(%o: ref<f32[4,8] any>) outputs 1 {
+          %s: ref<f32[4,8] vmem> = alloc
+          %v: f32[4,8] = constant {value=0.25}
+          store %s[:, :] = %v
+          %i: i32[4,8] = iota {dim=1}
+          %n: i32[4,8] = constant {value=3}
+          %m: bool[4,8] = gt %i, %n
+          %other: f32[4,8] = constant {value=-1.0}
+          %x: f32[4,8] = load %s[:, :] mask %m other %other
+          store %o[:, :] = %x
+        }
+    """
+    (found,) = results(replicated(parse_kernel(text)), [])
+    np.testing.assert_array_equal(found, [[-1.0] * 4 + [0.25] * 4] * 4)
+
+
+def test_a_slice_of_a_broadcast_scalar_is_one_element():
+    text = """
+        kernel @k(%x: ref<f32 any>, %o: ref<f32[3] any>) outputs 1 {
+          %v: f32 = load %x[]
+          %w: f32[9] = broadcast_in_dim %v {shape=(9,), dims=()}
+          %s: f32[3] = slice %w {starts=(0,), limits=(3,), strides=(1,)}
+          %e: f32[3] = exp %s
+          store %o[:] = %e
+        }
+    """
+    made = replicated(parse_kernel(text))
+    verify(made)
+    (found,) = results(made, [np.zeros((), np.float32)])
+    np.testing.assert_array_equal(found, [1.0] * 3)
