@@ -193,6 +193,17 @@ def is_pure(op: Op) -> bool:
     return not op.regions and table()[op.name].effect is Effect.PURE
 
 
+def is_elementwise(op: Op) -> bool:
+    """Whether each element of the result depends on those at its own place only.
+
+    A bitcast to another width adds or drops a dimension, so it is not.
+    """
+    if not table()[op.name].elementwise or len(op.results) != 1:
+        return False
+    shape = op.result.type.shape
+    return all(v.type.shape in ((), shape) for v in op.operands)
+
+
 def is_removable(op: Op) -> bool:
     """Whether the op can be removed if its results are unused."""
     # A `while` may not terminate; `pipeline` and the rest have no results to be unused.

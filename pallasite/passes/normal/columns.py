@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Kernel, Op, Span, Value, full_index, walk
-from pallasite.ir.opdef import table
+from pallasite.ir.rewrite import is_elementwise
 from pallasite.ir.roles import Loop, While
 from pallasite.passes.normal.form_walk import (
     Entry,
@@ -56,7 +56,7 @@ class _Lines:
                 self._join_control(op)
             elif op.name in ("load", "store") and op.operands[0] in scratch:
                 self._join(op.operands[0], op.result if op.results else op.operands[1])
-            elif len(op.results) == 1 and table()[op.name].elementwise:
+            elif is_elementwise(op):
                 for value in op.operands:
                     if value.type.shape == op.result.type.shape:
                         self._join(value, op.result)

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
-from pallasite.ir.opdef import TILE, table
-from pallasite.ir.rewrite import users_of
+from pallasite.ir.opdef import TILE
+from pallasite.ir.rewrite import is_elementwise, users_of
 from pallasite.ir.roles import Loop, While
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.order import order
@@ -131,7 +131,7 @@ class FormWalk(ABC):
         """Handle an op that has a rule and whose shapes change."""
         changes = [v for v in (*op.operands, op.result) if self.shape(v) is not None]
         rule = self.RULES.get(op.name)
-        if rule is None and table()[op.name].elementwise:
+        if rule is None and is_elementwise(op):
             rule = type(self).elementwise
         if not changes or rule is None or any(v.is_ref for v in op.operands):
             return False

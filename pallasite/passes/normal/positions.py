@@ -9,8 +9,7 @@ ops in between act element by element, so both commute.
 from collections.abc import Sequence
 
 from pallasite.ir.nodes import Kernel, Op, Value
-from pallasite.ir.opdef import table
-from pallasite.ir.rewrite import Rewriter, apply_patterns
+from pallasite.ir.rewrite import Rewriter, apply_patterns, is_elementwise
 from pallasite.ir.types import INDEX
 from pallasite.passes.normal.canonicalize import canonicalize
 
@@ -30,7 +29,7 @@ def _is_position(b: Rewriter, value: Value, depth: int = 8) -> bool:
         return True
     if op.name == "broadcast_in_dim":
         return not op.operands[0].type.shape
-    if op.regions or not table()[op.name].elementwise:
+    if op.regions or not is_elementwise(op):
         return False
     return all(not v.type.shape or _is_position(b, v, depth - 1) for v in op.operands)
 

@@ -9,7 +9,7 @@ was never stored holds unspecified values, which may as well be equal.
 from collections.abc import Sequence
 
 from pallasite.ir.nodes import Access, Block, Gather, Kernel, Op, Span, Value, walk
-from pallasite.ir.opdef import table
+from pallasite.ir.rewrite import is_elementwise
 from pallasite.ir.roles import Loop, While
 from pallasite.ir.types import TileType
 
@@ -114,7 +114,7 @@ class UniformDims:
         self.lower(access.ref, frozenset(stored & whole))
 
     def computed(self, op: Op) -> Dims:
-        if table()[op.name].elementwise:
+        if is_elementwise(op):
             dims = _all(op.result)
             for value in op.operands:
                 dims &= self.of(value) if value.type.shape else dims
@@ -213,6 +213,6 @@ def _positions(body: Block) -> set[Value]:
             continue
         moves = op.name in ("constant", "iota", "broadcast_in_dim")
         known = all(not v.type.shape or v in found for v in op.operands)
-        if known and (moves or table()[op.name].elementwise):
+        if known and (moves or is_elementwise(op)):
             found.add(op.result)
     return {v for v in found if isinstance(v.type, TileType)}

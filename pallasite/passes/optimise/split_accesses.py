@@ -14,8 +14,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pallasite.ir.nodes import Access, Kernel, Op, Span, Value
-from pallasite.ir.opdef import TILE, table
-from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, users_of
+from pallasite.ir.opdef import TILE
+from pallasite.ir.rewrite import (
+    Rewriter,
+    dead_code,
+    is_elementwise,
+    map_ops,
+    users_of,
+)
 
 MOST_PARTS = 4  # of one tile: more accesses are shorter than a transaction
 
@@ -57,7 +63,7 @@ class _Split:
         boxes = self.boxes(op.result)
         if boxes:
             return self.in_boxes(op, b, boxes)
-        return self.joined(op, b) if table()[op.name].elementwise else None
+        return self.joined(op, b) if is_elementwise(op) else None
 
     # --- slices move up ---
 
@@ -72,7 +78,7 @@ class _Split:
         for box in boxes:
             if op.name == "load":
                 made = _loaded(op, b, box)
-            elif table()[op.name].elementwise:
+            elif is_elementwise(op):
                 operands = [_part(b, v, box) for v in op.operands]
                 made = b.op(op.name, *operands, **op.attrs)
             else:
