@@ -20,6 +20,10 @@ from jax.interpreters import batching, mlir
 from pallasite import config, jaxcompat
 from pallasite import ops as ops  # registers the rows of the op table
 from pallasite.backends import base
+from pallasite.checking import Checked as Checked
+from pallasite.checking import CheckedElsewhere as CheckedElsewhere
+from pallasite.checking import Machine as Machine
+from pallasite.checking import interpreted as interpreted
 from pallasite.errors import (
     CheckError,
     ChipMemoryError,
@@ -31,10 +35,6 @@ from pallasite.errors import (
     UnsupportedError,
     compose,
 )
-from pallasite.interpret.options import Checked as Checked
-from pallasite.interpret.options import CheckedElsewhere as CheckedElsewhere
-from pallasite.interpret.options import Machine as Machine
-from pallasite.interpret.options import interpreted as interpreted
 from pallasite.ir.nodes import Kernel, Loc, walk
 from pallasite.passes.schedule.plan_parts import Plan, Serial, plan
 from pallasite.passes.schedule.split_axis import Program

@@ -115,13 +115,8 @@ def latent_attention(
     common.check_shape(operation, "lengths", lengths, (batch,))
     check_table(operation, page_table, batch)
     common.check_numbers(operation, scale=scale)
-    if config is not None and latent % (config.block_latent or latent or 1):
-        raise SpecError(
-            f"{operation}: block_latent does not divide the width of latent vectors",
-            [("block_latent", config.block_latent), ("latent", latent)],
-            fix="a divisor of it, or None for all columns",
-        )
     compute = common.choose(implementation, _streamed, _plain)
+    asked = config is not None
     config = configs.tuned(
         operation,
         config,
@@ -129,6 +124,12 @@ def latent_attention(
         SPACE,
         (query, latent_pages, page_table),
     )
+    if asked and latent % (config.block_latent or latent or 1):
+        raise SpecError(
+            f"{operation}: block_latent does not divide the width of latent vectors",
+            [("block_latent", config.block_latent), ("latent", latent)],
+            fix="a divisor of it, or None for all columns",
+        )
     return compute(
         query,
         query_rotary,

@@ -89,6 +89,7 @@ def test_a_block_that_no_memory_holds():
         call(jnp.ones(8))
 
 
+@pytest.mark.filterwarnings("ignore::pallasite.errors.PerformanceWarning")
 def test_a_grid_that_could_never_run():
     def kernel(x_ref, o_ref):
         o_ref[...] = x_ref[...]
