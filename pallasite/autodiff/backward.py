@@ -17,12 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallasite.autodiff.backward_axes import split_axes
-from pallasite.autodiff.backward_choice import (
-    Estimate,
-    Machine,
-    adds_to_parts,
-    estimate,
-)
+from pallasite.autodiff.backward_choice import Estimate, Machine, estimate
 from pallasite.autodiff.backward_stages import Stages, split
 from pallasite.autodiff.backward_windows import (
     Built,
@@ -58,7 +53,6 @@ MOST_PARTS = (
     256  # for a GPU, where they take no more than a share of the operands' bytes
 )
 SMALL_SHARE = 1 / 32
-AMPLE = 32  # times the bytes of operands, for parts of products that cost decides on
 MOST_SCATTERED = 2  # times the bytes of operands and results
 KEPT_SHARE = 1 / 8  # of the bytes of operands and results, for residuals
 UNREPEATABLE = ("debug_print", "debug_check", "delay", "atomic_rmw", "atomic_cas")
@@ -540,37 +534,9 @@ def _kernels(
         names = [p.ref.name.removesuffix("_ref") for p in group]
         names = "_".join(dict.fromkeys(names))
         order = grid_order(group, len(stage.sizes))
-        name = f"{stage.name}_{names}"
-        if changing:
-            built.append(build(program, name, group, order, {}))
-            continue
-        few = cut_into_parts(group, order, program.sizes, sums)
-        built.append(build(program, name, group, order, few))
-        ample = sums._replace(budget=AMPLE * sums.budget)
-        many = cut_into_parts(group, order, program.sizes, ample)
-        if many == few or not _gains_by_parts(built[-1], sums.machine):
-            continue
-        other = build(program, name, group, order, many)
-        built[-1] = min(built[-1], other, key=lambda b: _seconds(b, sums.machine))
+        parts = {} if changing else cut_into_parts(group, order, stage.sizes, sums)
+        built.append(build(program, f"{stage.name}_{names}", group, order, parts))
     return built
-
-
-def _gains_by_parts(built: Built, machine: Machine) -> bool:
-    """Whether a kernel may be split into many parts, for large weights.
-
-    Not a single product: backends resize its blocks, which gives it more programs. Nor
-    one that adds to parts of blocks, which stay in memory.
-    """
-    several = sum(op.name == "dot" for op in walk(built.kernel.body)) > 1
-    return machine.cuts_rows and several and not adds_to_parts(built.kernel)
-
-
-def _seconds(built: Built, machine: Machine) -> float:
-    """The time of a kernel, and of adding up its parts."""
-    pairs = zip(built.results, built.parts, strict=True)
-    moved = [_bytes(ref) * parts for ref, parts in pairs if parts > 1]
-    adding = sum(moved) / machine.bytes + machine.start * len(moved)
-    return estimate([built.kernel], machine).seconds + adding
 
 
 def together(placements: Sequence[Placement]) -> list[Placement]:

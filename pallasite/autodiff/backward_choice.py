@@ -110,7 +110,7 @@ def estimate(kernels: Sequence[Kernel], machine: Machine) -> Estimate:
         computing = total.flops / machine.flops
         computing += total.transcendentals / machine.transcendentals
         moving = total.bytes_accessed / machine.bytes
-        slow = machine.sums_in_memory if adds_to_parts(kernel) else 1.0
+        slow = machine.sums_in_memory if _adds_to_parts(pipeline) else 1.0
         seconds += max(computing, moving) * idle * slow + machine.start
         if machine.must_fit and _blocks(pipeline) > (machine.on_chip or inf):
             seconds = inf
@@ -120,9 +120,9 @@ def estimate(kernels: Sequence[Kernel], machine: Machine) -> Estimate:
     return Estimate(tuple(programs), flops, moved, seconds)
 
 
-def adds_to_parts(kernel: Kernel) -> bool:
+def _adds_to_parts(pipeline: Pipeline) -> bool:
     """Whether steps write parts of blocks or scratch: these cannot be in registers."""
-    stores = (Access.of(op) for op in walk(kernel.body) if op.name == "store")
+    stores = (Access.of(op) for op in walk(pipeline.body) if op.name == "store")
     return any(not covers_whole(s.ref.ref.shape, s.index) for s in stores)
 
 

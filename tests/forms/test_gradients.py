@@ -106,10 +106,3 @@ def test_gradient_of_a_form(name: str):
 )
 def test_gradient_of_sums_that_loops_hand_on(name: str):
     check(FORMS[name])
-
-
-def test_weights_of_several_products_are_summed_in_parts():
-    """Where few blocks of weights would leave most of a chip idle, cost decides."""
-    name = "MLP: two products in one kernel, inner width along the grid"
-    counts, _ = programs(FORMS[name])
-    assert counts[-1] >= 128, counts
