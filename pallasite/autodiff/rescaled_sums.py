@@ -121,7 +121,8 @@ class _Walk:
             if now is ANY or now is UNKNOWN:
                 return None
             if isinstance(now, Power):
-                if not now.is_factor or _unit(now) is None:
+                started = not self.zero(loop.inits[n])
+                if not now.is_factor or (started and _unit(now) is None):
                     return None
                 now = replace(now, is_pure=False)
             assumed[loop.carried[n]] = now

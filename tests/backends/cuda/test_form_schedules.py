@@ -84,7 +84,6 @@ def test_forms_that_cuda_takes(name: str):
         ("conv2d of nine shifted matmuls", "f32[784,32] = dot"),
         # Tiles of the whole length do not exist, or are narrow enough to be moved.
         ("linear recurrence by scan", "f32[128] = for"),
-        ("causal conv1d of four taps whole length", "f32[4096,8] = concatenate"),
         # A tile of all products would leave room for one query only.
         ("decode fori multiply and sum", "f32[8,128] = dot"),
     ],
