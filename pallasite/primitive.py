@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
@@ -36,8 +36,6 @@ from pallasite.errors import (
     compose,
 )
 from pallasite.ir.nodes import Kernel, Loc, walk
-from pallasite.passes.schedule.plan_parts import Plan, Serial, plan
-from pallasite.passes.schedule.split_axis import Program
 from pallasite.passes.transform.batch import (
     batch_kernel,
     changed_operands,
@@ -45,6 +43,10 @@ from pallasite.passes.transform.batch import (
 )
 from pallasite.sharding.rule import Partition
 from pallasite.target import GPUS, Chip, Host, chip, chip_of_device, host, named
+
+if TYPE_CHECKING:
+    from pallasite.passes.schedule.plan_parts import Plan, Serial
+    from pallasite.passes.schedule.split_axis import Program
 
 
 def for_platform(call: "Call", platform: str) -> "Call":
@@ -273,8 +275,10 @@ def planned(
     platform: str | None,
     exporting: bool = False,
     chip: Chip | None = None,
-) -> Plan:
+) -> "Plan":
     """Whether a call runs as several kernels on a platform; arguments as `choose`."""
+    from pallasite.passes.schedule.plan_parts import Plan, plan
+
     if wants_emulation(call) or platform not in ("cpu", "cuda"):
         return Plan()
     if platform == "cpu":
@@ -282,7 +286,7 @@ def planned(
     return plan(call.kernel, chip or accelerator(base.get("triton")) or GPUS["h100"])
 
 
-def parts_of(call: Call, program: Program) -> list[Call]:
+def parts_of(call: Call, program: "Program") -> list[Call]:
     """The calls that a call is run as."""
     return [replace(call, kernel=k, cost_estimate=None) for k in program.kernels]
 
@@ -291,7 +295,7 @@ def _lower_program(
     ctx: Any,
     operands: Sequence[Any],
     call: Call,
-    program: Program,
+    program: "Program",
     platform: str | None,
     chip: Chip | None,
 ) -> list[Any] | None:
@@ -311,7 +315,7 @@ def _lower_program(
     return lower_program(program, launches, ctx, *operands)
 
 
-def warn_serial(kernel: Kernel, serial: Serial) -> None:
+def warn_serial(kernel: Kernel, serial: "Serial") -> None:
     """Warn once per kernel that it leaves most of the chip idle, and why."""
     if "serial" + kernel.text in _warned:
         return
