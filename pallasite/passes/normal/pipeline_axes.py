@@ -47,7 +47,11 @@ def _merged(kernel: Kernel) -> Kernel | None:
         return None
     if any(said in _CORES for said in whole.semantics):
         return None
-    merge = _Merge(kernel, whole, Pipeline.of(inner[0]))
+    nested = Pipeline.of(inner[0])
+    blocks = {*whole.blocks}
+    if any(v in blocks for m in nested.maps for op in walk(m) for v in op.operands):
+        return None  # a map of the grid cannot read a program's blocks
+    merge = _Merge(kernel, whole, nested)
     return merge.kernel() if merge.is_possible() else None
 
 

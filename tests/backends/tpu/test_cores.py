@@ -49,14 +49,14 @@ def test_one_core_needs_no_division():
     assert semantics(call(double_kernel), "v5e") == ["arbitrary"]
 
 
-def test_parts_of_one_block_are_not_divided():
+def test_parts_of_one_block_are_blocks_of_their_own():
     """Each core would write back all of the block, the other's rows among it."""
 
     def kernel(x_ref, o_ref):
         o_ref[pl.ds(8 * pl.program_id(0), 8), :] = x_ref[...]
 
     whole = pl.BlockSpec((512, 128), lambda i: (0, 0))
-    assert semantics(call(kernel, whole), "v5p") == ["arbitrary"]
+    assert semantics(call(kernel, whole), "v5p") == ["parallel"]
 
 
 def test_scratch_that_carries_is_not_divided():
