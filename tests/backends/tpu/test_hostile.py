@@ -21,6 +21,8 @@ GOLDEN = Path(__file__).with_name("hostile.txt")
 CHIP = "tpu:v5e"
 # What looks wrong, and is not: it compiles.
 FINE = {
+    "large_array_accessed_directly",
+    "an_inner_pipeline_over_the_edge",
     "a_backend_of_another_chip",
     "a_body_with_very_much_code",
     "a_convolution",
@@ -69,7 +71,7 @@ def test_every_hostile_kernel_is_refused_in_our_words():
         texts = [f"--- {name}\n{text}\n" for name, text in found.items()]
         GOLDEN.write_text("".join(texts))
     assert found == sections()
-    assert len(found) >= 40
+    assert len(found) >= 35
     for name, text in found.items():
         lines = [line.strip() for line in text.splitlines()]
         assert any(re.fullmatch(r"at +here", line) for line in lines), name
