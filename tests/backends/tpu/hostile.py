@@ -109,6 +109,22 @@ def large_array_accessed_directly():
 
 
 @case
+def large_array_accessed_where_data_say():
+    def kernel(x_ref, o_ref):
+        row = pltpu.prng_random_bits((1, 1))[0, 0] % 8
+        o_ref[...] = x_ref[row]
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return over(
+        kernel,
+        S((1 << 12, 16, 128), F32),
+        grid=4,
+        in_specs=[anywhere],
+        out_specs=pl.BlockSpec((16, 128), lambda i: (0, 0)),
+    )
+
+
+@case
 def a_limit_above_what_the_chip_has():
     params = pltpu.CompilerParams(vmem_limit_bytes=1 << 40)
     return over(lambda x_ref, o_ref: store(o_ref, x_ref[...]), compiler_params=params)
@@ -395,6 +411,22 @@ def an_inner_pipeline_over_the_edge():
         pltpu.emit_pipeline(body, grid=(22,), in_specs=[part], out_specs=[part])(
             x_ref, o_ref
         )
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    x = S((1037, 8192), F32)
+    return over(kernel, x, out=x, in_specs=[anywhere], out_specs=anywhere)
+
+
+@case
+def two_inner_pipelines_over_the_edge():
+    def kernel(x_ref, o_ref):
+        def body(a_ref, b_ref):
+            b_ref[...] = a_ref[...] + 1
+
+        part = pl.BlockSpec((48, 128), lambda i: (i, 0))
+        run = pltpu.emit_pipeline(body, grid=(22,), in_specs=[part], out_specs=[part])
+        run(x_ref, o_ref)
+        run(x_ref, o_ref)
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     x = S((1037, 8192), F32)

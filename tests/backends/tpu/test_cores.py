@@ -9,6 +9,7 @@ import pytest
 
 import pallasite as pl
 from pallasite import tpu as pltpu
+from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.run import run
 from pallasite.passes.schedule.tpu_blocks import _Estimate
 from pallasite.runtime.aot import compile_all
@@ -49,14 +50,22 @@ def test_one_core_needs_no_division():
     assert semantics(call(double_kernel), "v5e") == ["arbitrary"]
 
 
-def test_parts_of_one_block_are_blocks_of_their_own():
+def own_rows(x_ref, o_ref):
+    o_ref[pl.ds(8 * pl.program_id(0), 8), :] = x_ref[...]
+
+
+WHOLE = pl.BlockSpec((512, 128), lambda i: (0, 0))
+
+
+def test_parts_of_one_block_are_not_divided():
     """Each core would write back all of the block, the other's rows among it."""
+    (kernel,) = kernels_in(call(own_rows, WHOLE), X)
+    text = harness.mosaic(canonicalize(kernel), chip=TPUS["v5p"])
+    assert shown(text) == ["arbitrary"]
 
-    def kernel(x_ref, o_ref):
-        o_ref[pl.ds(8 * pl.program_id(0), 8), :] = x_ref[...]
 
-    whole = pl.BlockSpec((512, 128), lambda i: (0, 0))
-    assert semantics(call(kernel, whole), "v5p") == ["parallel"]
+def test_parts_of_one_block_have_blocks_of_their_own_in_normal_form():
+    assert semantics(call(own_rows, WHOLE), "v5p") == ["parallel"]
 
 
 def test_scratch_that_carries_is_not_divided():

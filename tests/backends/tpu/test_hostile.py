@@ -71,7 +71,7 @@ def test_every_hostile_kernel_is_refused_in_our_words():
         texts = [f"--- {name}\n{text}\n" for name, text in found.items()]
         GOLDEN.write_text("".join(texts))
     assert found == sections()
-    assert len(found) >= 35
+    assert len(found) >= 40
     for name, text in found.items():
         lines = [line.strip() for line in text.splitlines()]
         assert any(re.fullmatch(r"at +here", line) for line in lines), name
