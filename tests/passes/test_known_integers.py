@@ -85,10 +85,17 @@ def test_as_jnp_rounds():
 )
 def test_quotients_of_what_is_not_negative(code: str, is_corrected: bool):
     name = "sub" if is_corrected else "add"
-    body = simplified(f"%x: i32 = {name} {code} {FLOOR}")
+    # Over 0 to 20 the quotient takes several values, so the choice is not folded.
+    body = simplified(f"%x: i32 = {name} {code} {FLOOR}", high=20)
     made = {v: op for op in walk(body) for v in op.results}
     chosen = made[body.ops[-1].operands[1]]
     assert (made[chosen.operands[0]].name != "constant") == is_corrected
+
+
+def test_a_quotient_with_one_value_is_that_value():
+    body = simplified(f"%x: i32 = add %i0, %c16 {FLOOR}")
+    made = {v: op for op in walk(body) for v in op.results}
+    assert made[body.ops[-1].operands[1]].attrs["value"] == 2
 
 
 @pytest.mark.parametrize(
