@@ -396,7 +396,15 @@ def grouped_matmul_fori_over_k_expert_indexed(size: Size):
 
 
 def _router_operands(size: Size) -> list[Operand]:
-    return [Operand((size(2**19, 4096, 64), 128), F32)]
+    """Logits without ties: `max` shares a gradient between those, `top_k` does not."""
+    shape = (size(2**19, 4096, 64), 128)
+
+    def logits(rng):
+        row = rng.permutation(np.linspace(-4, 4, shape[1], dtype=np.float32))
+        rotated = rng.integers(shape[1], size=(shape[0], 1)) + np.arange(shape[1])
+        return row[rotated % shape[1]]
+
+    return [Operand(shape, F32, make=logits)]
 
 
 def _router(x):
