@@ -22,6 +22,7 @@ from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
 from pallasite.kernels.attention import LOWEST
+from pallasite.kernels.derivatives import Differentiable
 from pallasite.kernels.matmul import (
     MatmulConfig,
     SplitSum,
@@ -149,7 +150,7 @@ def _streamed(x, weights, labels, *, soft_cap, config):
     return log_sum_exp - found
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(Differentiable, static=(3, 4))
 def _statistics(x, weights, labels, soft_cap, config):
     """The log-sum-exp of each token's logits, and the logit of its label (or 0)."""
     found, _ = _with_logits(x, weights, labels, soft_cap, config, keep=False)
@@ -212,8 +213,46 @@ def _statistics_fwd(x, weights, labels, soft_cap, config):
     bytes_of_block = config.block_vocab * x.dtype.itemsize
     fits = weights.shape[1] * wide.itemsize <= bytes_of_block
     keep = fits and configs.traced_for(Host)
-    out, logits = _with_logits(x, weights, labels, soft_cap, config, keep)
+    if keep:
+        out, logits = _with_logits(x, weights, labels, soft_cap, config, keep)
+    else:
+        out, logits = _statistics(x, weights, labels, soft_cap, config), None
     return out, (x, weights, labels, out[0], logits)
+
+
+def _statistics_tangent(soft_cap, config, kept, tangents):
+    """Tangents of both statistics, over `block_vocab` logits at a time."""
+    (x, weights, labels, log_sum_exp, _), (d_x, d_weights, _) = kept, tangents
+    vocabulary = weights.shape[1]
+    block = min(config.block_vocab, max(vocabulary, 1))
+    wide = common.statistics_dtype(x.dtype)
+    labels = _inside(labels, vocabulary)
+
+    def part(start, size):
+        columns, d_columns = (
+            lax.dynamic_slice_in_dim(w, start, size, axis=1)
+            for w in (weights, d_weights)
+        )
+        over = lambda a, b: _contracted(a, b, (1, 0), wide)
+        logits = _capped(over(x, columns), soft_cap)
+        d_logits = over(d_x, columns) + over(x, d_columns)
+        if soft_cap is not None:
+            d_logits *= 1 - (logits / soft_cap) ** 2
+        softmax = jnp.exp2(LOG2_E * (logits - log_sum_exp[:, None]))
+        places = start + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        d_found = jnp.where(places == labels, d_logits, 0)
+        return jnp.sum(softmax * d_logits, axis=1), jnp.sum(d_found, axis=1)
+
+    def step(n, sums):
+        return tuple(a + b for a, b in zip(sums, part(n * block, block), strict=True))
+
+    sums = (jnp.zeros(len(x), wide), jnp.zeros(len(x), wide))
+    whole, rest = divmod(vocabulary, block)
+    sums = lax.fori_loop(0, whole, step, sums)
+    if rest:
+        more = part(whole * block, rest)
+        sums = tuple(a + b for a, b in zip(sums, more, strict=True))
+    return sums
 
 
 def _statistics_bwd(soft_cap, config, kept, cotangents):
@@ -413,4 +452,4 @@ def _logits_cotangent(x, weights, rows, soft_cap, config):
     return out
 
 
-_statistics.defvjp(_statistics_fwd, _statistics_bwd)
+_statistics.define(_statistics_fwd, _statistics_tangent, _statistics_bwd)

@@ -13,6 +13,7 @@ from jax import lax
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.kernels import common, configs
+from pallasite.kernels.derivatives import Differentiable
 from pallasite.target import Host
 
 ENTRIES = 64  # table entries that a program of the gradient adds to
@@ -60,7 +61,7 @@ def _plain(table, indices, weights):
     return jnp.einsum("bid,bi->bd", rows, weights).astype(table.dtype)
 
 
-@jax.custom_vjp
+@Differentiable
 def _summed(table, indices, weights):
     (entries, width), (bags, size) = table.shape, indices.shape
     if not indices.size:
@@ -114,6 +115,12 @@ def _summed(table, indices, weights):
 
 def _summed_fwd(table, indices, weights):
     return _summed(table, indices, weights), (table, indices, weights)
+
+
+def _summed_tangent(kept, tangents):
+    (table, indices, weights), (d_table, _, d_weights) = kept, tangents
+    by_table = _summed(d_table, indices, weights)
+    return by_table + _summed(table, indices, d_weights)
 
 
 def _summed_bwd(kept, cotangent):
@@ -179,4 +186,4 @@ def _scattered(table, indices, weights, cotangent):
     )
 
 
-_summed.defvjp(_summed_fwd, _summed_bwd)
+_summed.define(_summed_fwd, _summed_tangent, _summed_bwd)

@@ -16,6 +16,7 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
+from pallasite.kernels.derivatives import Differentiable
 from pallasite.kernels.glu import ACTIVATIONS, gated_linear_unit
 from pallasite.kernels.grouped_quantized import quantized_product
 from pallasite.kernels.matmul import MatmulConfig, fitted
@@ -135,7 +136,7 @@ def _dense(x, y, group_sizes, config):
     return _product(x, y, group_sizes, config, False)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(Differentiable, static=(4, 5))
 def _gated(x, y, gate, group_sizes, activation, config):
     return _call(x, [y, gate], group_sizes, config, activation=activation)
 
@@ -145,22 +146,33 @@ def _gated_fwd(x, y, gate, group_sizes, activation, config):
     return out, (x, y, gate, group_sizes)
 
 
-def _gated_bwd(activation, config, kept, cotangent):
-    """Recomputes both matmuls: only x and the matrices are kept."""
-    x, y, gate, group_sizes = kept
+def _apart(activation, config, group_sizes):
+    """The same by two matmuls, to be differentiated."""
 
-    def apart(x, y, gate):
+    def compute(x, y, gate):
         products: Any = [_product(x, w, group_sizes, config, False) for w in (gate, y)]
         return gated_linear_unit(*products, activation=activation)
 
-    _, pull = jax.vjp(apart, x, y, gate)
+    return compute
+
+
+def _gated_tangent(activation, config, kept, tangents):
+    *operands, group_sizes = kept
+    compute = _apart(activation, config, group_sizes)
+    return jax.jvp(compute, tuple(operands), tangents[:3])[1]
+
+
+def _gated_bwd(activation, config, kept, cotangent):
+    """Recomputes both matmuls: only x and the matrices are kept."""
+    *operands, group_sizes = kept
+    _, pull = jax.vjp(_apart(activation, config, group_sizes), *operands)
     return *pull(cotangent), None
 
 
-_gated.defvjp(_gated_fwd, _gated_bwd)
+_gated.define(_gated_fwd, _gated_tangent, _gated_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(Differentiable, static=(3, 4))
 def _product(x, y, group_sizes, config, transposed):
     """Rows times their group's matrix, or its transpose."""
     return _call(x, [y], group_sizes, config, transposed=transposed)
@@ -254,6 +266,7 @@ def _call(x, factors, group_sizes, config, *, transposed=False, activation=None)
     )(*visits, x, *factors)
 
 
+@functools.partial(Differentiable, static=(3, 4))
 def _sums_of_groups(x, y, group_sizes, groups, config):
     """`x[rows of g].T @ y[rows of g]` for every group g: (groups, k, n)."""
     (m, k), n = x.shape, y.shape[1]
@@ -337,6 +350,12 @@ def _product_fwd(x, y, group_sizes, config, transposed):
     return _product(x, y, group_sizes, config, transposed), (x, y, group_sizes)
 
 
+def _product_tangent(config, transposed, kept, tangents):
+    (x, y, group_sizes), (d_x, d_y, _) = kept, tangents
+    by_x = _product(d_x, y, group_sizes, config, transposed)
+    return by_x + _product(x, d_y, group_sizes, config, transposed)
+
+
 def _product_bwd(config, transposed, kept, cotangent):
     x, y, group_sizes = kept
     d_x = _product(cotangent, y, group_sizes, config, not transposed)
@@ -344,4 +363,24 @@ def _product_bwd(config, transposed, kept, cotangent):
     return d_x, _sums_of_groups(*sides, group_sizes, len(y), config), None
 
 
-_product.defvjp(_product_fwd, _product_bwd)
+_product.define(_product_fwd, _product_tangent, _product_bwd)
+
+
+def _sums_fwd(x, y, group_sizes, groups, config):
+    return _sums_of_groups(x, y, group_sizes, groups, config), (x, y, group_sizes)
+
+
+def _sums_tangent(groups, config, kept, tangents):
+    (x, y, group_sizes), (d_x, d_y, _) = kept, tangents
+    by_x = _sums_of_groups(d_x, y, group_sizes, groups, config)
+    return by_x + _sums_of_groups(x, d_y, group_sizes, groups, config)
+
+
+def _sums_bwd(groups, config, kept, cotangent):
+    del groups
+    x, y, group_sizes = kept
+    d_x = _product(y, cotangent, group_sizes, config, True)
+    return d_x, _product(x, cotangent, group_sizes, config, False), None
+
+
+_sums_of_groups.define(_sums_fwd, _sums_tangent, _sums_bwd)

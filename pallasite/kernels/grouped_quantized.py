@@ -14,6 +14,7 @@ from jax import lax
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.kernels import common
+from pallasite.kernels.derivatives import Differentiable
 from pallasite.kernels.matmul import MatmulConfig, fitted
 from pallasite.kernels.quantized import QuantizedWeights, halves
 from pallasite.kernels.visits import visits_of_groups
@@ -28,7 +29,7 @@ def quantized_product(x, weights: QuantizedWeights, group_sizes, config, dense):
     return product(x, weights.values, weights.scales, group_sizes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(Differentiable, static=(0, 1, 2))
 def _product(bits, config, dense, x, values, scales, group_sizes):
     del dense  # used by the gradient
     return _call(x, QuantizedWeights(values, scales, bits), group_sizes, config)
@@ -39,20 +40,31 @@ def _product_fwd(bits, config, dense, x, values, scales, group_sizes):
     return out, (x, values, scales, group_sizes)
 
 
-def _product_bwd(bits, config, dense, kept, cotangent):
-    """Uses dequantised matrices, as in training; the values are constants."""
-    x, values, scales, group_sizes = kept
+def _by_floats(bits, config, dense, values, group_sizes):
+    """The same by dequantised matrices, as in training; the values are constants."""
 
     def product(x, scales):
         weights = QuantizedWeights(values, scales, bits).dequantize()
         return dense(x, weights.astype(x.dtype), group_sizes, config)
 
+    return product
+
+
+def _product_tangent(bits, config, dense, kept, tangents):
+    x, values, scales, group_sizes = kept
+    product = _by_floats(bits, config, dense, values, group_sizes)
+    return jax.jvp(product, (x, scales), (tangents[0], tangents[2]))[1]
+
+
+def _product_bwd(bits, config, dense, kept, cotangent):
+    x, values, scales, group_sizes = kept
+    product = _by_floats(bits, config, dense, values, group_sizes)
     _, pull = jax.vjp(product, x, scales)
     d_x, d_scales = pull(cotangent)
     return d_x, None, d_scales, None
 
 
-_product.defvjp(_product_fwd, _product_bwd)
+_product.define(_product_fwd, _product_tangent, _product_bwd)
 
 
 def _call(x, weights: QuantizedWeights, group_sizes, config: MatmulConfig):

@@ -11,6 +11,7 @@ from jax import lax
 import pallasite as pl
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
+from pallasite.kernels.derivatives import Differentiable
 
 
 def top_k(
@@ -103,7 +104,7 @@ def _sorted_rows(x, *, descending: bool, config: common.RowConfig):
     return _ordered(x, in_order, x.shape[-1], config, "sort")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+@functools.partial(Differentiable, static=(1, 2, 3, 4))
 def _ordered(x, function, size: int, config: common.RowConfig, name: str):
     """`function` on blocks of whole rows: ordered elements and their positions."""
     shape = (*x.shape[:-1], size)
@@ -137,6 +138,11 @@ def _ordered_fwd(x, *how):
     return (values, places), (places, x)
 
 
+def _ordered_tangent(function, size, config, name, kept, tangents):
+    places, _ = kept
+    return jnp.take_along_axis(tangents[0], places, axis=-1), None
+
+
 def _ordered_bwd(function, size, config, name, kept, cotangents):
     """Returns each cotangent to its element's original position."""
     places, x = kept
@@ -144,4 +150,4 @@ def _ordered_bwd(function, size, config, name, kept, cotangents):
     return (jnp.put_along_axis(d_x, places, cotangents[0], axis=-1, inplace=False),)
 
 
-_ordered.defvjp(_ordered_fwd, _ordered_bwd)
+_ordered.define(_ordered_fwd, _ordered_tangent, _ordered_bwd)

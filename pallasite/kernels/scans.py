@@ -16,6 +16,7 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
+from pallasite.kernels.derivatives import Differentiable
 from pallasite.target import Gpu
 
 
@@ -96,7 +97,7 @@ def _stepped(x, decay, initial, *, config):
     return out
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(Differentiable, static=(3,))
 def _recurrence(x, decay, initial, config):
     """All states, in x's dtype."""
     if not x.size:
@@ -180,6 +181,15 @@ def _recurrence_fwd(x, decay, initial, config):
     return states, (decay, initial, states)
 
 
+def _recurrence_tangent(config, kept, tangents):
+    """The same recurrence of other inputs: a decay multiplies the preceding state."""
+    (decay, initial, states), (d_x, d_decay, d_initial) = kept, tangents
+    wide = common.statistics_dtype(states.dtype)
+    before = jnp.concatenate([initial[:, None].astype(wide), states[:, :-1]], axis=1)
+    inputs = d_x.astype(wide) + d_decay.astype(wide) * before
+    return _recurrence(inputs, decay, d_initial, config)
+
+
 def _recurrence_bwd(config, kept, cotangent):
     """Runs backwards: the cotangent of h[t] is g[t] + decay[t+1] times that of h[t+1].
 
@@ -257,7 +267,7 @@ def _recurrence_bwd(config, kept, cotangent):
     return d_x, d_decay, d_initial[:, 0]
 
 
-_recurrence.defvjp(_recurrence_fwd, _recurrence_bwd)
+_recurrence.define(_recurrence_fwd, _recurrence_tangent, _recurrence_bwd)
 
 
 @dataclasses.dataclass(frozen=True)

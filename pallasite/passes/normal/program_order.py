@@ -271,6 +271,8 @@ def _numbered(
     shape = tuple(n for n in old if n is not None)
     here = _along(active, axes, shape)
     count = int(here.sum())
+    if not count:
+        return None  # no program does anything
     found: tuple[tuple[int, ...], np.ndarray] | None = None
     for each in places:
         assert each is not None

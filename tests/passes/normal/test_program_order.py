@@ -151,6 +151,11 @@ def test_skipped_programs_go():
     assert "cond" not in new.text
 
 
+def test_a_kernel_whose_programs_are_all_skipped_stays():
+    kernel = kernel_of(FLAT, (15,), SKIPPED.replace("value=12", "value=0"))
+    assert program_order(kernel) is kernel
+
+
 def test_other_uses_of_the_number():
     """The number of a flattened program is affine in the new indices."""
     body = """
