@@ -6,6 +6,7 @@ each rule finds its breach.
 """
 
 import ast
+import re
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -290,6 +291,77 @@ def rules_in_tables(source: Source) -> Iterator[str]:
 _LISTINGS = {"dir", "vars", "globals"}
 
 
+# Rates and overheads of a chip: only `target/` turns work into time with them.
+_CHIP_RATES = {"rates", "narrow_rates", "bytes_per_second", "latency", "cache_speedup"}
+_CHIP_RATES |= {"usual_vector_rate", "usual_special_rate"}
+_CHIP_RATES |= {"special_lanes", "vector_units", "ns_per_flop", "ns_per_byte"}
+_CHIP_RATES |= {"ns_per_transcendental", "ns_per_step", "ns_per_wake"}
+_CHIP_RATES |= {"step_seconds", "product_seconds", "launch_seconds"}
+_MACHINE_RATES = {"vector", "special", "wide", "cached_bytes", "products", "flops"}
+_MACHINE_RATES |= {"bandwidth", "rate", "product_rate", *_CHIP_RATES}
+_ESTIMATE = re.compile(
+    "(^|_)(SECONDS|NS|HERTZ|RATES?|SPEED|OVERHEAD|BANDWIDTH|LATENCY|FLOPS|CYCLES"
+    "|PER_(SECOND|CYCLE|FLOP|BYTE|STEP))$"
+)
+# Numbers that are no estimates of a chip, and why.
+_NO_ESTIMATES = {
+    "passes.progress.FIRST_SECONDS": "a compiler pass is reported after it",
+    "passes.schedule.plan_parts.SERIAL_SECONDS": "a warning is worth it",
+    "tools.measure.BATCH_SECONDS": "a tool measures for so long",
+    "tools.recorded_runs.BATCH_SECONDS": "a tool measures for so long",
+    "tune.measure.VISIT_SECONDS": "the tuner measures for so long",
+    "tune.tuner.LAST_SECONDS": "the tuner measures for so long",
+    "tune.workers.START_SECONDS": "a timeout",
+}
+_DESCRIBES_CHIPS = ("language", "tpu_info")  # to authors: public fields
+
+
+def one_machine_model(source: Source) -> Iterator[str]:
+    """Only `target/` has rates and overheads of chips: others ask its `Machine`."""
+    if source.parts[0] == "target" or source.parts == _DESCRIBES_CHIPS:
+        return
+    fix = "ask target/machine.py"
+    for node in source.tree.body:
+        for name in _numbers(node):
+            place = ".".join([*source.parts, name])
+            if _ESTIMATE.search(name) and place not in _NO_ESTIMATES:
+                yield f"{source.at(node)}: {name}; {fix}"
+    for node in source.nodes:
+        divides = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
+        if divides and _rate_read(node.right) in _MACHINE_RATES - _CHIP_RATES:
+            yield f"{source.at(node)}: {ast.unparse(node)}; {fix}"
+        if isinstance(node, ast.Attribute) and node.attr in _CHIP_RATES:
+            yield f"{source.at(node)}: {ast.unparse(node)}; {fix}"
+
+
+def _numbers(node: ast.stmt) -> Iterator[str]:
+    """The names that a statement gives numbers, or tables of them."""
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    for name in (n for target in targets for n in ast.walk(target)):
+        parts = list(ast.walk(node.value)) if node.value is not None else []
+        constants = (p.value for p in parts if isinstance(p, ast.Constant))
+        is_number = any(isinstance(v, (int, float)) for v in constants)
+        is_code = any(isinstance(p, ast.Lambda) for p in parts)
+        if isinstance(name, ast.Name) and is_number and not is_code:
+            yield name.id
+
+
+def _rate_read(node: ast.expr) -> str:
+    """The attribute that an expression reads, indexes, calls or scales."""
+    while not isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Call):
+            node = node.func
+        elif isinstance(node, ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.BinOp):
+            return _rate_read(node.left) or _rate_read(node.right)
+        else:
+            return ""
+    return node.attr
+
+
 RULES = [
     known_layer,
     layers_in_order,
@@ -302,6 +374,7 @@ RULES = [
     is_not_too_long,
     roles_by_name,
     rules_in_tables,
+    one_machine_model,
 ]
 
 
@@ -450,6 +523,18 @@ BREACHES = {
         ("emulation/tiles", "from jax import lax\nfn = getattr(lax, name)"),
         ("backends/cpu/emit", "NATIVE = [n for n in dir(Emitter)]"),
     ],
+    one_machine_model: [
+        ("passes/cost", "STEP_SECONDS = 2.5e-7"),
+        ("tools/hints", "STEP_SECONDS = {'cpu': 2e-8, 'tpu': 2.5e-7}"),
+        ("passes/cost", "VECTOR_RATE: float = 4e12"),
+        ("fusion/plan", "FEW, OPERATIONS_PER_BYTE = 4, 16"),
+        ("passes/cost", "moved = total / chip.main.bytes_per_second"),
+        ("tune/candidates", "work = total * host.ns_per_flop"),
+        ("tune/candidates", "known = [chip.rates[t] for t in types]"),
+        ("passes/cost", "computing = flops / machine.product_rate('bf16')"),
+        ("passes/cost", "computing = flops / (0.5 * machine.vector)"),
+        ("passes/cost", "computing = flops / chip.rate(dtype)"),
+    ],
 }
 FINE = [
     ("backends/cpu/emit", "from ..base import Backend\nfrom . import compile"),
@@ -466,6 +551,9 @@ FINE = [
     ("ir/nodes", "ids = self.body.params[: len(op.attrs['grid'])]"),
     ("language/specs", "given = {f: getattr(self, f) for f in fields}"),
     ("jaxcompat", "from jax import lax\ntop_k = getattr(lax, 'top_k', None)"),
+    ("target/machine", "STEP_SECONDS = 2.5e-7\nmoved = n / chip.rates['bf16']"),
+    ("tune/workers", "START_SECONDS = 180.0"),
+    ("passes/cost", "computing = machine.computing(flops)\nshare = flops / total"),
 ]
 _FILES = [
     "errors",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallasite.autodiff.backward_axes import split_axes
-from pallasite.autodiff.backward_choice import Estimate, Machine, estimate
+from pallasite.autodiff.backward_choice import Estimate, estimate
 from pallasite.autodiff.backward_stages import Stages, split
 from pallasite.autodiff.backward_windows import (
     Built,
@@ -47,6 +47,7 @@ from pallasite.ir.rewrite import substitute
 from pallasite.passes.analysis.memory import Roots
 from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
+from pallasite.target import Machine
 
 FEW_PARTS = 16  # for the cores of a CPU
 MOST_PARTS = (
@@ -106,7 +107,9 @@ def keeping(
         primals: the operands.
         active: those whose cotangents will be requested.
     """
-    made = keeping_plan(call.kernel, tuple(active), Machine.of(chip_for(call.backend)))
+    made = keeping_plan(
+        call.kernel, tuple(active), Machine.usual(chip_for(call.backend))
+    )
     if made is None:
         return None
     arrays: dict[Value, Any] = dict(zip(made.backward.primals, primals, strict=True))
@@ -140,7 +143,7 @@ def cotangents(
     known = tuple(c is not None for c in cotangents)
     if not any(known):
         return [None] * len(primals)
-    machine = Machine.of(chip_for(call.backend))
+    machine = Machine.usual(chip_for(call.backend))
     wanted = tuple(map(bool, wanted))
     keeps = keeping_plan(call.kernel, wanted, machine) if kept else None
     if keeps is not None and all(k for n, k in enumerate(keeps.known) if known[n]):

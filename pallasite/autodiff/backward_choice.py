@@ -18,66 +18,9 @@ from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import VIEWS
-from pallasite.target import Chip, Gpu, Host, Tpu
+from pallasite.target import Machine
 
-USED = 0.5  # share of a chip's peak rates that a busy kernel reaches
-START_GPU, START_TPU, START_CPU = 4e-6, 2e-6, 5e-6  # seconds until a kernel runs
-SPECIAL_GPU = 16 * 1.7e9  # exponentials per second and SM
-TPU_SPECIAL = 1e12
-# How much longer a GPU takes where programs accumulate in main memory at each step.
-# Measured on an H200: attention's gradient of 128 heads, 21 ms where 7 were estimated.
-SUMS_IN_MEMORY = 3.0
 MOST_STEPS = 1 << 16  # of a loop with a computed trip count, for an estimate
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What an estimate needs to know of a chip. Rates are per second, of all cores."""
-
-    name: str
-    cores: int  # that run programs concurrently
-    flops: float
-    transcendentals: float
-    bytes: float
-    start: float  # seconds that a kernel takes to start
-    on_chip: int | None = None  # bytes for the blocks of a program; None: unlimited
-    must_fit: bool = False  # on chip; otherwise larger blocks stay in main memory
-    base_two: bool = False  # its exponentials have base two
-    sums_in_memory: float = 1.0  # slowdown of programs that accumulate in memory
-    cuts_rows: bool = False  # tiles should fit into its registers
-    enough_programs: int = 16  # in parallel: with this many, no sum is split into parts
-
-    @staticmethod
-    def of(chip: Chip | Host) -> "Machine":
-        if isinstance(chip, Host):
-            n, ns = chip.threads, 1e9
-            return Machine(
-                "cpu",
-                n,
-                n * ns / chip.ns_per_flop,
-                n * ns / chip.ns_per_transcendental,
-                n * ns / chip.ns_per_byte,
-                START_CPU,
-            )
-        flops = USED * (chip.rate("bf16") or max(chip.rates.values()))
-        moved = USED * (chip.main.bytes_per_second or 1e12)
-        if isinstance(chip, Gpu):
-            special = USED * chip.cores * SPECIAL_GPU
-            shared = chip.shared.bytes
-            rates = (flops, special, moved, START_GPU)
-            return Machine(
-                chip.name,
-                chip.cores,
-                *rates,
-                shared,
-                base_two=True,
-                sums_in_memory=SUMS_IN_MEMORY,
-                cuts_rows=True,
-                enough_programs=chip.cores,
-            )
-        vmem = chip.scoped_vmem if isinstance(chip, Tpu) else None
-        # One core runs the programs of a kernel sequentially.
-        return Machine(chip.name, 1, flops, TPU_SPECIAL, moved, START_TPU, vmem, True)
 
 
 @dataclass(frozen=True)
@@ -104,14 +47,10 @@ def estimate(kernels: Sequence[Kernel], machine: Machine) -> Estimate:
         pairs = zip(pipeline.grid, pipeline.semantics, strict=True)
         count = prod(n or 1 for n, kind in pairs if kind == "parallel")
         total = cost(_as_placed(with_most_steps(kernel), machine))
-        rounds = -(-count // machine.cores)
-        # The last wave may leave cores idle; so does a single one.
-        idle = rounds * machine.cores / max(count, 1)
-        computing = total.flops / machine.flops
-        computing += total.transcendentals / machine.transcendentals
-        moving = total.bytes_accessed / machine.bytes
+        work = (total.flops, total.transcendentals, total.bytes_accessed)
+        steps = prod(n or 1 for n in pipeline.grid)
         slow = machine.sums_in_memory if _adds_to_parts(pipeline) else 1.0
-        seconds += max(computing, moving) * idle * slow + machine.start
+        seconds += slow * machine.kernel(*work, steps, count) + machine.launch
         if machine.must_fit and _blocks(pipeline) > (machine.on_chip or inf):
             seconds = inf
         programs.append(count)

@@ -17,8 +17,8 @@ from pallasite.sites import calls_in
 
 if TYPE_CHECKING:
     from pallasite.autodiff.backward import BackwardPlan, KeepingPlan
-    from pallasite.autodiff.backward_choice import Machine
     from pallasite.autodiff.backward_windows import Built
+    from pallasite.target import Machine
 
 KERNEL, FUNCTIONAL, NONE = "kernel", "functional", "none"
 
@@ -160,10 +160,10 @@ def kept_bytes(kernel: Kernel, backend: str | None = None) -> int:
 
 def _keeping(kernel: Kernel, backend: str | None) -> "KeepingPlan | None":
     from pallasite.autodiff.backward import keeping_plan
-    from pallasite.autodiff.backward_choice import Machine
+    from pallasite.target import Machine
 
     wanted = tuple(ref.ref.dtype.is_float for ref in kernel.inputs)
-    return keeping_plan(kernel, wanted, Machine.of(chip_for(backend)))
+    return keeping_plan(kernel, wanted, Machine.usual(chip_for(backend)))
 
 
 def chosen_plan(kernel: Kernel, backend: str | None = None) -> "BackwardPlan":
@@ -184,11 +184,11 @@ def full_plan(
     """
     # Not needed to import the package.
     from pallasite.autodiff.backward import plan
-    from pallasite.autodiff.backward_choice import Machine
+    from pallasite.target import Machine
 
     wanted = tuple(ref.ref.dtype.is_float for ref in kernel.inputs)
     known = tuple(ref.ref.dtype.is_float for ref in kernel.outputs)
-    return plan(kernel, wanted, known, machine or Machine.of(chip_for(backend)))
+    return plan(kernel, wanted, known, machine or Machine.usual(chip_for(backend)))
 
 
 def _how(made: "BackwardPlan", operand: int) -> str:

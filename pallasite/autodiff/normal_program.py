@@ -3,7 +3,6 @@
 import functools
 
 from pallasite.autodiff.adjoining_loops import merge_adjoining
-from pallasite.autodiff.backward_choice import Machine
 from pallasite.autodiff.flat_loops import flat_loops
 from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.per_program import Program, kernel_of, main_refs, program_of
@@ -19,6 +18,7 @@ from pallasite.passes.normal.results_in_scratch import results_in_scratch
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.run import NORMAL, run
 from pallasite.passes.schedule.gpu_blocks import fewer_rows
+from pallasite.target import Machine
 
 
 @functools.lru_cache(maxsize=64)

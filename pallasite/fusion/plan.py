@@ -20,10 +20,7 @@ from pallasite.ir.nodes import Kernel
 from pallasite.passes.analysis.work import Work, count, short
 from pallasite.primitive import Call, call_p
 from pallasite.sharding.rule import Partition
-
-# Roughly, elementwise operations in the time it takes to move a byte.
-OPERATIONS_PER_BYTE = 16
-OPERATIONS_OF_A_FUNCTION = 8  # an exp or a tanh
+from pallasite.target.machine import operations_in, operations_of
 
 
 def plan(graph: Graph) -> None:
@@ -162,7 +159,7 @@ class _FusedCall:
             reasons.insert(0, f"it would move {short(-saved)}B more")
             return None
         extra = _operations(after) - _operations(before)
-        if extra > saved * OPERATIONS_PER_BYTE and extra > _operations(before):
+        if extra > operations_in(saved) and extra > _operations(before):
             reasons.insert(0, f"it would recompute {extra:,} operations")
             return None
         return f"{short(moved)}B of memory traffic become {short(after.bytes)}B"
@@ -184,7 +181,7 @@ def _bytes(expression: Expression) -> int:
 
 
 def _operations(work: Work) -> int:
-    return work.flops + OPERATIONS_OF_A_FUNCTION * work.transcendentals
+    return operations_of(work.flops, work.transcendentals)
 
 
 def _reads(expression: Expression) -> str:

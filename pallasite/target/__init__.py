@@ -1,11 +1,12 @@
 """The table of chips, used by schedules, estimates and errors.
 
-`chip("v5e")` returns a row; `host()` is this computer's CPU. No other part of the
-package contains facts about a chip.
+`chip("v5e")` returns a row; `host()` is this computer's CPU; `Machine` turns counted
+work into seconds. No other part of the package contains facts about a chip.
 """
 
-from pallasite.target.chip import Chip, Gpu, Memory, SparseCore, Tpu
+from pallasite.target.chip import Chip, Gpu, Memory, SparseCore, Tpu, physical
 from pallasite.target.cpu import AVX2, NEON, SSE, Host, host, host_of, using
+from pallasite.target.machine import Machine
 from pallasite.target.names import Named, known, named
 from pallasite.target.table import CHIPS, GPUS, TPUS, chip, chip_of_device
 
@@ -19,6 +20,7 @@ __all__ = [
     "Chip",
     "Gpu",
     "Host",
+    "Machine",
     "Memory",
     "Named",
     "SparseCore",
@@ -29,5 +31,6 @@ __all__ = [
     "host_of",
     "known",
     "named",
+    "physical",
     "using",
 ]

@@ -1,7 +1,8 @@
 """The facts about an accelerator: memories, rates, the shapes it computes on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -69,6 +70,12 @@ class Tpu(Chip):
     lanes: int = 128
     sublanes: int = 8
     vector_units: int = 4  # vector operations issued per cycle
+    # Operations per second that vector code reaches, roughly, and exponentials.
+    usual_vector_rate: float = 4e12
+    usual_special_rate: float = 1e12
+    step_seconds: float = 2.5e-7  # to start a program; libtpu estimates 400 cycles
+    product_seconds: float = 4e-8  # to start a matmul
+    launch_seconds: float = 2e-6  # until a kernel runs
 
     @property
     def vmem(self) -> Memory:
@@ -85,6 +92,14 @@ class Tpu(Chip):
             return self.sublanes
         return self.sublanes * max(32 // bits, 1)
 
+    def tile_bytes(self, shape: Sequence[int], bits: int) -> int:
+        """Bytes of vector memory, with each side rounded up to whole registers."""
+        *outer, rows, lanes = (1, 1, *shape)
+        sublanes = self.sublanes_of(max(bits, 8))
+        rows = -(-rows // sublanes) * sublanes
+        lanes = -(-lanes // self.lanes) * self.lanes
+        return prod(outer) * rows * lanes * bits // 8
+
 
 @dataclass(frozen=True)
 class Gpu(Chip):
@@ -94,6 +109,15 @@ class Gpu(Chip):
     registers: int = 65536  # of 32 bits, per SM
     registers_per_thread: int = 255
     threads_per_core: int = 2048
+    overhead_registers: int = 32  # of a thread besides its part of the tiles
+    lanes: int = 128  # per SM, of 32-bit floats
+    special_lanes: int = 16  # per SM, of exponentials
+    clock: float = 2e9  # cycles per second: more than any GPU in the table sustains
+    cache_speedup: float = 3.0  # roughly, of the cache over main memory
+    programs_per_core: int = 4  # so that one loads while another computes
+    # How much longer programs take that accumulate in main memory at each step: on an
+    # H200, attention's gradient of 128 heads takes 21 ms where 7 were estimated.
+    sums_in_memory: float = 3.0
     latency: float = 0.8e-6  # seconds from a load to its data, under load
     launch_seconds: float = 2.5e-6  # of a kernel that follows another
 
@@ -105,3 +129,17 @@ class Gpu(Chip):
     @property
     def cache(self) -> Memory:
         return self.memories["l2"]
+
+    @property
+    def core_bytes_in_flight(self) -> float:
+        """Bytes that an SM must have requested to keep its share of memory busy."""
+        return (self.main.bytes_per_second or 0) / self.cores * self.latency
+
+
+def power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def physical(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape a tile has in Triton: each dimension rounded up to a power of two."""
+    return tuple(map(power_of_two, shape))

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 
 def _architecture() -> str:
@@ -40,6 +40,10 @@ class Host:
     ns_per_step: float = 10.0  # to start a program
     ns_per_wake: float = 10_000.0  # until another thread runs, or more
     architecture: str = _architecture()
+    # The same for all CPUs: work that is worth waking another thread, and one access to
+    # the counter that threads share.
+    least_part_ns: ClassVar[int] = 40_000
+    least_chunk_ns: ClassVar[int] = 8_000
 
     def lanes(self, bits: int) -> int:
         """How many elements of that width one vector holds."""

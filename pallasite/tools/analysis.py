@@ -23,11 +23,11 @@ from pallasite.passes.run import run
 from pallasite.passes.schedule.tpu_blocks import why_small
 from pallasite.primitive import Call, for_platform, wants_emulation
 from pallasite.sites import Site
-from pallasite.target import Chip, Named
+from pallasite.target import Chip, Machine, Named
 from pallasite.tools.hints import Facts, hints
 from pallasite.tools.pass_notes import notes
 from pallasite.tools.report import KernelReport
-from pallasite.tools.roofline import Peaks, Roofline, roofline
+from pallasite.tools.roofline import Roofline, roofline
 
 EMULATION = "interpret"
 # Passes that split the work among a chip's cores.
@@ -59,7 +59,7 @@ def analyse(site: Site, target: Named) -> Analysis:
     """Analyses a call on a target. Nothing is run."""
     call = site.call
     kernel = run(call.kernel)
-    work, bound, peaks = bound_of(site, kernel, target)
+    work, bound, peak = bound_of(site, kernel, target)
     axes = _axes(kernel)
     report = KernelReport(
         call.kernel.name,
@@ -83,7 +83,7 @@ def analyse(site: Site, target: Named) -> Analysis:
     facts = Facts(
         target.platform,
         target.chip,
-        peaks,
+        peak,
         axes,
         work,
         bound,
@@ -102,11 +102,13 @@ def analyse(site: Site, target: Named) -> Analysis:
     return Analysis(site, target, report, facts, compiled, launch).with_hints()
 
 
-def bound_of(site: Site, kernel: Kernel, target: Named) -> tuple[Work, Roofline, Peaks]:
-    """The work of a call, a lower bound on its time, and the peaks behind it."""
-    peaks = Peaks.of(target.chip)
+def bound_of(
+    site: Site, kernel: Kernel, target: Named
+) -> tuple[Work, Roofline, Machine]:
+    """The work of a call, a lower bound on its time, and the machine behind it."""
+    peak = Machine.peak(target.chip)
     work, least = count(kernel), count(kernel, least=True)
-    return work, roofline(least, peaks, _repeated(site, least)), peaks
+    return work, roofline(least, peak, _repeated(site, least)), peak
 
 
 def _repeated(site: Site, work: Work) -> int:

@@ -14,7 +14,7 @@ from pallasite.backends import base
 from pallasite.backends.base import Resource
 from pallasite.runtime import aot as libtpu
 from pallasite.sites import Site, in_parts
-from pallasite.target import Named, Tpu
+from pallasite.target import Machine, Named, Tpu
 from pallasite.tools.analysis import Analysis, analyse
 from pallasite.tools.report import Estimate, KernelReport
 from pallasite.tools.tpu_words import in_words
@@ -154,8 +154,8 @@ def _estimate(found: Analysis, chip: Tpu, result: libtpu.Compiled) -> Estimate:
             UNITS[k]: min(v / cycles, 1.0) for k, v in code.busy.items() if k in UNITS
         }
     work = facts.scheduled_work or facts.work if facts is not None else None
-    if work is not None and chip.main.bytes_per_second:
-        busy["copies"] = min(work.bytes / chip.main.bytes_per_second / seconds, 1.0)
+    if work is not None:
+        busy["copies"] = min(Machine.peak(chip).copying(work.bytes) / seconds, 1.0)
     spills, vmem = (code.spills, code.vmem) if code is not None else (None, None)
     return Estimate(estimated, seconds, busy, spills, vmem)
 

@@ -12,15 +12,13 @@ from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.roles import Dot, Pipeline
 from pallasite.passes.analysis.grid import Axis
 from pallasite.passes.analysis.work import Work, short
-from pallasite.target import Chip, Gpu, Host, Tpu
+from pallasite.target import Chip, Host, Machine, Tpu
 from pallasite.tools.pass_notes import shape_text
 from pallasite.tools.report import duration, percent
-from pallasite.tools.roofline import Peaks, Roofline
+from pallasite.tools.roofline import Roofline
 
 MOST = 2
 LEAST_GAIN = 0.1
-STEP_SECONDS = {"cpu": 2e-8, "tpu": 2.5e-7}  # overhead of one grid step
-LEAST_SECONDS = 2e-5  # of work worth waking other cores for
 MANY_SPILLS = 64
 
 
@@ -30,7 +28,7 @@ class Facts:
 
     platform: str
     chip: Chip | Host
-    peaks: Peaks
+    peak: Machine
     axes: tuple[Axis, ...]
     work: Work  # as the author wrote it
     bound: Roofline
@@ -67,10 +65,10 @@ def refused_tiles(facts: Facts) -> Iterator[Hint]:
 
 
 def idle_cores(facts: Facts) -> Iterator[Hint]:
-    cores = _cores(facts.chip)
+    cores = Machine.usual(facts.chip).cores
     programs = prod(axis.size or 1 for axis in facts.axes if axis.parallel)
     enough = facts.shared or programs >= cores
-    if enough or facts.bound.seconds < LEAST_SECONDS:
+    if enough or facts.bound.seconds < Machine.usual(facts.chip).part:
         return
     unit = "threads" if facts.platform == "cpu" else "cores"
     many = f"{programs} program{'s' * (programs != 1)} can run concurrently on"
@@ -92,7 +90,7 @@ def copied_again(facts: Facts) -> Iterator[Hint]:
     work = facts.scheduled_work
     if work is None or facts.platform != "tpu":
         return
-    copying = work.bytes / facts.peaks.bytes
+    copying = facts.peak.copying(work.bytes)
     rest = max(facts.bound.seconds, 1e-12)
     worst = max(work.traffic, key=lambda row: row.bytes - row.distinct, default=None)
     if worst is None or copying <= rest or worst.bytes <= worst.distinct:
@@ -110,11 +108,12 @@ def copied_again(facts: Facts) -> Iterator[Hint]:
 
 
 def small_steps(facts: Facts) -> Iterator[Hint]:
-    pipeline, each = facts.pipeline, STEP_SECONDS.get(facts.platform)
-    if pipeline is None or each is None:
+    pipeline, machine = facts.pipeline, Machine.usual(facts.chip)
+    if pipeline is None or not machine.step:
         return
     steps = prod(n or 1 for n in pipeline.grid)
-    overhead = each * steps / (_cores(facts.chip) if facts.platform == "cpu" else 1)
+    overhead = machine.starting(steps)
+    each = machine.step * machine.cores
     if steps < 2 or overhead < 1e-6:
         return
     work = facts.bound.seconds / steps
@@ -132,15 +131,14 @@ def small_steps(facts: Facts) -> Iterator[Hint]:
 
 
 def wide_products(facts: Facts) -> Iterator[Hint]:
-    rates = facts.peaks.products
-    if facts.bound.limit not in ("matrix", "arithmetic") or "bf16" not in rates:
+    if facts.bound.limit not in ("matrix", "arithmetic"):
         return
-    wide, narrow = facts.peaks.product_rate("f32"), rates["bf16"]
-    if facts.work.products.get("f32") and narrow > wide:
+    narrow, wide = (facts.peak.multiplying(1, (name,)) for name in ("bf16", "f32"))
+    if facts.work.products.get("f32") and narrow < wide:
         yield (
-            1 - wide / narrow,
+            1 - narrow / wide,
             "matmul operands are f32: in bf16, with "
-            f"preferred_element_type=jnp.float32, they take 1/{narrow / wide:.3g} of "
+            f"preferred_element_type=jnp.float32, they take 1/{wide / narrow:.3g} of "
             "the time",
         )
 
@@ -199,10 +197,3 @@ RULES: Sequence[Callable[[Facts], Iterator[Hint]]] = (
     over_the_edge,
     spilled,
 )
-
-
-def _cores(chip: Chip | Host) -> int:
-    if isinstance(chip, Host):
-        return chip.threads
-    # A TPU runs the programs of a kernel on one core, one after another.
-    return chip.cores if isinstance(chip, Gpu) else 1

@@ -11,9 +11,8 @@ from typing import Any
 
 from pallasite.errors import SpecError
 from pallasite.passes.analysis.work import short
-from pallasite.target import named
+from pallasite.target import Machine, named
 from pallasite.tools.report import KernelReport
-from pallasite.tools.roofline import Peaks
 
 LEAST_DECADES = 3
 MEASURED, ESTIMATED, BOUND = "measured", "estimated", "bound"
@@ -129,13 +128,13 @@ def _point(report: KernelReport) -> Point | None:
 
 
 def _ceilings(chip: str, types: set[str]) -> list[Ceiling]:
-    peaks = Peaks.of(named(chip).chip)
-    levels = {dtype: peaks.product_rate(dtype) for dtype in sorted(types)}
-    if peaks.vector not in levels.values():
-        levels["vector"] = peaks.vector
+    peak = Machine.peak(named(chip).chip)
+    levels = {dtype: peak.product_rate(dtype) for dtype in sorted(types)}
+    if peak.vector not in levels.values():
+        levels["vector"] = peak.vector
     found = [Ceiling(chip, name, rate) for name, rate in levels.items()]
-    if peaks.bytes != inf:
-        found.append(Ceiling(chip, "memory", peaks.bytes, slope=True))
+    if peak.bytes != inf:
+        found.append(Ceiling(chip, "memory", peak.bytes, slope=True))
     return found
 
 

@@ -28,14 +28,12 @@ from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.work import Work, count
 from pallasite.primitive import Call
 from pallasite.sites import sites_of_jaxpr
-from pallasite.target import Chip, Gpu, Host, Tpu
-from pallasite.tools.roofline import Peaks, roofline
+from pallasite.target import Chip, Gpu, Host, Machine
+from pallasite.tools.roofline import roofline
 from pallasite.tune import choices
 from pallasite.tune.table import Config, Table
 
-STEP_SECONDS = {Tpu: 2.5e-7, Host: 5e-7}  # roughly, to start a program
 SMALL = 0.1  # fraction of the other units' time that is not hidden
-CACHE_RATE = 3  # roughly, a GPU's cache bandwidth relative to main memory
 OVERLAPPED = 2  # units of a GPU busy at a time, in kernels without roles
 
 
@@ -141,16 +139,15 @@ class Model:
         """Seconds, for comparing schedules of the same kernel; 0 if not known."""
         if isinstance(self.chip, Gpu):
             return _on_gpu(kernel, self.chip)
-        total = cost(kernel)
-        started = _programs(kernel) * STEP_SECONDS[type(self.chip)]
+        machine = Machine.usual(self.chip)
+        total, steps = cost(kernel), _programs(kernel)
         if isinstance(self.chip, Host):
-            work = total.flops * self.chip.ns_per_flop
-            work += total.transcendentals * self.chip.ns_per_transcendental
-            work += total.bytes_accessed * self.chip.ns_per_byte
-            return 1e-9 * work / self.chip.threads + started
-        computed = total.flops / self._rate(kernel)
-        moved = total.bytes_accessed / (self.chip.main.bytes_per_second or inf)
-        return max(computed, moved) + SMALL * min(computed, moved) + started
+            work = (total.flops, total.transcendentals, total.bytes_accessed)
+            return machine.kernel(*work, steps, self.chip.threads)
+        computed = machine.multiplying(total.flops, _types(kernel))
+        moved = machine.copying(total.bytes_accessed)
+        hidden = SMALL * min(computed, moved)
+        return max(computed, moved) + hidden + machine.starting(steps)
 
     def bound(self, kernel: Kernel) -> float:
         """A lower bound on the time of any run, in seconds.
@@ -159,33 +156,29 @@ class Model:
         """
         if isinstance(self.chip, Host):
             return 0.0
+        machine = Machine.peak(self.chip)
         if isinstance(self.chip, Gpu):
-            return roofline(_counted(kernel, True), Peaks.of(self.chip)).seconds
-        computed = self._products(kernel)
-        if self.chip.main.bytes_per_second:
-            moved = cost(kernel).bytes_accessed / self.chip.main.bytes_per_second
-            return max(computed, moved)
-        return computed
+            return roofline(_counted(kernel, True), machine).seconds
+        moved = machine.copying(cost(kernel).bytes_accessed)
+        return max(machine.multiplying(_products(kernel), machine.fastest), moved)
 
-    def _products(self, kernel: Kernel) -> float:
-        """Seconds of matmuls outside loops and branches, at the peak rate."""
-        assert isinstance(self.chip, Chip)
-        found = 0.0
-        for op in kernel.body.ops:
-            if op.name != "pipeline" or None in Pipeline.of(op).grid:
-                continue
-            pipeline = Pipeline.of(op)
-            dots = [Dot.of(o) for o in pipeline.body.ops if o.name == "dot"]
-            flops = sum(2 * dot.op.result.tile.size * dot.depth for dot in dots)
-            found += prod(n or 0 for n in pipeline.grid) * flops
-        return found / max(self.chip.rates.values())
 
-    def _rate(self, kernel: Kernel) -> float:
-        assert isinstance(self.chip, Chip)
-        dots = [Dot.of(op) for op in walk(kernel.body) if op.name == "dot"]
-        names = {side.value.tile.dtype.name for dot in dots for side in dot.sides}
-        known = [rate for rate in map(self.chip.rate, names) if rate]
-        return min(known, default=max(self.chip.rates.values()))
+def _products(kernel: Kernel) -> float:
+    """Operations of matmuls outside loops and branches."""
+    found = 0.0
+    for op in kernel.body.ops:
+        if op.name != "pipeline" or None in Pipeline.of(op).grid:
+            continue
+        pipeline = Pipeline.of(op)
+        dots = [Dot.of(o) for o in pipeline.body.ops if o.name == "dot"]
+        flops = sum(2 * dot.op.result.tile.size * dot.depth for dot in dots)
+        found += prod(n or 0 for n in pipeline.grid) * flops
+    return found
+
+
+def _types(kernel: Kernel) -> set[str]:
+    dots = [Dot.of(op) for op in walk(kernel.body) if op.name == "dot"]
+    return {side.value.tile.dtype.name for dot in dots for side in dot.sides}
 
 
 def _programs(kernel: Kernel) -> int:
@@ -212,15 +205,15 @@ def _busy(kernel: Kernel, chip: Gpu, work: Work) -> float:
     Each warpgroup keeps at most one unit of an SM busy, so a single one alternates
     between matmuls and other arithmetic.
     """
-    peaks = Peaks.of(chip)
-    matrix = sum(n / peaks.product_rate(t) for t, n in work.products.items())
-    lanes = 2 * (work.arithmetic + work.other) / peaks.vector  # an FMA counts as two
-    lanes += work.transcendentals / peaks.special
+    peak = Machine.peak(chip)
+    matrix = peak.multiplying_all(work.products)
+    # The rate of vectors counts a fused multiply-add as two.
+    lanes = peak.computing(2 * (work.arithmetic + work.other), work.transcendentals)
     turns = (matrix + lanes) / _multiplying(kernel)
-    read = work.bytes / (CACHE_RATE * peaks.bytes)
+    read = peak.reading_cache(work.bytes)
     at_work = min(1.0, max(_programs(kernel), 1) / chip.cores)
     computed = [seconds / at_work for seconds in (matrix, lanes, turns)]
-    units = [*computed, read, work.distinct_bytes / peaks.bytes]
+    units = [*computed, read, peak.copying(work.distinct_bytes)]
     return max(units) + SMALL * (sum(units) - max(units))
 
 

@@ -23,7 +23,7 @@ from pallasite.language.trace import user_location
 from pallasite.primitive import Call, chip_for, wants_emulation
 from pallasite.runtime import aot
 from pallasite.sites import calls_in
-from pallasite.target import Chip, Host, Tpu
+from pallasite.target import TPUS, Chip, Host, Tpu
 from pallasite.tune import candidates, choices, measure
 from pallasite.tune import table as tables
 from pallasite.tune.candidates import Candidate
@@ -34,7 +34,7 @@ from pallasite.tune.search import Outcome, search
 from pallasite.tune.table import Config, Entry, Site, Table
 from pallasite.tune.workers import Workers
 
-LEAST_HERTZ = 0.9e9  # no TPU has a slower clock; converts bounds to cycles
+SLOWEST_CLOCK = min(row.clock for row in TPUS.values())  # converts bounds to cycles
 NEAR, FINALISTS = 1.1, 4  # within this factor of the best, at most this many remeasured
 LAST_ROUNDS, LAST_SECONDS = 21, 10.0
 GAIN = 0.98  # of the default's time: anything above may be noise
@@ -189,7 +189,7 @@ class Tuner:
                     self.chip,
                 )
             if not self.is_here:
-                candidate.bound *= LEAST_HERTZ
+                candidate.bound *= SLOWEST_CLOCK
             made.append(candidate)
         return made
 

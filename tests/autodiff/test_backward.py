@@ -12,10 +12,9 @@ import pallasite as pl
 from benchmarks.grad import dot, layernorm, rowwise, softmax
 from pallasite import tpu as pltpu
 from pallasite.autodiff.backward import cotangents, plan
-from pallasite.autodiff.backward_choice import Machine
 from pallasite.ir.nodes import walk
 from pallasite.sites import calls_in
-from pallasite.target import host
+from pallasite.target import Machine, host
 from tests.xla import put
 
 MASKED = -1e30
@@ -30,7 +29,7 @@ def backward(run, args, kernels=None):
     (call,) = calls_in(run, *args)
     wanted = tuple(jnp.issubdtype(x.dtype, jnp.floating) for x in args)
     known = (True,) * call.kernel.num_outputs
-    made = plan(call.kernel, wanted, known, Machine.of(host()))
+    made = plan(call.kernel, wanted, known, Machine.usual(host()))
     if kernels is not None:
         assert len(made.steps) == kernels, [s.kernel.name for s in made.steps]
     seeds = [

@@ -13,7 +13,6 @@ import pallasite as pl
 from pallasite import config
 from pallasite import tpu as pltpu
 from pallasite.autodiff import backward
-from pallasite.autodiff.backward_choice import Machine
 from pallasite.autodiff.explain_grad import full_plan
 from pallasite.backends import base
 from pallasite.ir.nodes import walk
@@ -21,7 +20,7 @@ from pallasite.ir.rewrite import users_of
 from pallasite.ir.types import BF16
 from pallasite.primitive import chip_for
 from pallasite.sites import calls_in, kernels_in
-from pallasite.target import AVX2, Host, chip
+from pallasite.target import AVX2, Host, Machine, chip
 from tests.backends.triton import harness
 from tests.xla import pull_back, put
 
@@ -148,7 +147,7 @@ CAUSAL = pytest.mark.parametrize("is_causal", [False, True])
 
 def plan_of(run, args, target):
     (kernel,) = kernels_in(run, *args)
-    return full_plan(kernel, machine=Machine.of(target))
+    return full_plan(kernel, machine=Machine.usual(target))
 
 
 def heads(count, length, width, dtype=jnp.float32):
@@ -383,7 +382,7 @@ def test_triton_runs_them(style, is_causal):
     args = [normal(n, 1, 32, 16) for n in range(3)]
     seed = normal(3, 1, 32, 16)
     (call,) = calls_in(run, *args)
-    made = full_plan(call.kernel, machine=Machine.of(chip("h200")))
+    made = full_plan(call.kernel, machine=Machine.usual(chip("h200")))
     (cut,) = (way for way in made.choices if len(way.steps) == 3)
     arrays = dict(zip(made.primals, args, strict=True)) | {made.seeds[0]: seed}
     for step in cut.steps:
@@ -419,7 +418,7 @@ def test_guards_of_causal_steps_are_bounds_of_loops_on_a_gpu(style):
 )
 def test_the_chip_is_that_of_the_call_or_the_knob(backend, target, name, monkeypatch):
     monkeypatch.setenv("PALLASITE_TARGET", target)
-    assert Machine.of(chip_for(backend)).name == name
+    assert Machine.usual(chip_for(backend)).name == name
 
 
 def test_explain_grad_says_what_each_way_takes(monkeypatch):
@@ -597,7 +596,7 @@ def test_rows_that_a_gradient_adds_up_are_cut_before():
     size do not fit into a program's registers."""
     x, w = (jax.ShapeDtypeStruct((n, 8192), jnp.float32) for n in (64, 1))
     (kernel,) = kernels_in(weighted_norm(4), x, w)
-    (step,) = full_plan(kernel, machine=Machine.of(chip("h200"))).steps
+    (step,) = full_plan(kernel, machine=Machine.usual(chip("h200"))).steps
     tiles = {v.type.shape for op in walk(step.kernel.body) for v in op.results}
     assert (1, 8192) in tiles and (4, 8192) not in tiles
 

@@ -7,7 +7,6 @@ import pytest
 
 import pallasite as pl
 from pallasite.autodiff import backward
-from pallasite.autodiff.backward_choice import Machine
 from pallasite.autodiff.explain_grad import full_plan
 from pallasite.errors import NoBackwardKernel, SpecError
 from pallasite.ir.nodes import walk
@@ -15,7 +14,7 @@ from pallasite.ir.roles import Pipeline
 from pallasite.ir.verify import verify
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.sites import kernels_in
-from pallasite.target import AVX2, GPUS, Host
+from pallasite.target import AVX2, GPUS, Host, Machine
 from tests.zoo import all_cases
 
 BY_NAME = {case.name: case for case in all_cases()}
@@ -128,10 +127,10 @@ def test_sums_are_in_parts_where_programs_leave_multiprocessors_idle():
         out_specs=block,
     )
     (made,) = kernels_in(call, jnp.ones((1024, 4096)), jnp.ones((1, 4096)))
-    cpu = Machine.of(Host(32, 16, AVX2.features, threads=16))
+    cpu = Machine.usual(Host(32, 16, AVX2.features, threads=16))
     parts = {
         machine.name: full_plan(made, machine=machine).steps[-1].parts
-        for machine in (cpu, Machine.of(GPUS["h200"]))
+        for machine in (cpu, Machine.usual(GPUS["h200"]))
     }
     # 32 programs, each of which sums over all rows: enough for 16 cores.
     assert parts["cpu"] == (1, 1) and max(parts["h200"]) > 1
@@ -159,7 +158,7 @@ def test_sums_are_in_parts_of_several_axes(monkeypatch):
     shapes = (3, 512, 256), (1, 256), (3, 1, 256)
     args = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
     (made,) = kernels_in(run, *args)
-    (step,) = full_plan(made, machine=Machine.of(GPUS["h200"])).steps
+    (step,) = full_plan(made, machine=Machine.usual(GPUS["h200"])).steps
     names = [ref.name for ref in step.results]
     # Three steps along b are too few for a GPU: it shares those along i, too.
     assert dict(zip(names, step.parts, strict=True)) == {
@@ -179,7 +178,7 @@ def test_sums_are_in_parts_of_several_axes(monkeypatch):
 
 def test_flash_attention_is_one_kernel_on_two_cores():
     (kernel,) = zoo_kernels("flash_fori_causal")
-    machine = Machine.of(Host(32, 16, AVX2.features, threads=2))
+    machine = Machine.usual(Host(32, 16, AVX2.features, threads=2))
     (step,) = full_plan(kernel, machine=machine).steps
     kernel = step.kernel
     names = names_of(kernel)

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 import pallasite as pl
-from pallasite.autodiff.backward_choice import Machine
 from pallasite.autodiff.normal_program import normal_program
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.sites import calls_in
-from pallasite.target import GPUS
+from pallasite.target import GPUS, Machine
 
 GUARDS = {
     "eq": lambda acc, l: acc * jnp.where(l == 0.0, 1.0, 1.0 / l),
@@ -84,6 +83,6 @@ def test_the_sum_of_all_exponentials_has_plain_sums(guard: str):
     maxima = {}
     for weigh_sum in (False, True):
         (call,) = calls_in(attention(guard, weigh_sum), *given)
-        _, program = normal_program(call.kernel, Machine.of(GPUS["h200"]))
+        _, program = normal_program(call.kernel, Machine.usual(GPUS["h200"]))
         maxima[weigh_sum] = len(plain_sums(program.body).scales)
     assert maxima == {False: 1, True: 0}

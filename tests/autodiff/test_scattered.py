@@ -7,12 +7,11 @@ import pytest
 
 import pallasite as pl
 from pallasite.autodiff.backward import plan
-from pallasite.autodiff.backward_choice import Machine
 from pallasite.ir.nodes import walk
 from pallasite.sites import calls_in
-from pallasite.target import GPUS
+from pallasite.target import GPUS, Machine
 
-H200 = Machine.of(GPUS["h200"])
+H200 = Machine.usual(GPUS["h200"])
 
 
 def merges(function, *args) -> int:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from pallasite import target
-from pallasite.backends.cpu.call import parallel_units
+from pallasite.target import Host
 from tests.backends.cpu.direct import Code, Memory
 from tests.fuzz.batches import check_batches, most_of
 from tests.fuzz.generate import FAMILIES, Case
@@ -48,12 +48,12 @@ class Native:
     def run(
         self, case: Case, number: int, optimise: bool, memory: Memory | None = None
     ):
-        shared = 0 if number % 2 else parallel_units.PROFITABLE_NS
+        shared = 0 if number % 2 else Host.least_part_ns
         host = HOSTS[number % 3] or target.host()
         with (
             target.using(host),
-            mock.patch.object(parallel_units, "PROFITABLE_NS", shared),
-            mock.patch.object(parallel_units, "CHUNK_NS", 0),
+            mock.patch.object(Host, "least_part_ns", shared),
+            mock.patch.object(Host, "least_chunk_ns", 0),
         ):
             code = Code(case.kernel, optimise, memory)
         return code(*case.arrays, pool=THREADS)

@@ -10,9 +10,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from pallasite.backends.cpu.call import parallel_units
 from pallasite.errors import PallasError
 from pallasite.passes.lower.place_windows import place_windows
+from pallasite.target import Host
 from tests.backends.cpu.direct import Code, Guarded
 from tests.backends.tpu import harness as tpu
 from tests.backends.triton import harness as triton
@@ -32,8 +32,8 @@ def native(case: Case) -> Arrays:
     """Threads share what they may; blocks are against a page after or before them."""
     memory = Guarded(after=len(case.kernel.text) % 2 == 0)
     with (
-        mock.patch.object(parallel_units, "PROFITABLE_NS", 0),
-        mock.patch.object(parallel_units, "CHUNK_NS", 0),
+        mock.patch.object(Host, "least_part_ns", 0),
+        mock.patch.object(Host, "least_chunk_ns", 0),
     ):
         code = Code(case.kernel, optimise=False, memory=memory)
     return code(*case.arrays, pool=3)

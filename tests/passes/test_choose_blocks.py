@@ -100,10 +100,11 @@ TINY_GPU = replace(
     registers=512,
 )
 ONE_CORE = replace(GPUS["h100"], cores=1)
+SLOW_TPU = replace(TPUS["v6e"], step_seconds=1.0)
 CHIPS = {
     "tiny": lambda kernel: for_gpu(kernel, TINY_GPU),
     "one": lambda kernel: for_gpu(kernel, ONE_CORE),
-    "tpu": lambda kernel: for_tpu(kernel, TPUS["v6e"]),
+    "tpu": lambda kernel: for_tpu(kernel, SLOW_TPU),
     "threads": lambda kernel: for_threads(kernel, 7, lambda _: MANY_NS),
 }
 NO_LIMITS = {
@@ -112,11 +113,10 @@ NO_LIMITS = {
         LEAST_SIDE=2,
         SHORT_TILE=2,
         TILE_ELEMENTS=16,
-        LEAST_SECONDS=0,
+        LEAST_LAUNCHES=0,
         GAIN=1,
     ),
     "choose_blocks": dict(LEAST_ROW=1, LEAST_ROWS=1),
-    "tpu_blocks": dict(STEP_SECONDS=1.0),
 }
 
 

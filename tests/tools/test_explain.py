@@ -15,10 +15,10 @@ from pallasite import config, kernels
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.passes.analysis.work import Traffic, Work, short
-from pallasite.target import TPUS, named
+from pallasite.target import TPUS, Machine, named
 from pallasite.tools.hints import Facts, hints
 from pallasite.tools.report import duration
-from pallasite.tools.roofline import Peaks, roofline
+from pallasite.tools.roofline import roofline
 from pallasite.tools.timing import this_computer
 from tests.zoo import all_cases
 
@@ -173,7 +173,7 @@ def test_what_is_outside_the_array_is_not_in_the_bound():
     whole = Traffic("o_ref", "out", (128,), "f32", (0,), 2, 4 * 256, 4 * 256)
     edge = Traffic("o_ref", "out", (128,), "f32", (0,), 2, 4 * 130, 4 * 130)
     counts = {"arithmetic": 1 << 30}
-    peaks = Peaks.of(TPUS["v5e"])
+    peaks = Machine.peak(TPUS["v5e"])
     bounds = [roofline(work_of(t, **counts), peaks) for t in (whole, edge)]
     assert bounds[1].seconds == pytest.approx(bounds[0].seconds * 130 / 256)
 
@@ -193,7 +193,7 @@ def work_of(*traffic: Traffic, **counts) -> Work:
 
 def facts(target: str, work: Work, **more) -> Facts:
     chosen = named(target)
-    peaks = Peaks.of(chosen.chip)
+    peaks = Machine.peak(chosen.chip)
     bound = roofline(work, peaks)
     more = {"axes": (), **more}
     return Facts(chosen.platform, chosen.chip, peaks, work=work, bound=bound, **more)

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from pallasite.target.chip import power_of_two
+
 WARP, WARPGROUP = 32, 128
 
 
@@ -174,10 +176,6 @@ class Spread:
         lanes = " ".join(f"{p.unit}:{p.count}->{p.dim}*{p.stride}" for p in self.lanes)
         digits = " ".join(f"{p.count}->{p.dim}*{p.stride}" for p in self.digits)
         return f"threads [{lanes}] registers [{digits}]"
-
-
-def power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def striped(shape: Sequence[int], threads: int, vector: int) -> Spread:

@@ -24,7 +24,7 @@ from pallasite.ir.types import RefType
 from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.memory import Roots, constant_inputs
 from pallasite.runtime.forms import Form
-from pallasite.target import Gpu
+from pallasite.target import Gpu, Machine
 
 REPACKED = "cuda.repacked"
 LINE = 128  # bytes of the cache
@@ -103,12 +103,9 @@ def _pays(
     """Whether the matmuls take at least `times` as long as making the arrays."""
     params = [kernel.inputs[p.operand].ref for p in packings]
     moved = 2 * sum(ref.size * ref.dtype.bytes for ref in params)
-    rates = [chip.rate(ref.dtype.name) for ref in params]
-    rate = min((r for r in rates if r), default=max(chip.rates.values()))
-    bandwidth = chip.main.bytes_per_second
-    if bandwidth is None:
-        return False
-    return times * moved / bandwidth < cost(kernel).flops / rate
+    machine, types = Machine.peak(chip), [ref.dtype.name for ref in params]
+    multiplying = machine.multiplying(cost(kernel).flops, types)
+    return times * machine.copying(moved) < multiplying
 
 
 # --- which operands ---

@@ -5,14 +5,12 @@ the limit if windows, scratch and tiles need more.
 """
 
 from collections.abc import Iterator
-from math import prod
 
 from pallasite.backends.tpu.schedule import main_pipeline
 from pallasite.backends.tpu.windows import memref_shape, operand_name
 from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Kernel, Op, walk
 from pallasite.ir.roles import Pipeline
-from pallasite.ir.types import DType
 from pallasite.passes.analysis.grid import analyze
 from pallasite.passes.schedule.tpu_blocks import for_tpu
 from pallasite.target import TPUS, Tpu
@@ -35,7 +33,7 @@ def check_vmem(kernel: Kernel, chip: Tpu | None, limit: int | None = None) -> Ke
     """
     chips = TPUS.values() if chip is None else (chip,)
     most = max(chips, key=lambda each: each.vmem.bytes)
-    parts = list(_named(kernel))
+    parts = list(_named(kernel, most))
     needed, available = sum(size for _, size in parts), most.vmem.bytes
     room, fix = "vector memory", "use smaller blocks"
     where = f"the VMEM of a core of {most.name}"
@@ -63,7 +61,8 @@ def limit_for(kernel: Kernel, chip: Tpu | None) -> int | None:
     """The limit to request from XLA; None: its default is enough."""
     chips = TPUS.values() if chip is None else (chip,)
     allowed = min(each.scoped_vmem for each in chips)
-    needed = int(SPARE * (sum(size for _, size in _named(kernel)) + _tiles(kernel)))
+    most = max(_named_bytes(kernel, each) + _tiles(kernel, each) for each in chips)
+    needed = int(SPARE * most)
     if needed <= allowed:
         return None
     return min(needed, int(MOST * max(each.vmem.bytes for each in chips)))
@@ -74,7 +73,7 @@ def taken(kernel: Kernel, chip: Tpu | None) -> tuple[int, int]:
     limit = limit_for(kernel, chip)
     chips = TPUS.values() if chip is None else (chip,)
     given = min(each.scoped_vmem for each in chips) if limit is None else limit
-    return sum(size for _, size in _named(kernel)), given
+    return max(_named_bytes(kernel, each) for each in chips), given
 
 
 def cut_if_large(kernel: Kernel) -> Kernel:
@@ -84,12 +83,16 @@ def cut_if_large(kernel: Kernel) -> Kernel:
     """
     room = lambda chip: (chip.scoped_vmem, -chip.vmem.bytes)
     smallest = min(TPUS.values(), key=room)
-    if sum(size for _, size in _named(kernel)) <= smallest.scoped_vmem:
+    if _named_bytes(kernel, smallest) <= smallest.scoped_vmem:
         return kernel
     return for_tpu(kernel, smallest)
 
 
-def _named(kernel: Kernel) -> Iterator[tuple[str, int]]:
+def _named_bytes(kernel: Kernel, chip: Tpu) -> int:
+    return sum(size for _, size in _named(kernel, chip))
+
+
+def _named(kernel: Kernel, chip: Tpu) -> Iterator[tuple[str, int]]:
     """What the author declares, with its bytes: windows and scratch."""
     op = main_pipeline(kernel)
     if op is not None:
@@ -99,32 +102,23 @@ def _named(kernel: Kernel) -> Iterator[tuple[str, int]]:
                 continue
             moving = any(pipeline.grid[axis] != 1 for axis in moves.axes)
             buffers = shown.window.buffers or (2 if moving else 1)
-            size = _bytes(memref_shape(shown.window), shown.array.ref.dtype)
+            bits = shown.array.ref.dtype.bits
+            size = chip.tile_bytes(memref_shape(shown.window), bits)
             yield operand_name(kernel, shown.array), buffers * size
     for alloc in walk(kernel.body):
         if alloc.name == "alloc" and alloc.result.ref.space in ("vmem", "block"):
             ref = alloc.result.ref
-            yield f"scratch {ref}", _bytes(ref.shape, ref.dtype)
+            yield f"scratch {ref}", chip.tile_bytes(ref.shape, ref.dtype.bits)
 
 
-def _tiles(kernel: Kernel) -> int:
+def _tiles(kernel: Kernel, chip: Tpu) -> int:
     """What the compiler may need for intermediate tiles."""
 
     def sizes(op: Op) -> list[int]:
         tiles = [v.tile for v in op.results if not v.is_ref]
-        return [_bytes(t.shape, t.dtype) for t in tiles]
+        return [chip.tile_bytes(t.shape, t.dtype.bits) for t in tiles]
 
     ops = list(walk(kernel.body))
     largest = max((max(sizes(op), default=0) for op in ops), default=0)
     carried = max((sum(sizes(op)) for op in ops if op.name == "for"), default=0)
     return COPIES * (largest + carried)
-
-
-def _bytes(shape: tuple[int, ...], dtype: DType) -> int:
-    """With each side rounded up to whole tiles."""
-    *outer, rows, lanes = (1, 1, *shape)
-    chip = TPUS["v5e"]
-    sublanes = chip.sublanes_of(max(dtype.bits, 8))
-    rows = -(-rows // sublanes) * sublanes
-    lanes = -(-lanes // chip.lanes) * chip.lanes
-    return prod(outer) * rows * lanes * dtype.bits // 8

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from pallasite.backends.libdevice import LINES, is_called
 from pallasite.backends.triton.launch import WARPS
-from pallasite.backends.triton.text import physical
 from pallasite.ir.nodes import Kernel, Op, walk
 from pallasite.ir.types import TileType
 from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.target.chip import physical
 
 
 class Kind(NamedTuple):

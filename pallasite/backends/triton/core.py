@@ -16,7 +16,6 @@ from pallasite.backends.triton.text import (
     Writer,
     element,
     number_text,
-    physical,
     type_text,
 )
 from pallasite.errors import UnsupportedError
@@ -24,6 +23,7 @@ from pallasite.ir.nodes import Op, Value
 from pallasite.ir.text import print_op
 from pallasite.ir.types import DType, TileType
 from pallasite.passes.analysis.intervals import Facts
+from pallasite.target.chip import physical
 
 MAX_ELEMENTS = 1 << 20  # Triton rejects larger tensors
 MOST_SHUFFLED = 64  # elements of a row that a gather finds by shuffles

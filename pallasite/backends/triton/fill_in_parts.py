@@ -7,11 +7,11 @@ ref (a gradient that starts as zeros and stays in memory) stores a part at a tim
 from math import prod
 
 from pallasite.backends.triton.core import MAX_ELEMENTS
-from pallasite.backends.triton.text import physical
 from pallasite.ir.build import Builder, part_start
 from pallasite.ir.nodes import Access, Kernel, Op, Span, Value, walk
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
 from pallasite.ir.types import INDEX, TileType
+from pallasite.target.chip import physical
 
 PART = 1 << 14  # elements that are stored at a time
 

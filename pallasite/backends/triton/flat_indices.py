@@ -11,7 +11,6 @@ chance.
 from collections.abc import Sequence
 from math import prod
 
-from pallasite.backends.triton.text import power_of_two
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.ir.opdef import table
@@ -27,6 +26,7 @@ from pallasite.ops.decompose_gather import (
 )
 from pallasite.ops.decompose_tile import positions, take_range
 from pallasite.ops.formula import NotApplicable
+from pallasite.target.chip import power_of_two
 
 ELEMENTS = "triton.elements"  # a gather that `tiles.py` has
 AT_ONCE = 1 << 14  # elements of the tile in which updates are compared with positions

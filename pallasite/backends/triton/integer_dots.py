@@ -10,12 +10,12 @@ from functools import reduce
 from math import prod
 
 from pallasite.backends.triton.dots import MOST_MULTIPLIED
-from pallasite.backends.triton.text import power_of_two
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.ir.rewrite import Rewriter, map_ops
 from pallasite.ir.roles import Dot
 from pallasite.ir.types import I8, I32, I64, DType
+from pallasite.target.chip import power_of_two
 
 DEEPEST = 1 << 12  # sums of so many products of digits fit an i32, level by level
 

@@ -17,7 +17,6 @@ from math import isqrt, prod
 from typing import Any
 
 from pallasite.backends.triton.shared_memory import SharedMemory, tile_bytes
-from pallasite.backends.triton.text import physical, power_of_two
 from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Access, Block, Gather, Kernel, Op, Value, walk
 from pallasite.ir.roles import Dot, Pipeline
@@ -25,11 +24,11 @@ from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.live_tiles import LiveTiles
 from pallasite.passes.analysis.memory import Roots, written_refs
 from pallasite.target import Gpu
+from pallasite.target.chip import physical, power_of_two
 
 WARPS, STAGES, GROUP = "triton.warps", "triton.stages", "triton.group"
 AGAIN = "triton.again"  # on a load that must not be merged with an earlier one
 
-OVERHEAD = 32  # registers of a thread besides its part of the tiles
 COMFORTABLE = 128  # registers per thread with which two matmuls still overlap
 BUSY_WARPS = 16  # per SM, to hide the latency of arithmetic
 VECTOR_BYTES = 16  # of a thread's widest load
@@ -113,9 +112,9 @@ class Need:
     def of(kernel: Kernel) -> "Need":
         return _Count(kernel).need()
 
-    def registers(self, warps: int) -> int:
+    def registers(self, warps: int, chip: Gpu) -> int:
         """Registers per thread."""
-        return OVERHEAD + -(-self.words // (32 * warps))
+        return chip.overhead_registers + -(-self.words // (32 * warps))
 
     def can_have(self, warps: int, chip: Gpu) -> bool:
         """Whether the widest matrix instruction fits a thread's registers.
@@ -132,7 +131,7 @@ class Need:
     def resident(self, warps: int, chip: Gpu, shared: int = 0) -> int:
         """Programs resident on an SM at the same time; at least one."""
         threads = 32 * warps
-        registers = min(self.registers(warps), chip.registers_per_thread)
+        registers = min(self.registers(warps, chip), chip.registers_per_thread)
         rounded = -(-registers // 8) * 8
         limits = [
             chip.registers // (rounded * threads),
@@ -252,9 +251,9 @@ def _product_warps(need: Need, chip: Gpu) -> int:
     """A warpgroup per 64 rows, at most two unless registers require more."""
     useful = 8 if need.rows >= 2 * WARPGROUP_ROWS else 4
     warps = 4
-    while warps < useful and need.registers(warps) > COMFORTABLE:
+    while warps < useful and need.registers(warps, chip) > COMFORTABLE:
         warps *= 2
-    while warps < 16 and need.registers(warps) > chip.registers_per_thread:
+    while warps < 16 and need.registers(warps, chip) > chip.registers_per_thread:
         warps *= 2
     return warps
 
@@ -271,10 +270,10 @@ def _stream_warps(need: Need, chip: Gpu) -> int:
 def _busy(need: Need, warps: int, chip: Gpu) -> float:
     """The share of the memory bandwidth that programs can request; negative if tiles do
     not fit into registers."""
-    if need.registers(warps) > chip.registers_per_thread:
-        return -float(need.registers(warps))  # tiles would spill
+    if need.registers(warps, chip) > chip.registers_per_thread:
+        return -float(need.registers(warps, chip))  # tiles would spill
     programs = need.resident(warps, chip)
-    wanted = (chip.main.bytes_per_second or 0) / chip.cores * chip.latency
+    wanted = chip.core_bytes_in_flight
     in_flight = min(1.0, programs * need.loaded / wanted) if wanted else 1.0
     return in_flight * min(1.0, programs * warps / BUSY_WARPS)
 

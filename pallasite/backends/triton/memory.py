@@ -15,11 +15,16 @@ from pallasite.backends import strided_views
 from pallasite.backends.strided_views import Dim, Edge, StridedViews, dims_of
 from pallasite.backends.triton.dots import Dots
 from pallasite.backends.triton.launch import AGAIN
-from pallasite.backends.triton.text import Val, memory_element, physical, type_text
+from pallasite.backends.triton.text import (
+    Val,
+    memory_element,
+    type_text,
+)
 from pallasite.ir.nodes import Access, At, Gather, Op, Span, Value
 from pallasite.ir.types import DType, RefType
 from pallasite.passes.analysis.intervals import HIGHEST, LOWEST, Fact
 from pallasite.passes.analysis.masks import Positions, Sum
+from pallasite.target.chip import physical
 
 FENCE = '"gpu.barrier"() : () -> ()'
 Number = int | Val  # an i32 scalar, plain where it is known

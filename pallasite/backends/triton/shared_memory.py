@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator
 from math import prod
 from typing import NamedTuple
 
-from pallasite.backends.triton.text import physical
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.roles import Dot, DotSide
 from pallasite.passes.analysis.live_tiles import LiveTiles
+from pallasite.target.chip import physical
 
 WARP_ROWS = 16  # of a matmul that one warp computes
 

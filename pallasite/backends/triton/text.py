@@ -45,15 +45,6 @@ def memory_element(dtype: DType) -> str | None:
     return "i8" if dtype.is_bool else ELEMENTS.get(dtype.name)
 
 
-def power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def physical(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape a tile has in Triton: each dimension rounded up to a power of two."""
-    return tuple(map(power_of_two, shape))
-
-
 @dataclass(frozen=True)
 class Val:
     """A value of the emitted code."""

@@ -11,10 +11,14 @@ from math import prod
 
 from pallasite.backends.triton.elementwise import Elementwise
 from pallasite.backends.triton.flat_indices import MOST_GATHERED, held_bytes
-from pallasite.backends.triton.text import Val, physical, type_text
+from pallasite.backends.triton.text import (
+    Val,
+    type_text,
+)
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import DType
 from pallasite.ops.neutral import neutral
+from pallasite.target.chip import physical
 
 Combine = Callable[[Sequence[Val], Sequence[Val]], Sequence[Val]]
 

@@ -14,11 +14,9 @@ from pallasite.ir.opdef import Unit, table
 from pallasite.ir.roles import Cond, Dot, Loop, Pipeline, While
 from pallasite.ir.types import Type
 from pallasite.passes.analysis.memory import MAIN_MEMORY, VIEWS
-from pallasite.target import Gpu, Host
+from pallasite.target import Gpu, Host, Machine
 
 UNKNOWN_ROUNDS = 8  # a guess for trip counts known only at run time
-ROUND_BYTES = 1 << 15  # that a program of a GPU loads at a time
-PROGRAMS_PER_CORE = 4  # of a GPU, so that one loads while another computes
 
 
 @dataclass(frozen=True)
@@ -69,26 +67,14 @@ def cost(kernel: Kernel) -> Cost:
 
 
 def seconds(kernel: Kernel, chip: Gpu | Host, programs: int = 1) -> float:
-    """Estimated time of a kernel that has a number of programs of equal work.
-
-    Enough to tell microseconds from milliseconds: a GPU's program waits for memory once
-    per round of loads, and all together wait for the chip's bandwidth and arithmetic.
-    """
+    """Estimated time of a kernel that has a number of programs of equal work."""
     total = cost(kernel)
     rounds = 1 if total.exact else UNKNOWN_ROUNDS
     grids = [Pipeline.of(op).grid for op in kernel.body.ops if op.name == "pipeline"]
     steps = sum(prod(n for n in grid if n is not None) for grid in grids)
-    moved, flops = rounds * total.bytes_accessed, rounds * total.flops
-    if isinstance(chip, Host):
-        special = rounds * total.transcendentals
-        work = chip.ns_per_flop * flops + chip.ns_per_byte * moved
-        work += chip.ns_per_transcendental * special + chip.ns_per_step * steps
-        return 1e-9 * work / min(programs, chip.threads)
-    at_once = min(programs, PROGRAMS_PER_CORE * chip.cores)
-    turns = max(steps, moved / ROUND_BYTES) / at_once
-    bandwidth = chip.main.bytes_per_second or 1e12
-    rate = max(chip.rates.values(), default=1e14) * min(1, programs / chip.cores)
-    return max(turns * chip.latency, moved / bandwidth, flops / rate)
+    work = (total.flops, total.transcendentals, total.bytes_accessed)
+    counts = [rounds * n for n in work]
+    return Machine.usual(chip).kernel(*counts, steps, programs)
 
 
 class _Counter:

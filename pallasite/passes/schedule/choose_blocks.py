@@ -21,10 +21,9 @@ from pallasite.passes.schedule.merge_k_steps import split_k_steps
 from pallasite.passes.schedule.reblock import cut, grow, in_pipeline, may_cut
 from pallasite.passes.schedule.resized_code import CannotReblock
 from pallasite.passes.schedule.separate_uses import separate_uses
+from pallasite.target import Host
 
 LEAST_ROW = 64  # contiguous elements, so that accesses stay wide
-# Waking a thread takes 10 us or more: a part must take longer than that.
-LEAST_PART_NS = 40_000
 LEAST_ROWS = 8  # of a part; fewer would not fill the registers of a matmul
 FEW_ELEMENTS = 8  # of a matmul that a program stores
 JOINED_ROWS = 32  # of a matmul, once programs are merged
@@ -174,7 +173,7 @@ def for_threads(
     joined = _joined(blocks, threads)
     if joined is not None or threads < 2:
         return joined or kernel
-    most = nanoseconds(kernel) // LEAST_PART_NS
+    most = nanoseconds(kernel) // max(Host.least_part_ns, 1)
     if most < 2 or _used(blocks.programs({}), threads) >= EVEN:
         return kernel
     blocks = with_uses_apart(blocks)

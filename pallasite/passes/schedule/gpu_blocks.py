@@ -28,7 +28,7 @@ from pallasite.passes.schedule.choose_blocks import (
 from pallasite.passes.schedule.loop_over_k import why_not_in_rounds
 from pallasite.passes.schedule.merge_k_steps import merge_k_steps
 from pallasite.passes.schedule.resized_code import CannotReblock
-from pallasite.target import Gpu
+from pallasite.target import Gpu, Machine, physical
 
 # Shares of an SM's resources: the rest is for addresses, masks and data in flight.
 SHARED_SHARE = 0.88  # of shared memory, for matmul operands
@@ -42,7 +42,7 @@ ROW_BYTES = 128  # of an operand along k: the swizzle width of shared memory
 # gains enough to be seen.
 EDGE_ROWS, EDGE_COLUMNS = 20, 28
 GAIN, GAIN_OF_GROWTH = 1.25, 1.05
-LEAST_SECONDS = 5e-6  # duration of a launch: not worth optimising
+LEAST_LAUNCHES = 2  # a kernel that takes no longer than these is not worth optimising
 # Full-precision f32 matmuls do not use tensor cores: each thread holds the whole depth
 # of its part in registers, and deeper ones are several times slower.
 EXACT = (None, "default", "highest", "ieee", "f32_f32_f32")
@@ -53,7 +53,6 @@ SHORT_TILE = 64  # rows below which Hopper's wgmma is not used
 TILE_ELEMENTS = 8192  # of the largest tile in code without matmuls
 TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
 SMALL_BATCH = 1 << 16  # elements of one operand times those of the other
-PROGRAMS_PER_CORE = 4  # of those that have grown
 # Contiguous elements of a tile that would not fit otherwise.
 LEAST_LINE = 8
 MOVES = frozenset({"slice", "concatenate", "dynamic_slice", "pad", "rev", "gather"})
@@ -86,7 +85,7 @@ class Tiles:
     reloads: bool = True
 
     def elements(self, shape: Sequence[int]) -> int:
-        return _physical(shape) if self.padded else prod(shape)
+        return prod(physical(shape) if self.padded else shape)
 
 
 def for_gpu(
@@ -147,20 +146,12 @@ def _is_batch(blocks: Blocks, dim: LoopDim) -> bool:
     )
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def _physical(shape: Sequence[int]) -> int:
-    """Elements of a tile on a GPU, where each side is a power of two."""
-    return prod(map(_power_of_two, shape))
-
-
 class _WithProducts:
     """Blocks of a kernel with matmuls."""
 
     def __init__(self, blocks: Blocks, chip: Gpu, tiles: Tiles):
         self.blocks, self.chip, self.tiles = blocks, chip, tiles
+        self.machine = Machine.peak(chip)
         self.most_in_registers = tiles.register_share * 4 * chip.registers
 
     @cached_property
@@ -199,7 +190,7 @@ class _WithProducts:
 
     def kernel(self, tuned: bool) -> Kernel:
         own = self.seconds({})
-        if own is not None and (tuned or own < LEAST_SECONDS):
+        if own is not None and (tuned or own < LEAST_LAUNCHES * self.machine.launch):
             return self.blocks.kernel
         found = [(t, s) for s in self.choices() if (t := self.seconds(s)) is not None]
         for best, sizes in sorted(found, key=lambda pair: pair[0]):
@@ -366,17 +357,14 @@ class _WithProducts:
         if self._is_one_product:
             wanted = self.tiles.stages_alone
         missing = max(wanted - stages, 0)
-        return waves * steps * work * (1 + 0.3 * missing) / self._rate
+        work *= waves * steps * self.chip.cores * (1 + 0.3 * missing)
+        return self.machine.multiplying(2 * work, self._types)
 
     @cached_property
-    def _rate(self) -> float:
-        """Multiply-adds per second of one SM."""
-        types = {
+    def _types(self) -> set[str]:
+        return {
             side.value.tile.dtype.name for d in self.blocks.dots for side in d.sides
         }
-        rates = [self.chip.rate(name) for name in types]
-        known = [rate for rate in rates if rate is not None]
-        return min(known, default=max(self.chip.rates.values())) / 2 / self.chip.cores
 
     def _work(self, dot: Dot, sizes: Sizes) -> float:
         """Multiply-adds of one program's dot, with the author's depth.
@@ -421,7 +409,7 @@ class _WithProducts:
         for dot in blocks.dots:
             value = dot.rhs.value
             shape = blocks.shape(value, smallest)
-            needed = _physical(shape) * value.tile.dtype.bytes
+            needed = prod(physical(shape)) * value.tile.dtype.bytes
             # What is multiplied in parts still has to fit in registers.
             most = 4 * self.chip.registers if self.tiles.reloads else available
             if needed > max(most, available):
@@ -504,7 +492,7 @@ def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
         for dim in (*lines, *rows):
             for n in blocks.multiples(dim, SMALL_TILE):
                 new = {**sizes, dim: n}
-                enough = blocks.programs(new) >= PROGRAMS_PER_CORE * chip.cores
+                enough = blocks.programs(new) >= chip.programs_per_core * chip.cores
                 if enough and _largest(blocks, new) <= SMALL_TILE:
                     sizes = new
     return blocks.rewritten(sizes) if sizes else kernel
@@ -535,7 +523,8 @@ def fewer_rows(kernel: Kernel) -> Kernel:
 
 def _largest(blocks: Blocks, sizes: Sizes) -> int:
     """Elements of the largest tile."""
-    return max((_physical(blocks.shape(v, sizes)) for v in blocks.tiles), default=0)
+    shapes = (blocks.shape(v, sizes) for v in blocks.tiles)
+    return max((prod(physical(shape)) for shape in shapes), default=0)
 
 
 def _cut(blocks: Blocks, dims: Iterable[tuple[list[LoopDim], int]]) -> Sizes:

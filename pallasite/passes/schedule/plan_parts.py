@@ -15,11 +15,11 @@ from pallasite.errors import InternalError
 from pallasite.ir.nodes import Kernel, Loc, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.axis_state import AxisState, state_along
-from pallasite.passes.analysis.cost import PROGRAMS_PER_CORE, bytes_of, cost, seconds
+from pallasite.passes.analysis.cost import bytes_of, cost, seconds
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 from pallasite.passes.run import run
 from pallasite.passes.schedule.split_axis import Program, even_parts, split
-from pallasite.target import CHIPS, Chip, Gpu, Host
+from pallasite.target import CHIPS, Chip, Gpu, Host, Machine
 
 GAIN = 1.5  # estimated, of a split that is made
 # Matmuls are scheduled as a whole, and blocks of their results may yet be divided.
@@ -168,7 +168,7 @@ def _best(
 
 def _candidates(chip: Gpu | Host, programs: int, size: int) -> Iterator[int]:
     """Numbers of parts to compare: more of them first, which are spread more evenly."""
-    per_core = (PROGRAMS_PER_CORE, 2, 1) if isinstance(chip, Gpu) else (2, 1)
+    per_core = (chip.programs_per_core, 2, 1) if isinstance(chip, Gpu) else (2, 1)
     for each in per_core:
         yield min(size, -(-each * _cores(chip) // programs))
 
@@ -185,6 +185,5 @@ def _most(kernel: Kernel, state: AxisState) -> int:
 
 def _overhead(chip: Gpu | Host, launches: int) -> float:
     """Seconds that further kernels take besides their work."""
-    if isinstance(chip, Gpu):
-        return launches * chip.launch_seconds
-    return 1e-9 * (launches + 1) * chip.ns_per_wake
+    # The first kernel of a CPU wakes its threads, too.
+    return Machine.usual(chip).launch * (launches + isinstance(chip, Host))

@@ -31,21 +31,17 @@ from pallasite.passes.schedule.reblock import axis_of, cut, grow
 from pallasite.passes.schedule.resized_code import CannotReblock
 from pallasite.passes.schedule.unroll_rounds import MOST_ROUNDS, unroll_rounds
 from pallasite.passes.schedule.widen_steps import widen_steps
-from pallasite.target import Tpu
+from pallasite.target import Machine, Tpu
 
 GAIN = 1.05  # below this, estimates are not good enough to change an author's blocks
-STEP_SECONDS = 2.5e-7  # to start a program: 400 cycles, by libtpu's estimates
 SERIAL = 0.5  # of the shorter of matmuls and vector code that a lone step cannot hide
 POSITIONS = 0.25  # of arithmetic on positions, most of which rows and columns share
-DOT_SECONDS = 4e-8  # to start a matmul, where more rows would need fewer of them
 JOINED = (2, 4, 8)  # programs of which some take a branch, as one
 MOST_STEPS = 8  # that are gathered into one
 WIDEST = 512  # columns of a step of running sums; more do better as steps of their own
 MOST_CODE = 32_000  # operations on vector registers in a body; compilers unroll tiles
 MOST_SETTLED = 40_000  # of those, where no version for other programs is made of them
 MOST_UNROLLED = 24_000  # of those, in the body of a loop
-VECTOR_RATE = 4e12  # operations per second of the vector unit, roughly
-SPECIAL_RATE = 1e12
 COPIES = 3  # of the largest tile that Mosaic may keep besides what the author names
 BUFFERS = 2  # of a window
 VMEM_SHARE = 0.9  # of on-chip memory, for what is counted here
@@ -389,6 +385,7 @@ class _Estimate:
         most_code: int = MOST_CODE,
     ):
         self.source, self.blocks, self.chip = source, blocks, chip
+        self.machine = Machine.usual(chip)
         self.most_code = most_code
         self.kernel, self.gathered, self.programs = source.kernel, gathered, programs
         grid = blocks.found.pipeline.grid
@@ -399,7 +396,7 @@ class _Estimate:
         share = self._share()
         starts = prod(self.grid) * (1 + self._rounds())
         dots = prod(self.grid) * sum(times for _, times in self._dots)
-        started = STEP_SECONDS * starts + DOT_SECONDS * dots
+        started = self.machine.starting(starts, dots)
         self.overhead = share * (started + serial)
         busy = max(self._copied(), max(products, rest))
         self.seconds = self.overhead + share * busy + self._exposed()
@@ -454,16 +451,12 @@ class _Estimate:
             axes = self._moved_along(moves)
             visits = prod(self.grid[: max(axes, default=-1) + 1])
             total += visits * self._bytes(shown.block.ref)
-        return self._moving(total)
+        return self.machine.copying(total)
 
     def _exposed(self) -> float:
         """Seconds to fetch the first blocks and to write back the last ones."""
         shown = self.blocks.found.pipeline.shown
-        return self._moving(sum(self._bytes(each.block.ref) for each in shown))
-
-    def _moving(self, count: int) -> float:
-        bandwidth = self.chip.main.bytes_per_second
-        return 0.0 if bandwidth is None else count / bandwidth
+        return self.machine.copying(sum(self._bytes(each.block.ref) for each in shown))
 
     def _moved_along(self, moves: WindowMoves) -> list[int]:
         return [a for a in moves.axes if self.grid[a] != 1]
@@ -475,11 +468,13 @@ class _Estimate:
         for dot, times in self._dots:
             count = 2 * dot.op.result.tile.size * dot.depth * times
             flops += count
-            products += count / self._rate(dot)
+            types = (side.value.tile.dtype.name for side in dot.sides)
+            products += self.machine.multiplying(count, types)
         total = cost(self.blocks.kernel)
         shared = (1 - POSITIONS) * self._integers()
-        rest = max(total.flops - steps * (flops + shared), 0) / VECTOR_RATE
-        return steps * products, rest + total.transcendentals / SPECIAL_RATE
+        rest = max(total.flops - steps * (flops + shared), 0)
+        computing = self.machine.computing(rest, total.transcendentals)
+        return steps * products, computing
 
     def _integers(self) -> int:
         """Integer elements that a program computes: mostly positions."""
@@ -506,12 +501,6 @@ class _Estimate:
         """Of those, how many become one (`unroll_rounds.py`)."""
         most = min(self._most, MOST_ROUNDS, MOST_UNROLLED // max(self.code, 1))
         return int(max(most, 1))
-
-    def _rate(self, dot: Dot) -> float:
-        names = [side.value.tile.dtype.name for side in dot.sides]
-        rates = [self.chip.rate(name) for name in names]
-        known = [rate for rate in rates if rate is not None]
-        return min(known, default=self.chip.rates["bf16"] / 4)
 
     @cached_property
     def named_vmem(self) -> int:
@@ -543,9 +532,4 @@ class _Estimate:
                 yield from (v for v in op.results if not v.is_ref)
 
     def _bytes(self, type_: RefType | TileType) -> int:
-        """With each side rounded up to whole vector registers."""
-        *outer, rows, lanes = (1, 1, *type_.shape)
-        sublanes = self.chip.sublanes_of(max(type_.dtype.bits, 8))
-        rows = -(-rows // sublanes) * sublanes
-        lanes = -(-lanes // self.chip.lanes) * self.chip.lanes
-        return prod(outer) * rows * lanes * type_.dtype.bytes
+        return self.chip.tile_bytes(type_.shape, 8 * type_.dtype.bytes)

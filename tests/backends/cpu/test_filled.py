@@ -5,9 +5,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from pallasite.backends.cpu.call import parallel_units
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.verify import verify
+from pallasite.target import Host
 from tests.backends.cpu.direct import Code
 from tests.backends.cpu.filled import arrays_for, kernels
 from tests.fuzz.agreement import run_numpy
@@ -22,8 +22,8 @@ def test_machine_code_agrees_with_numpy(name: str, pool: int):
     verify(kernel)
     arrays = arrays_for(kernel)
     with (
-        mock.patch.object(parallel_units, "PROFITABLE_NS", 0),
-        mock.patch.object(parallel_units, "CHUNK_NS", 0),
+        mock.patch.object(Host, "least_part_ns", 0),
+        mock.patch.object(Host, "least_chunk_ns", 0),
     ):
         code = Code(kernel, optimise=False)
     got = code(*arrays, pool=pool)

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.backends.cpu import llvm_text
-from pallasite.backends.cpu.call import parallel_units
 from pallasite.passes.run import run as run_passes
 from pallasite.sites import kernels_in
+from pallasite.target import Host
 
 ROWS = pl.BlockSpec((4, 32), lambda i: (i, 0))
 PARALLEL = pltpu.CompilerParams(dimension_semantics=("parallel",))
@@ -27,8 +27,8 @@ PARALLEL = pltpu.CompilerParams(dimension_semantics=("parallel",))
 @pytest.fixture
 def eager_threads(monkeypatch):
     """Use threads however little there is to do."""
-    monkeypatch.setattr(parallel_units, "PROFITABLE_NS", 0)
-    monkeypatch.setattr(parallel_units, "CHUNK_NS", 0)
+    monkeypatch.setattr(Host, "least_part_ns", 0)
+    monkeypatch.setattr(Host, "least_chunk_ns", 0)
 
 
 def llvm_of(function, *args) -> str:

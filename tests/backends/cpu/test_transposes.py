@@ -11,7 +11,7 @@ import pytest
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.backends.cpu.call import parallel_units
+from pallasite.target import Host
 
 STEPS = 64
 RUNS = 20
@@ -30,8 +30,8 @@ LAST = BLOCKS[-1]
 @pytest.fixture(autouse=True)
 def eager_threads(monkeypatch):
     """Use threads however little there is to do."""
-    monkeypatch.setattr(parallel_units, "PROFITABLE_NS", 0)
-    monkeypatch.setattr(parallel_units, "CHUNK_NS", 0)
+    monkeypatch.setattr(Host, "least_part_ns", 0)
+    monkeypatch.setattr(Host, "least_chunk_ns", 0)
 
 
 def slowly(x):

@@ -12,13 +12,12 @@ from pallasite import config
 from pallasite import kernels as library
 from pallasite import tpu as pltpu
 from pallasite.autodiff.backward import keeping_plan
-from pallasite.autodiff.backward_choice import Machine
 from pallasite.backends import base, cuda
 from pallasite.backends.cuda import BACKEND, emit, nvrtc
 from pallasite.errors import CompileError, UnsupportedError
 from pallasite.ir.nodes import Kernel
 from pallasite.sites import calls_in
-from pallasite.target import GPUS
+from pallasite.target import GPUS, Machine
 from tests.backends.cuda import host, kernels
 from tests.backends.cuda.kernels import bf16, f32
 from tests.zoo import all_cases
@@ -284,7 +283,7 @@ def test_warpgroups_take_turns_where_products_are_long(width, turns, products):
     """In the gradient's two kernels; the first turn is the first warpgroup's."""
     x = jax.ShapeDtypeStruct((16, 4096, width), bf16)
     (call,) = calls_in(partial(kernels.attention, style="grid", causal=False), x, x, x)
-    keeping = keeping_plan(call.kernel, (True,) * 3, Machine.of(GPUS["h200"]))
+    keeping = keeping_plan(call.kernel, (True,) * 3, Machine.usual(GPUS["h200"]))
     assert keeping is not None
     texts = [body_of(text_of(step.kernel)) for step in keeping.backward.steps]
     waiting = [text for text in texts if "meet(8 + group, 256);" in text]
@@ -331,7 +330,7 @@ def test_the_gradient_of_attention_compiles_without_spills(causal):
     """Its tiles take nearly all registers."""
     x = jax.ShapeDtypeStruct((16, 4096, 128), bf16)
     (call,) = calls_in(partial(kernels.attention, style="grid", causal=causal), x, x, x)
-    keeping = keeping_plan(call.kernel, (True,) * 3, Machine.of(GPUS["h200"]))
+    keeping = keeping_plan(call.kernel, (True,) * 3, Machine.usual(GPUS["h200"]))
     assert keeping is not None
     for step in keeping.backward.steps:
         report = base.Compiled(BACKEND, step.kernel, base.Options())["ptxas"]

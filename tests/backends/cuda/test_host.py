@@ -15,13 +15,12 @@ import pallasite as pl
 from pallasite import kernels as library
 from pallasite import tpu as pltpu
 from pallasite.autodiff.backward import keeping_plan
-from pallasite.autodiff.backward_choice import Machine
 from pallasite.backends import cuda
 from pallasite.emulation.emulate import emulate
 from pallasite.errors import UnsupportedError
 from pallasite.kernels import masks
 from pallasite.sites import calls_in
-from pallasite.target import GPUS
+from pallasite.target import GPUS, Machine
 from pallasite.target.chip import Memory
 from tests.backends.cuda import host, kernels
 from tests.backends.cuda.kernels import bf16, f32
@@ -436,7 +435,9 @@ def gradients(function, operands, seeds, folder: Path, others=()) -> list[np.nda
     may be another backend's.
     """
     (call,) = calls_in(function, *(x for x in operands if x.dtype != jnp.int32))
-    machine = replace(Machine.of(GPUS["h200"]), start=0.0)  # as if there were more work
+    machine = replace(
+        Machine.usual(GPUS["h200"]), launch=0.0
+    )  # as if there were more work
     keeping = keeping_plan(call.kernel, (True,) * len(operands), machine)
     assert keeping is not None
     made = keeping.backward

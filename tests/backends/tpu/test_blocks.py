@@ -33,7 +33,7 @@ from tests.zoo.attention import flash_scratch_call
 
 # A chip that takes so long to start a program that all blocks are too small for it.
 BLOCKS = "pallasite.passes.schedule.tpu_blocks"
-SLOW_STARTS = 1.0
+SLOW_STARTS = replace(TPUS["v5e"], step_seconds=1.0)
 
 
 FITS = {
@@ -177,29 +177,22 @@ def test_every_core_keeps_a_program():
     assert "grid=(1,), windows=(in[32, 4]" in head(for_tpu(kernel, TPUS["v5e"]))
 
 
-def test_most_kernels_have_larger_blocks(monkeypatch):
+def test_most_kernels_have_larger_blocks():
     """So that the test below tests something."""
-    monkeypatch.setattr(
-        "pallasite.passes.schedule.tpu_blocks.STEP_SECONDS", SLOW_STARTS
-    )
     kernels = [kernel_of(name) for name in CASES]
-    changed = [for_tpu(k, TPUS["v5e"]) is not k for k in kernels]
+    changed = [for_tpu(k, SLOW_STARTS) is not k for k in kernels]
     assert sum(changed) > len(changed) / 4, dict(zip(CASES, changed, strict=True))
 
 
 def simulated(kernel: Kernel, arrays) -> list[np.ndarray]:
-    chip = replace(
-        TPUS["v5e"], memories={**TPUS["v5e"].memories, "vmem": Memory(1 << 30)}
-    )
+    memories = {**SLOW_STARTS.memories, "vmem": Memory(1 << 30)}
+    chip = replace(SLOW_STARTS, memories=memories)
     compiled = Compiled(get("tpu"), kernel, Options(chip=chip), shared=())
     return run_compiled(compiled, arrays)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_with_larger_blocks_are_right(name: str, monkeypatch):
-    monkeypatch.setattr(
-        "pallasite.passes.schedule.tpu_blocks.STEP_SECONDS", SLOW_STARTS
-    )
+def test_kernels_with_larger_blocks_are_right(name: str):
     kernel = kernel_of(name)
     arrays = random_arrays(kernel)
     for got, want in zip(
@@ -236,15 +229,12 @@ def second_differences(rows: int, n: int, width: int) -> Kernel:
     return run(found)
 
 
-def test_programs_that_see_their_neighbours_blocks_are_joined(monkeypatch):
+def test_programs_that_see_their_neighbours_blocks_are_joined():
     """Windows of overlapping rows show the blocks of several programs."""
     kernel = second_differences(8, 4096, 2048)
     assert "grid=(64,)" in head(for_tpu(kernel, TPUS["v5e"]))
-    monkeypatch.setattr(
-        "pallasite.passes.schedule.tpu_blocks.STEP_SECONDS", SLOW_STARTS
-    )
     kernel = second_differences(8, 256, 128)
-    assert for_tpu(kernel, TPUS["v5e"]) is not kernel
+    assert for_tpu(kernel, SLOW_STARTS) is not kernel
     arrays = random_arrays(kernel)
     (got,), (want,) = simulated(kernel, arrays), emulated(kernel, arrays)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)

@@ -10,7 +10,6 @@ import pytest
 import pallasite as pl
 from benchmarks import gpu
 from pallasite import tpu as pltpu
-from pallasite.autodiff.backward_choice import Machine
 from pallasite.autodiff.explain_grad import full_plan
 from pallasite.backends import base, triton
 from pallasite.backends.triton import PASSES
@@ -27,7 +26,7 @@ from pallasite.errors import ChipMemoryError, ResourceError
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.run import run as run_passes
 from pallasite.sites import kernels_in
-from pallasite.target import GPUS
+from pallasite.target import GPUS, Machine
 from tests.backends.gpu_trial import TRIALS
 from tests.backends.triton.harness import compiled, simulated
 
@@ -409,7 +408,7 @@ def test_computed_tiles_that_are_multiplied_transposed_take_shared_memory():
     """p^T of a gradient, beside ds on the right and the blocks of keys and values."""
     run = gpu.grid_attention((128, 128), causal=False)
     (kernel,) = kernels_in(run, *[shape(64, 4096, 128)] * 3)
-    over_keys = full_plan(kernel, machine=Machine.of(H200)).steps[2].kernel
+    over_keys = full_plan(kernel, machine=Machine.usual(H200)).steps[2].kernel
     options = base.Options(chip=H200)
     scheduled = base.Compiled(base.get("triton"), over_keys, options).scheduled
     assert_fits(scheduled)
@@ -419,7 +418,7 @@ def test_dimensions_that_cannot_be_divided_one_after_another():
     """Blocks that fit are found for each kernel of a gradient."""
     run = gpu.loop_attention((128, 128), causal=True)
     (kernel,) = kernels_in(run, *[shape(64, 4096, 128)] * 3)
-    for step in full_plan(kernel, machine=Machine.of(H200)).steps:
+    for step in full_plan(kernel, machine=Machine.usual(H200)).steps:
         options = base.Options(chip=H200)
         scheduled = base.Compiled(base.get("triton"), step.kernel, options).scheduled
         assert_fits(scheduled)

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from pallasite.autodiff.backward import keeping_plan
-from pallasite.autodiff.backward_choice import Machine
 from pallasite.backends.base import Compiled, Options, get
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.passes.normal.normalize import normal_text
 from pallasite.passes.run import run
 from pallasite.sites import kernels_in
-from pallasite.target import GPUS
+from pallasite.target import GPUS, Machine
 from tests.passes.normal.spellings import MATMULS, STYLES, attention, batched_matmul
 from tests.passes.normal.test_same_meaning import inputs, results
 
@@ -77,7 +76,7 @@ def test_matmul_is_specialized(name):
 @pytest.mark.parametrize("name", ["vector", "lanes", "flash", "while", "swapped"])
 def test_gradient_is_specialized(name):
     kernel = kernel_of(name, length=2048, heads=16)
-    plan = keeping_plan(kernel, (True,) * 3, Machine.of(GPUS["h200"]))
+    plan = keeping_plan(kernel, (True,) * 3, Machine.usual(GPUS["h200"]))
     assert plan is not None
     steps = [plan.forward.kernel, *(step.kernel for step in plan.backward.steps)]
     with_dots = [k for k in steps if any(op.name == "dot" for op in walk(k.body))]

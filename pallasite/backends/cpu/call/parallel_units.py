@@ -19,10 +19,7 @@ from pallasite.ir.nodes import Kernel, Op, Window, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.cost import seconds
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
-
-# Waking a thread takes 10 us or more; below this much total work it does not pay off.
-PROFITABLE_NS = 40_000
-CHUNK_NS = 8_000  # the least work worth one access to the shared counter
+from pallasite.target import Host
 
 # The notes of `share_programs`, which are the fields of a Sharing.
 UNITS, UNIT_NS, ATOMICS, MOST = "cpu.units", "cpu.unit_ns", "cpu.atomics", "cpu.most"
@@ -71,12 +68,12 @@ class Sharing:
 
     @property
     def least_chunk(self) -> int:
-        return max(1, CHUNK_NS // self.unit_ns)
+        return max(1, Host.least_chunk_ns // self.unit_ns)
 
     @property
     def least_units(self) -> int:
         """The number of units from which threads pay off."""
-        return max(2, -(-PROFITABLE_NS // self.unit_ns))
+        return max(2, -(-Host.least_part_ns // self.unit_ns))
 
 
 def share_programs(kernel: Kernel) -> Kernel:
