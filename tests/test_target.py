@@ -59,3 +59,40 @@ def test_caches_of_the_host_change_the_code():
         here = compiler.identity("kernel")
     with target.using(large):
         assert compiler.identity("kernel") != here
+
+
+@pytest.mark.parametrize("row", target.CHIPS.values(), ids=lambda row: row.name)
+def test_no_usual_rate_exceeds_its_peak(row: target.Chip):
+    usual, peak = target.Machine.usual(row), target.Machine.peak(row)
+    for name in ("wide", "vector", "special", "bytes", "cached_bytes"):
+        assert 0 < getattr(usual, name) <= getattr(peak, name), name
+    assert all(usual.products[name] <= rate for name, rate in peak.products.items())
+    assert peak.multiplying(1e12, ["bf16"]) == 1e12 / row.rates["bf16"]
+    assert peak.copying(1 << 30) == (1 << 30) / row.main.bytes_per_second
+
+
+def test_a_kernel_takes_as_long_as_its_slowest_unit():
+    gpu, tpu, cpu = (
+        target.Machine.usual(chip)
+        for chip in (target.GPUS["h200"], target.TPUS["v6e"], target.Host(32, 16))
+    )
+    one, all_cores = (gpu.kernel(1e12, 0, 0, 1, programs) for programs in (1, 132))
+    assert one == pytest.approx(132 * all_cores) and all_cores > 1e-3
+    assert gpu.kernel(1e12, 0, 0, 133, 133) == pytest.approx(2 * 132 / 133 * all_cores)
+    # Few programs wait for memory; many reach its bandwidth.
+    waiting, moving = (gpu.kernel(0, 0, 1e9, n, n) for n in (1, 528))
+    assert moving == gpu.copying(1e9) and waiting > 50 * moving
+    # Units of a TPU work at once, and steps cost extra; a core of a CPU does it all.
+    assert tpu.kernel(1e12, 0, 1e9, 0, 1) == tpu.multiplying(1e12)
+    assert tpu.kernel(0, 0, 0, 1000, 1000) == pytest.approx(2.5e-4)
+    parts = cpu.multiplying(1e9), cpu.copying(1e9), cpu.starting(1000)
+    assert cpu.kernel(1e9, 0, 1e9, 1000, 1000) == pytest.approx(sum(parts))
+
+
+def test_tiles_are_padded_to_registers():
+    v6e, v7 = target.TPUS["v6e"], target.TPUS["7x"]
+    assert v6e.tile_bytes((3, 1, 129), 32) == 3 * 8 * 256 * 4
+    assert v6e.tile_bytes((9, 128), 16) == 16 * 128 * 2
+    assert v7.tile_bytes((9, 128), 16) == 16 * 128 * 2
+    assert v7.tile_bytes((1, 128), 16) == 2 * v6e.tile_bytes((1, 128), 16)
+    assert target.physical((3, 64, 1)) == (4, 64, 1)

@@ -72,9 +72,9 @@ def seconds(kernel: Kernel, chip: Gpu | Host, programs: int = 1) -> float:
     rounds = 1 if total.exact else UNKNOWN_ROUNDS
     grids = [Pipeline.of(op).grid for op in kernel.body.ops if op.name == "pipeline"]
     steps = sum(prod(n for n in grid if n is not None) for grid in grids)
-    work = (total.flops, total.transcendentals, total.bytes_accessed)
-    counts = [rounds * n for n in work]
-    return Machine.usual(chip).kernel(*counts, steps, programs)
+    flops, special = rounds * total.flops, rounds * total.transcendentals
+    moved = rounds * total.bytes_accessed
+    return Machine.usual(chip).kernel(flops, special, moved, steps, programs)
 
 
 class _Counter:

@@ -114,9 +114,7 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
 
 
 def _cores(chip: Chip | Host | None) -> int:
-    if isinstance(chip, Host):
-        return chip.threads
-    return chip.cores if isinstance(chip, Gpu) else 1
+    return 1 if chip is None else Machine.usual(chip).cores
 
 
 def _long_axes(kernel: Kernel) -> Iterator[bool]:
