@@ -336,9 +336,9 @@ def one_machine_model(source: Source) -> Iterator[str]:
 
 def _numbers(node: ast.stmt) -> Iterator[str]:
     """The names that a statement gives numbers, or tables of them."""
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    if isinstance(node, ast.AnnAssign):
-        targets = [node.target]
+    if not isinstance(node, (ast.Assign, ast.AnnAssign)):
+        return
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     for name in (n for target in targets for n in ast.walk(target)):
         parts = list(ast.walk(node.value)) if node.value is not None else []
         constants = (p.value for p in parts if isinstance(p, ast.Constant))

@@ -68,7 +68,7 @@ def test_no_usual_rate_exceeds_its_peak(row: target.Chip):
         assert 0 < getattr(usual, name) <= getattr(peak, name), name
     assert all(usual.products[name] <= rate for name, rate in peak.products.items())
     assert peak.multiplying(1e12, ["bf16"]) == 1e12 / row.rates["bf16"]
-    assert peak.copying(1 << 30) == (1 << 30) / row.main.bytes_per_second
+    assert peak.copying(row.main.bytes_per_second or 0) == 1
 
 
 def test_a_kernel_takes_as_long_as_its_slowest_unit():
