@@ -327,9 +327,12 @@ def one_machine_model(source: Source) -> Iterator[str]:
             if _ESTIMATE.search(name) and place not in _NO_ESTIMATES:
                 yield f"{source.at(node)}: {name}; {fix}"
     for node in source.nodes:
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            if _rate_read(node.right) in _MACHINE_RATES - _CHIP_RATES:
-                yield f"{source.at(node)}: {ast.unparse(node)}; {fix}"
+        if (
+            isinstance(node, ast.BinOp)
+            and isinstance(node.op, ast.Div)
+            and _rate_read(node.right) in _MACHINE_RATES - _CHIP_RATES
+        ):
+            yield f"{source.at(node)}: {ast.unparse(node)}; {fix}"
         if isinstance(node, ast.Attribute) and node.attr in _CHIP_RATES:
             yield f"{source.at(node)}: {ast.unparse(node)}; {fix}"
 
