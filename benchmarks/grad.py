@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.autodiff.backward import cotangents, plan
-from pallasite.autodiff.backward_choice import Machine
 from pallasite.primitive import chip_for
 from pallasite.sites import calls_in
+from pallasite.target import Machine
 
 MASKED = -1e30
 MOST = 4.0  # times the forward kernel that a backward may take
@@ -236,7 +236,7 @@ def backward_of(run: Callable, args: tuple[Any, ...]) -> tuple[Callable, int]:
     (call,) = calls_in(run, *args)
     wanted = [True] * len(args)
     known = (True,) * call.kernel.num_outputs
-    machine = Machine.of(chip_for(call.backend))
+    machine = Machine.usual(chip_for(call.backend))
     count = len(plan(call.kernel, tuple(wanted), known, machine).steps)
 
     def backward(args, seeds):
