@@ -20,7 +20,7 @@ MAX_LINES = 800
 
 # A module imports its own layer and lower ones only.
 LAYERS: list[set[str]] = [
-    {"errors", "config", "checking", "target", "jaxcompat", "missing"},
+    {"errors", "config", "plugins", "checking", "target", "jaxcompat", "missing"},
     {"ir"},
     {"ops"},
     {"passes", "runtime"},

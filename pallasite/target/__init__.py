@@ -7,7 +7,7 @@ package contains facts about a chip.
 from pallasite.target.chip import Chip, Gpu, Memory, SparseCore, Tpu
 from pallasite.target.cpu import AVX2, NEON, SSE, Host, host, host_of, using
 from pallasite.target.names import Named, known, named
-from pallasite.target.table import CHIPS, GPUS, TPUS, chip, chip_of_device
+from pallasite.target.table import CHIPS, GPUS, TPUS, chip, chip_of_device, chips
 
 __all__ = [
     "AVX2",
@@ -25,6 +25,7 @@ __all__ = [
     "Tpu",
     "chip",
     "chip_of_device",
+    "chips",
     "host",
     "host_of",
     "known",
