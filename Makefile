@@ -23,7 +23,7 @@ help: ## list the targets
 
 venv: $(VENV)/.installed-test ## only set up .venv, with the package and what its tests need
 
-demo: $(VENV)/.installed-test ## one portable kernel on every backend present
+demo: $(VENV)/.installed-test ## one portable kernel on every backend present, beside XLA
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed-test ## all tests, one worker per core
