@@ -14,7 +14,7 @@ GPU_ARGS ?=
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test smoke functions fuzz gpu bench lint format types docs clean
+.PHONY: help venv demo test smoke functions fuzz gpu bench lint format types docs dist clean
 # Two pips must not write into one environment at once.
 .NOTPARALLEL:
 
@@ -23,7 +23,7 @@ help: ## list the targets
 
 venv: $(VENV)/.installed-test ## only set up .venv, with the package and what its tests need
 
-demo: $(VENV)/.installed-test ## one portable kernel on every backend present
+demo: $(VENV)/.installed-test ## one portable kernel on every backend present, beside XLA
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed-test ## all tests, one worker per core
@@ -57,6 +57,11 @@ types: $(VENV)/.installed-test $(VENV)/.installed-dev ## pyright
 
 docs: $(VENV)/.installed-docs ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+dist: $(VENV)/.installed-release ## wheel and sdist in dist/, checked for an index
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
 
 clean: ## remove the virtual environments and everything built
 	rm -rf $(VENV) .venv-* build dist site .pytest_cache .ruff_cache .hypothesis

@@ -169,10 +169,11 @@ def usable_backends() -> list[str]:
 
 def _state(name: str, present: set[str]) -> str:
     from pallasite.backends import base
+    from pallasite.errors import SpecError
 
     try:
         backend = base.get(name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SpecError) as error:
         return f"not available: {error}"
     needs = {"cpu": "llvmlite"}.get(name)
     if needs and _version(needs) is None:

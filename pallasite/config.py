@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-VERSION = "0.1.0"  # of the package, even if it is not installed
+VERSION = "0.2.0.dev0"  # the only place: pyproject.toml reads it, too
 PACKAGE = Path(__file__).resolve().parent  # the package's source folder
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -25,6 +26,7 @@ from tests.share import share_of
 from tests.xla import QUICK, set_flags
 
 ROOT = Path(__file__).parent.parent
+SLOWEST = 25  # places in the list of where the time went
 MOST_BYTES = 1_500_000_000  # of a worker, before it forgets compiled programs
 
 # Tests marked `machine_only`: of kernels written as IR, and of the LLVM, Triton, CUDA,
@@ -211,6 +213,24 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """With --durations: the time by folder and file, as most tests are short."""
+    if not terminalreporter.config.option.durations:
+        return
+    reports = [r for found in terminalreporter.stats.values() for r in found]
+    timed = [r for r in reports if isinstance(r, pytest.TestReport)]
+    for title, depth in (("folders", 2), ("files", None)):
+        sums: dict[str, list[float]] = {}
+        for report in timed:
+            parts = Path(report.nodeid.split("::")[0]).parts
+            place = "/".join(parts[:depth])
+            sums.setdefault(place, []).append(report.duration)
+        slowest = sorted(sums.items(), key=lambda item: -sum(item[1]))[:SLOWEST]
+        terminalreporter.section(f"slowest {title}: seconds, setups to teardowns")
+        for place, seconds in slowest:
+            terminalreporter.write_line(f"{sum(seconds):8.1f}  {place}")
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

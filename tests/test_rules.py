@@ -21,7 +21,7 @@ MAX_LINES = 800
 
 # A module imports its own layer and lower ones only.
 LAYERS: list[set[str]] = [
-    {"errors", "config", "checking", "target", "jaxcompat", "missing"},
+    {"errors", "config", "plugins", "checking", "target", "jaxcompat", "missing"},
     {"ir"},
     {"ops"},
     {"passes", "runtime"},
@@ -468,8 +468,28 @@ def test_version_is_the_same_everywhere():
         pytest.skip("the package does not exist yet")
     import pallasite
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert pallasite.__version__ == project["version"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    place = ROOT / settings["tool"]["hatch"]["version"]["path"]
+    (written,) = re.findall(r'^VERSION = "(.*?)"', place.read_text(), re.MULTILINE)
+    assert settings["project"]["dynamic"] == ["version"]
+    assert pallasite.__version__ == written
+
+
+def test_releases_are_in_order_and_cited():
+    """A tag's version heads the changelog; between tags the version is the next's."""
+    from pallasite.config import VERSION
+
+    heads = re.findall(r"^## \[(.*?)\](.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    unreleased, *released = heads
+    assert unreleased == ("Unreleased", "") and released
+    numbers = [tuple(map(int, name.split("."))) for name, _ in released]
+    assert numbers == sorted(set(numbers), reverse=True)
+    own, _, between = VERSION.partition(".dev")
+    newest = tuple(map(int, own.split(".")))
+    assert newest > numbers[0] if between else newest == numbers[0]
+    cited = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {released[0][0]}\n" in cited
+    assert f'\ndate-released: "{released[0][1].removeprefix(" - ")}"\n' in cited
 
 
 # The rules find what they are for

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from pallasite import config
+from pallasite import config, plugins
 from pallasite.errors import UnknownBackendError
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.runtime import cache, sources
@@ -215,7 +216,8 @@ def stored_launch(compiled: Compiled, make: Callable[[], Launch]) -> Launch:
     if config.get("verify") or config.get("dump"):
         return make()  # its passes are to be shown
     backend = compiled.backend
-    code = sources.hash_of(*_SOURCES, f"backends/{backend.name}")
+    own = [f"backends/{backend.name}"] if backend.name in _MODULES else []
+    code = sources.hash_of(*_SOURCES, *own)  # another package has its version()
     passes = [p.name for p in compiled.shared]
     parts = ["launch", backend.name, backend.version(), np.__version__, code, *passes]
     key = "\n".join([*parts, repr(compiled.options), compiled.imported.text])
@@ -306,11 +308,18 @@ def _is_for_cuda(kernel: Kernel) -> bool:
 
 
 def names() -> tuple[str, ...]:
-    return tuple(_MODULES)
+    """The backends that can be named: this package's, then those of others."""
+    return (*_MODULES, *_added())
+
+
+def _added() -> Mapping[str, EntryPoint]:
+    return plugins.declared(plugins.BACKENDS, (*_MODULES, "interpret"))
 
 
 def get(name: str) -> Backend:
     """The backend called `name`, imported on first use."""
-    if name not in _MODULES:
-        raise UnknownBackendError(name, tuple(_MODULES))
-    return import_module(_MODULES[name]).BACKEND
+    if name in _MODULES:
+        return import_module(_MODULES[name]).BACKEND
+    if name in _added():
+        return plugins.loaded(_added()[name])
+    raise UnknownBackendError(name, names())

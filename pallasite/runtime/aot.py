@@ -140,7 +140,7 @@ def compile_all(
 
     Args:
         jobs: what to compile.
-        chip: the name of a TPU in `target.TPUS`.
+        chip: the name of a TPU among `target.chips()`.
         cycles: also request libtpu's static estimate of each kernel's run time.
         timeout: seconds until a job is abandoned.
         units: also read from the code which units are busy and how many registers are
@@ -346,7 +346,9 @@ def _profile_flags(folder: str, code: bool, profile: bool) -> str:
 
 
 def _main(chip: str, folder: str = "", units: str = "", keep: str = "") -> None:
-    compile_call = _compiler(target.TPUS[chip])
+    row = target.chip(chip)
+    assert isinstance(row, target.Tpu)
+    compile_call = _compiler(row)
     print(READY, flush=True)
     for number, line in enumerate(sys.stdin):
         job = json.loads(line)

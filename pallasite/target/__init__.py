@@ -8,7 +8,7 @@ from pallasite.target.chip import Chip, Gpu, Memory, SparseCore, Tpu, physical
 from pallasite.target.cpu import AVX2, NEON, SSE, Host, host, host_of, using
 from pallasite.target.machine import Machine
 from pallasite.target.names import Named, known, named
-from pallasite.target.table import CHIPS, GPUS, TPUS, chip, chip_of_device
+from pallasite.target.table import CHIPS, GPUS, TPUS, chip, chip_of_device, chips
 
 __all__ = [
     "AVX2",
@@ -27,6 +27,7 @@ __all__ = [
     "Tpu",
     "chip",
     "chip_of_device",
+    "chips",
     "host",
     "host_of",
     "known",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pallasite.errors import SpecError
 from pallasite.target.chip import Chip, Gpu, Tpu
 from pallasite.target.cpu import Host, host
-from pallasite.target.table import CHIPS, GPUS, TPUS
+from pallasite.target.table import chips
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ def named(text: str) -> Named:
     if kind == "cpu" and not chip:
         return Named("cpu", "cpu", host())
     if kind in ("tpu", "gpu") and chip:
-        family: dict[str, Tpu] | dict[str, Gpu] = TPUS if kind == "tpu" else GPUS
-        by_arch = {row.arch: row for row in reversed(GPUS.values())}
+        rows = [r for r in chips().values() if isinstance(r, Tpu) == (kind == "tpu")]
         # The suffix of sm_90a means code for this chip alone, which ours is.
-        found = family.get(chip) or (kind == "gpu" and by_arch.get(chip.rstrip("a")))
+        by_arch = [r for r in rows if isinstance(r, Gpu) and r.arch == chip.rstrip("a")]
+        found = [row for row in rows if row.name == chip] or by_arch
         if found:
-            return of_chip(found)
-    if text in CHIPS:
-        return of_chip(CHIPS[text])
+            return of_chip(found[0])
+    if text in chips():
+        return of_chip(chips()[text])
     raise SpecError(f"unknown target {text!r}", fix=f"one of {', '.join(known())}")
 
 
@@ -52,4 +52,4 @@ def of_chip(chip: Chip) -> Named:
 
 def known() -> list[str]:
     """The names of all targets."""
-    return ["cpu", *(of_chip(row).name for row in CHIPS.values())]
+    return ["cpu", *(of_chip(row).name for row in chips().values())]

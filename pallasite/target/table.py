@@ -6,7 +6,11 @@ architecture whitepapers and data sheets); rates are dense, without sparsity.
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import EntryPoint
 
+from pallasite import plugins
 from pallasite.errors import SpecError
 from pallasite.target.chip import GIB, KIB, MIB, Chip, Gpu, Memory, SparseCore, Tpu
 
@@ -111,20 +115,31 @@ GPUS: dict[str, Gpu] = {
 CHIPS: dict[str, Chip] = {**TPUS, **GPUS}
 
 
+@cache
+def chips() -> Mapping[str, Chip]:
+    """The table, then the rows that other packages add."""
+    added = plugins.declared(plugins.CHIPS, tuple(CHIPS))
+    return {**CHIPS, **{n: _row(n, entry) for n, entry in added.items()}}
+
+
+def _row(name: str, entry: EntryPoint) -> Chip:
+    return replace(plugins.loaded(entry, Chip), name=name)
+
+
 def chip(name: str) -> Chip:
     """The row of that name.
 
     Raises:
         SpecError: there is none.
     """
-    if name not in CHIPS:
-        raise SpecError(f"unknown chip {name!r}", fix=f"one of {', '.join(CHIPS)}")
-    return CHIPS[name]
+    if name not in chips():
+        raise SpecError(f"unknown chip {name!r}", fix=f"one of {', '.join(chips())}")
+    return chips()[name]
 
 
 def chip_of_device(kind: str) -> Chip | None:
     """The row for JAX's `device.device_kind`, by the longest matching name."""
     kind = re.sub(r"\s+", " ", kind)
-    named = [(name, row) for row in CHIPS.values() for name in row.device_kinds]
+    named = [(name, row) for row in chips().values() for name in row.device_kinds]
     fits = [pair for pair in named if re.match(rf"{re.escape(pair[0])}\b", kind)]
     return max(fits, key=lambda pair: len(pair[0]))[1] if fits else None

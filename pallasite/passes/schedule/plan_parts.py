@@ -19,7 +19,7 @@ from pallasite.passes.analysis.cost import bytes_of, cost, seconds
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 from pallasite.passes.run import run
 from pallasite.passes.schedule.split_axis import Program, even_parts, split
-from pallasite.target import CHIPS, Chip, Gpu, Host, Machine
+from pallasite.target import Chip, Gpu, Host, Machine, chips
 
 GAIN = 1.5  # estimated, of a split that is made
 # Matmuls are scheduled as a whole, and blocks of their results may yet be divided.
@@ -65,7 +65,7 @@ def plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
         kernel: as imported.
         chip: what it is compiled for; only GPUs and CPUs have kernels split.
     """
-    if isinstance(chip, Chip) and CHIPS.get(chip.name) is chip:
+    if isinstance(chip, Chip) and chips().get(chip.name) is chip:
         return _plan_by_name(kernel, chip.name)
     return (
         _plan_on_host(kernel, chip) if isinstance(chip, Host) else _plan(kernel, chip)
@@ -74,7 +74,7 @@ def plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
 
 @lru_cache(maxsize=1024)
 def _plan_by_name(kernel: Kernel, name: str) -> Plan:
-    return _plan(kernel, CHIPS[name])
+    return _plan(kernel, chips()[name])
 
 
 @lru_cache(maxsize=1024)
