@@ -8,7 +8,6 @@ from pallasite.ir.nodes import Kernel
 from pallasite.ir.nodes import walk as walk_ops
 from pallasite.ir.opdef import table
 from pallasite.passes.normal.counted_loops import counted_loops
-from pallasite.passes.normal.derive_counters import derive_counters
 from pallasite.passes.normal.drop_rules import drop_rules
 from pallasite.prove.bounds import bounds
 from pallasite.prove.coverage import coverage
@@ -75,8 +74,8 @@ def prove_kernel(kernel: Kernel) -> KernelProof:
 
 def _with_counters(kernel: Kernel) -> Kernel:
     """The kernel with loops that count by an index, as far as no access is lost."""
-    kernel = derive_counters(drop_rules(kernel))
-    counted = derive_counters(counted_loops(kernel))
+    kernel = drop_rules(kernel)
+    counted = counted_loops(kernel)
     return counted if _accesses(counted) == _accesses(kernel) else kernel
 
 

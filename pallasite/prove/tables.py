@@ -20,7 +20,6 @@ from pallasite.passes.analysis.block_table import exact_meaning
 from pallasite.passes.analysis.guards import guard_of
 
 MOST_ENTRIES = 1 << 20  # of one table
-_MOST_OPS = 1 << 16  # that carried values may take
 
 Table = np.ndarray
 
@@ -184,7 +183,21 @@ class Tables:
         self.known[loop.index] = (first + number * step).astype(
             loop.index.tile.dtype.np
         )
+        for n, start in enumerate(loop.inits):
+            self._counter(loop, n, start, number)
         return inside.narrowed(number < count)
+
+    def _counter(self, loop: Loop, n: int, start: Value, number: Table) -> None:
+        """A carried integer to which each round adds the same constant."""
+        param, first = loop.carried[n], self.known.get(start)
+        step = _added(loop.body, param, loop.yields[n])
+        if first is None or step is None:
+            return
+        shape = np.broadcast_shapes(first.shape, number.shape)
+        if np.prod(shape, dtype=np.int64) <= MOST_ENTRIES:
+            with np.errstate(all="ignore"):
+                made = first.astype(np.int64) + number * step
+            self.known[param] = made.astype(param.tile.dtype.np)
 
     def branches(self, op: Op, place: Place) -> Iterator[tuple[Block, Place]]:
         """The branches of a cond, and when each runs."""
@@ -223,6 +236,23 @@ class Tables:
             )
             if made is not None:
                 self.known[result] = made
+
+
+def _added(body: Block, param: Value, result: Value) -> int | None:
+    """The constant that a block adds to a scalar; None if it does something else."""
+    if param.is_ref or param.tile.shape or not param.tile.dtype.is_integer:
+        return None
+    made = {op.results[0]: op for op in body.ops if len(op.results) == 1}
+    last = made.get(result)
+    if result is param:
+        return 0
+    if last is None or last.name != "add" or param not in last.operands:
+        return None
+    x, y = last.operands
+    constant = made.get(y if x is param else x)
+    if constant is None or constant.name != "constant":
+        return None
+    return int(constant.attrs["value"])
 
 
 # --- ops that move elements ---
