@@ -9,13 +9,15 @@ from pallasite.ir.nodes import walk as walk_ops
 from pallasite.ir.opdef import table
 from pallasite.passes.normal.counted_loops import counted_loops
 from pallasite.passes.normal.drop_rules import drop_rules
+from pallasite.prove.batch import batch
 from pallasite.prove.bounds import bounds
 from pallasite.prove.coverage import coverage
 from pallasite.prove.races import order, races
 from pallasite.prove.replay import Replay
+from pallasite.prove.rows import Retrace, doubled, over_sizes, refuted
+from pallasite.prove.sync import sync
 from pallasite.prove.touches import Walk
-from pallasite.prove.verdicts import KernelProof, Proof
-from pallasite.sites import Site
+from pallasite.prove.verdicts import PROVED, KernelProof, Proof
 from pallasite.tools.traces import Trace, kernels_of
 
 
@@ -44,30 +46,44 @@ def prove(function: Callable[..., Any]) -> Callable[..., Proof]:
     """
 
     def proved(*args: Any, **kwargs: Any) -> Proof:
-        return prove_sites(partial(kernels_of, function, *args, **kwargs))
+        trace = partial(kernels_of, function, *args, **kwargs)
+        return prove_sites(trace, doubled(function, args, kwargs))
 
     return proved
 
 
-def prove_sites(trace: Trace) -> Proof:
-    """The claims about kernel calls, each kernel once."""
-    sites = list(dict.fromkeys(_kernel(site) for site in trace()))
-    return Proof(tuple(prove_kernel(kernel) for kernel in sites))
+def prove_sites(trace: Trace, retrace: Retrace | None = None) -> Proof:
+    """The claims about kernel calls, each kernel once.
+
+    Args:
+        trace: makes the calls.
+        retrace: traces the function that makes them with other numbers of rows.
+    """
+    found = dict[Kernel, KernelProof]()
+    for number, site in enumerate(trace()):
+        kernel = site.call.kernel
+        if kernel not in found:
+            found[kernel] = prove_kernel(kernel, number, retrace)
+    return Proof(tuple(found.values()))
 
 
-def _kernel(site: Site) -> Kernel:
-    return site.call.kernel
-
-
-def prove_kernel(kernel: Kernel) -> KernelProof:
-    """The claims about one kernel."""
+def prove_kernel(
+    kernel: Kernel, number: int = 0, retrace: Retrace | None = None
+) -> KernelProof:
+    """The claims about one kernel, the function's `number`-th."""
     walk, replay = Walk(_with_counters(kernel)), Replay(kernel)
     raced = races(walk, replay)
+    rows = batch(drop_rules(kernel))
+    invariant = over_sizes(kernel, number, rows, retrace)
+    if rows.claim.verdict != PROVED:
+        invariant = refuted(kernel, rows, replay)
     claims = (
         bounds(walk, replay),
         coverage(walk, replay),
         raced,
         order(walk, raced),
+        sync(kernel, replay),
+        invariant,
     )
     return KernelProof(kernel.name, str(kernel.loc or ""), claims)
 
