@@ -2,8 +2,8 @@
 
 `batch.py` shows that within one call a row's bits depend on nothing but the row. Here
 the function is traced for twice as many rows: the kernel must be the same except for
-sizes. And where `batch.py` cannot tell, two runs that differ in one row's neighbours, or
-in its place, may refute the claim.
+sizes. And where `batch.py` cannot tell, two runs that differ in a row's neighbours or
+in its place may refute the claim.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,13 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallasite.errors import PallasError
 from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.normal.normalize import nameless
-from pallasite.prove.batch import Found
-from pallasite.prove.replay import Replay, operands
-from pallasite.prove.verdicts import (
+from pallasite.proofs.batch import Found
+from pallasite.proofs.replay import Replay, operands
+from pallasite.proofs.verdicts import (
     PROVED,
     REFUTED,
     UNKNOWN,

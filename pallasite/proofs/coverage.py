@@ -11,11 +11,11 @@ from math import prod
 import numpy as np
 
 from pallasite.ir.nodes import Value
-from pallasite.prove.cells import Cells, TooManyError
-from pallasite.prove.places import Names
-from pallasite.prove.replay import Replay
-from pallasite.prove.touches import Touch, Walk
-from pallasite.prove.verdicts import PROVED, REFUTED, UNKNOWN, Claim, worst
+from pallasite.proofs.cells import Cells, TooManyError
+from pallasite.proofs.places import Names
+from pallasite.proofs.replay import Replay
+from pallasite.proofs.touches import Touch, Walk
+from pallasite.proofs.verdicts import PROVED, REFUTED, UNKNOWN, Claim, worst
 
 
 def coverage(walk: Walk, replay: Replay) -> Claim:

@@ -11,8 +11,8 @@ from math import prod
 import numpy as np
 
 from pallasite.ir.nodes import Value
-from pallasite.prove.tables import Table
-from pallasite.prove.touches import Part, Touch
+from pallasite.proofs.tables import Table
+from pallasite.proofs.touches import Part, Touch
 
 _MOST = 1 << 22  # entries of one array of indices
 

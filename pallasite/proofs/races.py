@@ -18,12 +18,12 @@ from pallasite.ir.nodes import walk as walk_ops
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import PARALLEL, GridInfo, analyze
 from pallasite.passes.run import run
-from pallasite.prove.cells import Cells, TooManyError
-from pallasite.prove.places import Names
-from pallasite.prove.replay import Replay
-from pallasite.prove.tables import Table
-from pallasite.prove.touches import Touch, Walk
-from pallasite.prove.verdicts import PROVED, REFUTED, UNKNOWN, Claim, worst
+from pallasite.proofs.cells import Cells, TooManyError
+from pallasite.proofs.places import Names
+from pallasite.proofs.replay import Replay
+from pallasite.proofs.tables import Table
+from pallasite.proofs.touches import Touch, Walk
+from pallasite.proofs.verdicts import PROVED, REFUTED, UNKNOWN, Claim, worst
 
 _NONE = np.iinfo(np.int64).max
 
@@ -70,7 +70,7 @@ def _side_by_side(kernel: Kernel) -> Op | None:
 
 def _without_grid(kernel: Kernel, pipelines: Sequence[Op], beside: Op | None) -> Claim:
     if beside is not None:
-        why = "cores, roles or thread blocks run at once; only checked mode orders their accesses by signals"
+        why = "cores, roles or thread blocks run at once, ordered by their signals"
         return Claim("races", UNKNOWN, why, str(beside.loc or ""))
     said = [w for op in pipelines for w in Pipeline.of(op).semantics if w in PARALLEL]
     if said:
@@ -116,7 +116,7 @@ class _Judge:
         example = self.replay.example("races", self._lane(one), text)
         line = str(touch.op.loc or "")
         if certain and self.replay.report("races"):
-            what = f"two programs along a parallel axis use one element of {name}, and one writes it"
+            what = f"two programs along a parallel axis use one element of {name}"
             return Claim("races", REFUTED, what, line, example)
         what = f"programs along a parallel axis may use one element of {name}"
         why = touch.place.why or touch.why or "whether their values differ is not known"

@@ -14,11 +14,11 @@ from pallasite.ir.nodes import Access, At, BlockDim, Gather, Op, Span, Value
 from pallasite.passes.analysis.block_table import last_number
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.masks import Positions
-from pallasite.prove.places import Names, first_step
-from pallasite.prove.replay import Replay
-from pallasite.prove.tables import MOST_ENTRIES, Table
-from pallasite.prove.touches import Shows, Use, Walk, extent_of
-from pallasite.prove.verdicts import PROVED, REFUTED, UNKNOWN, Claim, worst
+from pallasite.proofs.places import Names, first_step
+from pallasite.proofs.replay import Replay
+from pallasite.proofs.tables import MOST_ENTRIES, Table
+from pallasite.proofs.touches import Shows, Use, Walk, extent_of
+from pallasite.proofs.verdicts import PROVED, REFUTED, UNKNOWN, Claim, worst
 
 _DATA = "depends on values read from memory, and no range of it is known"
 
@@ -135,7 +135,9 @@ class _Judge:
             return Claim("bounds", PROVED, "")
         if masked:
             if mask is None:
-                why = f"{what} may leave it where the mask is on, which depends on values read from memory"
+                why = (
+                    f"{what} may leave it: its mask depends on values read from memory"
+                )
                 return Claim("bounds", UNKNOWN, why, line)
             bad = _both(bad, self.tables.with_tile(mask, rank))
             if bad is None:
@@ -230,7 +232,8 @@ class _Judge:
             if length is not None and not self.facts.of(length).within(0, dim.size):
                 table = self.tables.of(length)
                 if table is None or np.any((table < 0) | (table > dim.size)):
-                    why = f"the length of a block of {self.names.ref(array)} may exceed {dim.size}"
+                    name = self.names.ref(array)
+                    why = f"the length of a block of {name} may exceed {dim.size}"
                     yield Claim("bounds", UNKNOWN, why, line)
 
     def _block(

@@ -6,7 +6,7 @@ import numpy as np
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.passes.analysis.memory import Roots
-from pallasite.prove.tables import Place, Table
+from pallasite.proofs.tables import Place, Table
 
 _LETTERS = "ijklmnopqrstuvwxyz"
 

@@ -18,7 +18,7 @@ from pallasite.ir.roles import Cond, Dot, Loop, Pipeline, While
 from pallasite.passes.analysis.affine import Form
 from pallasite.passes.analysis.grid import analyze_pipeline
 from pallasite.passes.analysis.memory import Roots
-from pallasite.prove.verdicts import PROVED, UNKNOWN, Claim, listed
+from pallasite.proofs.verdicts import PROVED, UNKNOWN, Claim, listed
 
 
 class MixedError(Exception):
@@ -288,9 +288,9 @@ class _Judge:
 
     def _into_scratch(self, op: Op, access: Access, root: Value, value: Rows) -> None:
         spans = [d for d, e in enumerate(access.index) if isinstance(e, Span)]
-        if access.mask is not None or len(spans) < len(access.index):
-            if value.dim is not None and value.dim >= 0:
-                raise MixedError("it stores rows into part of scratch", op)
+        has_rows = value.dim is not None and value.dim >= 0
+        if has_rows and (access.mask is not None or len(spans) < len(access.index)):
+            raise MixedError("it stores rows into part of scratch", op)
         for v in access.index_operands:
             if self._known(v, op).dim is not None:
                 raise MixedError("which elements it uses depends on the rows", op)
@@ -303,9 +303,7 @@ class _Judge:
             new = Rows(spans[value.dim], frozenset(spans[d] for d in value.varies))
         else:
             full = access.index == full_index(root.ref.shape) and access.mask is None
-            new = Rows(
-                value.dim, value.varies if full else _wide(root.ref.shape)
-            )
+            new = Rows(value.dim, value.varies if full else _wide(root.ref.shape))
         old = self.memory.get(root)
         self.memory[root] = new if old is None else _join([old, new], op)
 
@@ -427,9 +425,10 @@ class _Judge:
 
     def slice(self, op: Op) -> None:
         x = self._known(op.operands[0], op)
-        if x.dim is not None and x.dim >= 0:
-            if op.result.tile.shape[x.dim] != op.operands[0].tile.shape[x.dim]:
-                raise MixedError("it slices rows", op)
+        before, after = op.operands[0].tile.shape, op.result.tile.shape
+        has_rows = x.dim is not None and x.dim >= 0
+        if has_rows and before[x.dim] != after[x.dim]:
+            raise MixedError("it slices rows", op)
         self.of[op.result] = x
 
     def dot(self, op: Op) -> None:

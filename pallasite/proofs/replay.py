@@ -12,7 +12,7 @@ from pallasite.interpret.checked import run_checked
 from pallasite.interpret.devices import talks_to_devices
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.roles import Pipeline
-from pallasite.prove.verdicts import Counterexample
+from pallasite.proofs.verdicts import Counterexample
 
 MOST_PROGRAMS = 1 << 12
 _MOST_ELEMENTS = 1 << 22

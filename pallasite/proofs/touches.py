@@ -26,7 +26,7 @@ from pallasite.ir.opdef import Effect, table
 from pallasite.ir.roles import Loop, Pipeline
 from pallasite.passes.analysis.block_table import last_number
 from pallasite.passes.analysis.memory import read_refs, written_refs
-from pallasite.prove.tables import MOST_ENTRIES, Place, Table, Tables
+from pallasite.proofs.tables import MOST_ENTRIES, Place, Table, Tables
 
 Entries = Sequence[tuple[At | Span | Gather, Value | None]]
 

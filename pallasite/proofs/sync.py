@@ -15,8 +15,8 @@ from pallasite.ir.opdef import Effect, Use, table
 from pallasite.ir.roles import Cond, Loop
 from pallasite.passes.analysis.block_table import exact_meaning
 from pallasite.passes.analysis.memory import Roots, read_refs, written_refs
-from pallasite.prove.replay import Replay
-from pallasite.prove.verdicts import PROVED, REFUTED, UNKNOWN, Claim
+from pallasite.proofs.replay import Replay
+from pallasite.proofs.verdicts import PROVED, REFUTED, UNKNOWN, Claim
 
 _WAITS = {"copy_wait": 2, "indexed_copy_wait": 2, "sem_wait": 0, "barrier_wait": 0}
 _CONTROL = ("roles", "warps", "pipeline")
@@ -38,7 +38,7 @@ def sync(kernel: Kernel, replay: Replay) -> Claim:
     if replay.possible():
         return Claim("sync", UNKNOWN, f"not run: {replay.possible()}")
     return Claim(
-        "sync", PROVED, "the same on every run, and one run ends with every wait served"
+        "sync", PROVED, "every run is the same, and one ends with every wait served"
     )
 
 
@@ -52,7 +52,7 @@ def _not_fixed(kernel: Kernel) -> tuple[str, str]:
             return "it polls a semaphore", str(op.loc or "")
     shared = _waited_for_twice(kernel)
     if shared is not None:
-        why = "several roles wait for one semaphore or barrier, in an order that is not fixed"
+        why = "several roles wait for one semaphore or barrier, in no fixed order"
         return why, str(shared.loc or "")
     return _Taint(kernel).reason()
 
@@ -140,11 +140,11 @@ class _Taint:
         for op, control in self._involved(self.kernel.body, None):
             line = str(op.loc or "")
             if control is not None:
-                why = "whether or how often it copies, signals or waits depends on values read from memory"
+                why = "how often it copies, signals or waits depends on values read"
                 return why, str(control.loc or line)
             if any(v in self.tainted for v in self._matters(op)):
                 return (
-                    "what it copies, signals or waits for depends on values read from memory",
+                    "what it copies, signals or waits for depends on values read",
                     line,
                 )
         return "", ""
