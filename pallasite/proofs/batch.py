@@ -426,8 +426,8 @@ class _Judge:
     def slice(self, op: Op) -> None:
         x = self._known(op.operands[0], op)
         before, after = op.operands[0].tile.shape, op.result.tile.shape
-        has_rows = x.dim is not None and x.dim >= 0
-        if has_rows and before[x.dim] != after[x.dim]:
+        dim = -1 if x.dim is None else x.dim
+        if dim >= 0 and before[dim] != after[dim]:
             raise MixedError("it slices rows", op)
         self.of[op.result] = x
 

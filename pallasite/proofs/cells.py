@@ -69,7 +69,7 @@ class Cells:
                 groups.remove(group)
                 dims, axes = dims | group[0], axes | group[1]
             groups.append((dims, axes))
-        moves, ever = _axes(active), active.any(keepdims=True)
+        moves, ever = _axes(active), np.asarray(active.any(keepdims=True))
         for dims, axes in groups:
             own = active if moves & axes else ever
             if dims:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.memory import Roots
 from pallasite.proofs.tables import Place, Table
 
@@ -29,7 +30,7 @@ class Names:
         words, dim = list[str](), 0
         for outer in self.around.get(op, ()) if op is not None else ():
             if outer.name == "pipeline":
-                rank = len(outer.attrs["grid"])
+                rank = len(Pipeline.of(outer).grid)
                 ids = at[dim : dim + rank]
                 words += _program(ids, "inner step" if dim else "program")
                 dim += rank

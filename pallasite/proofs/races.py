@@ -190,7 +190,7 @@ class _Judge:
         active = touch.place.active & np.ones_like(lane, bool)
         keep = [d for d in range(active.ndim) if d in self.axes or _moves(touch, d)]
         drop = tuple(d for d in range(active.ndim) if d not in keep)
-        active = active.any(axis=drop, keepdims=True)
+        active = np.asarray(active.any(axis=drop, keepdims=True))
         hits = cells.hits(_at(touch, active))
         own = lane.reshape(lane.shape + (1,) * (hits.valid.ndim - lane.ndim))
         lanes = np.broadcast_to(own, hits.valid.shape)[hits.valid]
@@ -242,7 +242,7 @@ def _has_parallel_axes(kernel: Kernel) -> bool:
         word in PARALLEL
         for op in walk_ops(kernel.body)
         if op.name == "pipeline"
-        for word in op.attrs["semantics"]
+        for word in Pipeline.of(op).semantics
     )
     info = _analysed(kernel)
     return any(said) or (info is not None and bool(info.parallel))

@@ -1,7 +1,7 @@
 """Runs a kernel in checked mode on synthetic operands, to see what a proof says."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -24,8 +24,13 @@ _CHECKS = {
     "order": "races",
     "sync": "copies",
 }
-_NONE = dict.fromkeys(
-    ("bounds", "uninitialised", "races", "unwritten", "copies", "promises"), False
+_NONE = Checked(
+    bounds=False,
+    uninitialised=False,
+    races=False,
+    unwritten=False,
+    copies=False,
+    promises=False,
 )
 
 
@@ -62,7 +67,7 @@ class Replay:
     def _run(self, claim: str) -> str:
         if self.possible():
             return ""
-        options = Checked(**{**_NONE, _CHECKS[claim]: True})
+        options = replace(_NONE, **{_CHECKS[claim]: True})
         try:
             run_checked(self.kernel, operands(self.kernel), options)
         except CheckError as error:
@@ -76,7 +81,7 @@ class Replay:
         if self.possible():
             return None
         try:
-            return run_checked(self.kernel, arrays, Checked(**_NONE, orders=("early",)))
+            return run_checked(self.kernel, arrays, replace(_NONE, orders=("early",)))
         except PallasError:
             return None
 

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from pallasite.ir.nodes import Kernel, Op, Value
+from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.normal.normalize import nameless
 from pallasite.proofs.batch import Found
@@ -102,11 +103,12 @@ def _same(
 def _code(kernel: Kernel, axis: int, rows: Sequence[int]) -> str:
     """The text of a kernel without the number of rows."""
     op = find_pipeline(kernel)
-    grid = list(op.attrs["grid"])
+    pipeline = Pipeline.of(op)
+    grid = list(pipeline.grid)
     if axis >= len(grid):
         return ""
     grid[axis] = 1
-    same = op.with_(attrs={**op.attrs, "grid": tuple(grid)})
+    same = pipeline.with_(grid=tuple(grid)).to_op()
     ops: tuple[Op, ...] = tuple(same if o is op else o for o in kernel.body.ops)
     new = dict[Value, Value]()
     for n, param in enumerate(kernel.params):

@@ -12,7 +12,7 @@ from pallasite.interpret.resume import Pauses, cluster_axes, core_axes
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value
 from pallasite.ir.nodes import walk as walk_ops
 from pallasite.ir.opdef import Effect, Use, table
-from pallasite.ir.roles import Cond, Loop
+from pallasite.ir.roles import Cond, Loop, Pipeline
 from pallasite.passes.analysis.block_table import exact_meaning
 from pallasite.passes.analysis.memory import Roots, read_refs, written_refs
 from pallasite.proofs.replay import Replay
@@ -172,9 +172,10 @@ class _Taint:
         if op.name == "cond":
             return op.operands[0] in self.tainted
         if op.name == "pipeline":
-            dynamic = len(op.operands) - len(op.attrs["windows"])
-            maps = [v for region in op.regions[:-1] for v in region.yields]
-            return any(v in self.tainted for v in (*op.operands[:dynamic], *maps))
+            pipeline = Pipeline.of(op)
+            maps = [v for region in pipeline.maps for v in region.yields]
+            decides = (*pipeline.dynamic_sizes, *maps)
+            return any(v in self.tainted for v in decides)
         return bool(op.regions) and op.name not in _CONTROL
 
     def _matters(self, op: Op) -> Iterator[Value]:

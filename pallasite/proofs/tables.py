@@ -51,7 +51,7 @@ def depth_of(block: Block) -> int:
     """How many dimensions of steps a block needs."""
     most = 0
     for op in block.ops:
-        own = {"pipeline": len(op.attrs.get("grid", ())), "for": 1}.get(op.name, 0)
+        own = len(Pipeline.of(op).grid) if op.name == "pipeline" else op.name == "for"
         for region in op.regions:
             most = max(most, own + depth_of(region))
     return most
