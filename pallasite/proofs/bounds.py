@@ -20,7 +20,10 @@ from pallasite.proofs.tables import MOST_ENTRIES, Table
 from pallasite.proofs.touches import Shows, Use, Walk, extent_of
 from pallasite.proofs.verdicts import PROVED, REFUTED, UNKNOWN, Claim, worst
 
-_DATA = "depends on values read from memory, and no range of it is known"
+_DATA = (
+    "depends on values read from memory or carried by a loop, and no range of it is "
+    "known"
+)
 
 
 def bounds(walk: Walk, replay: Replay) -> Claim:

@@ -47,7 +47,8 @@ def _output(walk: Walk, root: Value, name: str, replay: Replay) -> Claim:
     element = cells.first_element(np.argwhere(~written)[0])
     if unsure:
         first = unsure[0]
-        why = first.place.why if not first.place.sure else first.why
+        why = first.why if first.place.sure else first.place.why
+        why = why or "its block may pass the edge of another"
         what = f"whether {name}{list(element)} is written is not known"
         return Claim("coverage", UNKNOWN, f"{what}: {why}", _line(unsure))
     example = replay.example("coverage", "", f"{name}{list(element)}")

@@ -35,9 +35,9 @@ def races(walk: Walk, replay: Replay) -> Claim:
     beside = _side_by_side(kernel)
     if len(pipelines) != 1 or beside is not None:
         return _without_grid(kernel, pipelines, beside)
-    info, axes = _analysed(kernel), racing_axes(kernel)
+    axes = racing_axes(kernel)
     if not axes:
-        known = info.parallel if info is not None else ()
+        known = analyze(kernel).parallel
         along = " and ".join(f"i{a}" for a in known)
         what = f"programs along {along} share nothing that one writes"
         return Claim("races", PROVED, what if known else "no axis is parallel")

@@ -124,29 +124,32 @@ def refuted(kernel: Kernel, found: Found, replay: Replay) -> Claim:
     """The claim, refuted if a row of a run changes with other rows or its place."""
     if found.claim.verdict != UNKNOWN or not found.operands:
         return found.claim
+    text = _experiment(kernel, found, replay)
+    if not text:
+        return found.claim
+    example = Counterexample("", text, lambda: _experiment(kernel, found, replay))
+    return replace(found.claim, verdict=REFUTED, counterexample=example)
+
+
+def _experiment(kernel: Kernel, found: Found, replay: Replay) -> str:
+    """How a row changes between two runs; empty if it does not, or nothing is run."""
     first, other = operands(kernel), operands(kernel, 1)
     apart = [x.copy() for x in first]
     turned = [x.copy() for x in first]
     for n in found.operands:
-        if np.issubdtype(first[n].dtype, np.integer) or first[n].dtype == bool:
-            continue
-        apart[n][1:] = other[n][1:]
-        turned[n] = np.roll(first[n], 1, axis=0)
+        if kernel.inputs[n].ref.dtype.is_float:
+            apart[n][1:] = other[n][1:]
+            turned[n] = np.roll(first[n], 1, axis=0)
     before, changed, moved = map(replay.results, (first, apart, turned))
     if before is None or changed is None or moved is None:
-        return found.claim
+        return ""
     for one, two, three in zip(before, changed, moved, strict=True):
         if _bits(one[:1]) != _bits(two[:1]):
-            return _refutation(found.claim, "row 0 changes when only other rows do")
-        if _bits(one[:-1]) != _bits(three[1:]):
-            return _refutation(found.claim, "rows change when all move down by one")
-    return found.claim
-
-
-def _refutation(claim: Claim, text: str) -> Claim:
-    return replace(
-        claim, verdict=REFUTED, counterexample=Counterexample("", text, lambda: text)
-    )
+            return "row 0: it changes when only other rows do"
+        for row, (here, there) in enumerate(zip(one[:-1], three[1:], strict=True)):
+            if _bits(here) != _bits(there):
+                return f"row {row}: it changes when it becomes row {row + 1}"
+    return ""
 
 
 def _bits(x: np.ndarray) -> bytes:
