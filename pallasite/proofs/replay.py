@@ -40,6 +40,7 @@ class Replay:
 
     kernel: Kernel
     reports: dict[str, str] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
 
     def possible(self) -> str:
         """Why the kernel is not run; empty if it can be."""
@@ -74,7 +75,12 @@ class Replay:
             return str(error) if error.kind == _CHECKS[claim] else ""
         except PallasError:
             return ""
+        self.ended.add(claim)
         return ""
+
+    def ends(self, claim: str) -> bool:
+        """Whether the run that looks at a claim comes to its end without a report."""
+        return not self.report(claim) and claim in self.ended
 
     def results(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray] | None:
         """The kernel's results, without any check; None if it is not run."""

@@ -37,6 +37,8 @@ def sync(kernel: Kernel, replay: Replay) -> Claim:
         return Claim("sync", UNKNOWN, why, line)
     if replay.possible():
         return Claim("sync", UNKNOWN, f"not run: {replay.possible()}")
+    if not replay.ends("sync"):
+        return Claim("sync", UNKNOWN, "a run in checked mode does not come to its end")
     return Claim(
         "sync", PROVED, "every run is the same, and one ends with every wait served"
     )
@@ -48,6 +50,9 @@ def _not_fixed(kernel: Kernel) -> tuple[str, str]:
     for op in ops:
         if core_axes(kernel, op) or cluster_axes(kernel, op):
             return "several cores or thread blocks signal each other", str(op.loc or "")
+        if op.name in ("roles", "warps") and _has_phases(op):
+            why = "roles wait for phases of barriers, which another order may miss"
+            return why, str(op.loc or "")
         if op.name == "sem_read":
             return "it polls a semaphore", str(op.loc or "")
     shared = _waited_for_twice(kernel)
@@ -55,6 +60,11 @@ def _not_fixed(kernel: Kernel) -> tuple[str, str]:
         why = "several roles wait for one semaphore or barrier, in no fixed order"
         return why, str(shared.loc or "")
     return _Taint(kernel).reason()
+
+
+def _has_phases(roles: Op) -> bool:
+    ops = (op for region in roles.regions for op in walk_ops(region))
+    return any(op.name == "barrier_wait" for op in ops)
 
 
 def _waited_for_twice(kernel: Kernel) -> Op | None:

@@ -12,6 +12,9 @@ import pytest
 
 import pallasite as pl
 from pallasite import tpu as pltpu
+from pallasite.ir.parse import parse_kernel
+from pallasite.proofs.kernels import prove_kernel
+from tests.checked import test_gpu_level
 from tests.prove import bugs
 from tests.prove.bugs import blocks, call, copy_kernel, copying, counting, rows, whole
 
@@ -219,6 +222,25 @@ def test_matching_signals_are_proved():
 
     (kernel,) = pl.prove(lambda: counting(body))().kernels
     assert kernel.sync.verdict == "proved"
+
+
+def test_a_run_that_a_check_ends_proves_nothing():
+    def body(sem):
+        pl.debug_check(jnp.bool_(False), "never")
+        pl.semaphore_signal(sem, 1)
+        pl.semaphore_wait(sem, 1)
+
+    (kernel,) = pl.prove(lambda: counting(body))().kernels
+    assert kernel.sync.verdict == "unknown"
+
+
+def test_roles_and_their_barriers():
+    """One wrong line is refuted; that phases are never missed is not decided."""
+    (text, old, new, *_) = test_gpu_level.WRONG["slot never freed"]
+    right = prove_kernel(parse_kernel(text), ["sync", "races"])
+    assert [c.verdict for c in right.claims] == ["unknown", "unknown"]
+    wrong = prove_kernel(parse_kernel(text.replace(old, new)), ["sync"])
+    assert wrong.sync.verdict == "refuted"
 
 
 # --- batch invariance ---
