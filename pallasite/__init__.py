@@ -69,6 +69,7 @@ from pallasite.language.specs import Squeezed as Squeezed
 from pallasite.language.specs import no_block_spec as no_block_spec
 from pallasite.language.specs import squeezed as squeezed
 from pallasite.primitive import Checked as Checked
+from pallasite.proofs.prove import prove as prove
 from pallasite.sharding.rule import Partition as Partition
 from pallasite.tools.aot import aot as aot
 from pallasite.tools.explain import explain as explain

@@ -1,4 +1,4 @@
-"""Command line: `pallasite run`, `check`, `explain`, `explore`, `tune` and others.
+"""Command line: `pallasite run`, `check`, `explain`, `prove`, `tune` and others.
 
 Also as `python -m pallasite ...`.
 """
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     tuner.add_arguments(tune)
     judge.add_parsers(commands)
     options = parser.parse_args(argv)
-    if options.command in ("check", "explain", "explore"):
+    if options.command in ("check", "explain", "explore", "prove"):
         if options.in_child:
             _install()  # kernels written for upstream are checked, too
         return judge.run(options, sys.argv[1:] if argv is None else argv)

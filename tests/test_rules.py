@@ -36,7 +36,7 @@ LAYERS: list[set[str]] = [
     {"autodiff"},
     {"calls"},
     {"fusion"},
-    {"tools"},
+    {"tools", "proofs"},
     {"tune"},
     {"kernels"},
 ]

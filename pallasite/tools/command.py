@@ -1,4 +1,4 @@
-"""The commands `pallasite check`, `pallasite explain` and `pallasite explore`.
+"""The commands `pallasite check`, `explain`, `explore` and `prove`.
 
 A command runs in a child process: whatever ends that process (a compiler's abort, a
 signal) is reported like any other result, with its own exit status.
@@ -40,6 +40,17 @@ EXPLORE = f"""examples:
   pallasite explore kernels.py::softmax --args 'f32[8192,2048]' --serve
 
 {STATUS}"""
+PROVE = """examples:
+  pallasite prove train.py
+  pallasite prove kernels.py::softmax --args 'f32[8192,2048]'
+  pallasite prove kernels.py::softmax --args 'f32[8192,2048]' --claims bounds,races
+
+exit status:
+  0  no claim is refuted
+  1  some claim is; the report has a counterexample and the line
+  2  the command is wrong: no such file, function or claim, no kernel in it, or a
+     file that raises an error
+"""
 PORT = 8765
 
 
@@ -91,8 +102,21 @@ def add_parsers(commands: Any) -> None:
             help="run nothing, and get no compiler estimates",
         )
 
+    prove = _parser(
+        commands,
+        "prove",
+        PROVE,
+        "prove or refute claims about kernels, for all inputs",
+        targets=False,
+    )
+    prove.add_argument(
+        "--claims", default="", help="bounds, coverage, ...; default: all of them"
+    )
 
-def _parser(commands: Any, name: str, epilog: str, text: str) -> Any:
+
+def _parser(
+    commands: Any, name: str, epilog: str, text: str, targets: bool = True
+) -> Any:
     parser = commands.add_parser(
         name,
         help=text,
@@ -101,7 +125,9 @@ def _parser(commands: Any, name: str, epilog: str, text: str) -> Any:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="FILE[::FUNCTION]")
-    parser.add_argument("--target", help="cpu, tpu:v6e, gpu:h200, ...; comma-separated")
+    if targets:
+        what = "cpu, tpu:v6e, gpu:h200, ...; comma-separated"
+        parser.add_argument("--target", help=what)
     parser.add_argument(
         "--args", default="", help="operands of FUNCTION: 'f32[8,128], i32[4]'"
     )
@@ -159,6 +185,8 @@ def _report(options: argparse.Namespace, line: "_Line") -> Any:
     from pallasite.tools.sources import trace_of
     from pallasite.tools.timing import explain_sites
 
+    if options.command == "prove":
+        return _proof(options, line)
     targets = [t for t in (options.target or "").split(",") if t]
     _known(targets)
     line.show(f"reading {options.source}")
@@ -170,6 +198,14 @@ def _report(options: argparse.Namespace, line: "_Line") -> Any:
     return Aot(trace).compile(
         *targets, dump=dump, timeout=options.timeout, progress=line.show
     )
+
+
+def _proof(options: argparse.Namespace, line: "_Line") -> Any:
+    from pallasite.proofs.kernels import prove_source
+
+    line.show(f"reading {options.source}")
+    claims = tuple(c.strip() for c in options.claims.split(",") if c.strip())
+    return prove_source(options.source, options.args, claims)
 
 
 def _explore(options: argparse.Namespace, line: "_Line") -> int:

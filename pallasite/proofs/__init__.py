@@ -1,0 +1,1 @@
+"""Proofs about kernels, for all inputs: `pl.prove` and `pallasite prove`."""

@@ -1,0 +1,98 @@
+"""All claims about the kernels of a trace, for `pl.prove` and `pallasite prove`."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from pallasite.errors import SpecError
+from pallasite.ir.nodes import Kernel
+from pallasite.ir.nodes import walk as walk_ops
+from pallasite.ir.opdef import table
+from pallasite.passes.normal.counted_loops import counted_loops
+from pallasite.passes.normal.drop_rules import drop_rules
+from pallasite.proofs.batch import batch
+from pallasite.proofs.bounds import bounds
+from pallasite.proofs.coverage import coverage
+from pallasite.proofs.races import order, races
+from pallasite.proofs.replay import Replay
+from pallasite.proofs.rows import Retrace, doubled, over_sizes, refuted
+from pallasite.proofs.sync import sync
+from pallasite.proofs.touches import Walk
+from pallasite.proofs.verdicts import CLAIMS, PROVED, Claim, KernelProof, Proof
+from pallasite.tools.sources import trace_of
+from pallasite.tools.traces import Trace
+
+
+def prove_source(source: str, operands: str, claims: Sequence[str] = ()) -> Proof:
+    """The claims about the kernels of "FILE::FUNCTION", or of a script, "FILE"."""
+    claims = claims or CLAIMS
+    check_names(claims)
+    trace = trace_of(source, operands)
+    # The trace of a function is a partial that ends with the function and operands.
+    given = trace.args[1:] if isinstance(trace, partial) else ()
+    retrace = doubled(given[0], tuple(given[1:]), {}) if given else None
+    return prove_sites(trace, claims, retrace)
+
+
+def check_names(claims: Sequence[str]) -> None:
+    """Reject a name that is no claim's."""
+    for claim in claims:
+        if claim not in CLAIMS:
+            fix = f"one of {', '.join(CLAIMS)}"
+            raise SpecError(f"there is no claim {claim!r}", fix=fix)
+
+
+def prove_sites(
+    trace: Trace, claims: Sequence[str] = CLAIMS, retrace: Retrace | None = None
+) -> Proof:
+    """The claims about kernel calls, each kernel once.
+
+    Args:
+        trace: makes the calls.
+        claims: the names of those wanted.
+        retrace: traces the function that makes them with other numbers of rows.
+    """
+    found = dict[Kernel, KernelProof]()
+    for number, site in enumerate(trace()):
+        kernel = site.call.kernel
+        if kernel not in found:
+            found[kernel] = prove_kernel(kernel, claims, number, retrace)
+    return Proof(tuple(found.values()))
+
+
+def prove_kernel(
+    kernel: Kernel,
+    claims: Sequence[str] = CLAIMS,
+    number: int = 0,
+    retrace: Retrace | None = None,
+) -> KernelProof:
+    """The claims about one kernel, the function's `number`-th."""
+    replay = Replay(kernel)
+    made = list[Claim]()
+    if not {"bounds", "coverage", "races", "order"}.isdisjoint(claims):
+        walk = Walk(_with_counters(kernel))
+        raced = races(walk, replay)
+        made += [bounds(walk, replay), coverage(walk, replay)]
+        made += [raced, order(walk, raced)]
+    if "sync" in claims:
+        made.append(sync(kernel, replay))
+    if "batch" in claims:
+        rows = batch(drop_rules(kernel))
+        is_proved = rows.claim.verdict == PROVED
+        made.append(
+            over_sizes(kernel, number, rows, retrace)
+            if is_proved
+            else refuted(kernel, rows, replay)
+        )
+    wanted = tuple(claim for claim in made if claim.name in claims)
+    return KernelProof(kernel.name, str(kernel.loc or ""), wanted)
+
+
+def _with_counters(kernel: Kernel) -> Kernel:
+    """The kernel with loops that count by an index, as far as no access is lost."""
+    kernel = drop_rules(kernel)
+    counted = counted_loops(kernel)
+    return counted if _accesses(counted) == _accesses(kernel) else kernel
+
+
+def _accesses(kernel: Kernel) -> int:
+    return sum(table()[op.name].indexed for op in walk_ops(kernel.body))

@@ -1,0 +1,248 @@
+"""Races, and the order of programs along parallel axes.
+
+Programs that differ along an axis declared parallel, which grid analysis does not prove
+to be, are in different lanes. No element may be written in one lane and touched in
+another. Axes that are parallel although nobody declared them so are proved to be by
+grid analysis, which made them parallel.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pallasite.interpret.races import racing_axes
+from pallasite.interpret.resume import cluster_axes, core_axes
+from pallasite.ir.nodes import Kernel, Op, Value
+from pallasite.ir.nodes import walk as walk_ops
+from pallasite.ir.roles import Pipeline
+from pallasite.passes.analysis.grid import PARALLEL, GridInfo, analyze
+from pallasite.passes.run import run
+from pallasite.proofs.cells import Cells, TooManyError
+from pallasite.proofs.places import Names
+from pallasite.proofs.replay import Replay
+from pallasite.proofs.tables import Table
+from pallasite.proofs.touches import Touch, Walk
+from pallasite.proofs.verdicts import PROVED, REFUTED, UNKNOWN, Claim, worst
+
+_NONE = np.iinfo(np.int64).max
+
+
+def races(walk: Walk, replay: Replay) -> Claim:
+    """Whether programs along parallel axes leave each other's elements alone."""
+    kernel = walk.kernel
+    pipelines = [op for op in kernel.body.ops if op.name == "pipeline"]
+    beside = _side_by_side(kernel)
+    if len(pipelines) != 1 or beside is not None:
+        return _without_grid(kernel, pipelines, beside)
+    axes = racing_axes(kernel)
+    if not axes:
+        known = analyze(kernel).parallel
+        along = " and ".join(f"i{a}" for a in known)
+        what = f"programs along {along} share nothing that one writes"
+        return Claim("races", PROVED, what if known else "no axis is parallel")
+    judge = _Judge(walk, pipelines[0], axes, replay)
+    along = " and ".join(f"i{a}" for a in axes)
+    return worst(
+        "races", judge.claims(), f"programs along {along} share nothing that one writes"
+    )
+
+
+def _analysed(kernel: Kernel) -> GridInfo | None:
+    normal = run(kernel)
+    found = [op for op in normal.body.ops if op.name == "pipeline"]
+    return analyze(normal) if len(found) == 1 else None
+
+
+def _side_by_side(kernel: Kernel) -> Op | None:
+    """What runs concurrently other than programs of the grid."""
+    ops = list(walk_ops(kernel.body))
+    beside = ("roles", "warps")
+    return next(
+        (
+            op
+            for op in ops
+            if op.name in beside or core_axes(kernel, op) or cluster_axes(kernel, op)
+        ),
+        None,
+    )
+
+
+def _without_grid(kernel: Kernel, pipelines: Sequence[Op], beside: Op | None) -> Claim:
+    if beside is not None:
+        why = "cores, roles or thread blocks run at once, ordered by their signals"
+        return Claim("races", UNKNOWN, why, str(beside.loc or ""))
+    said = [w for op in pipelines for w in Pipeline.of(op).semantics if w in PARALLEL]
+    if said:
+        why = "several grids with parallel axes follow each other"
+        return Claim("races", UNKNOWN, why, str(pipelines[0].loc or ""))
+    return Claim("races", PROVED, "one thread of control, no parallel axis")
+
+
+class _Judge:
+    def __init__(self, walk: Walk, op: Op, axes: Sequence[int], replay: Replay):
+        self.walk, self.op, self.replay = walk, op, replay
+        self.pipeline, self.names = Pipeline.of(op), Names(walk.kernel)
+        # The kernel's own grid has the outermost steps.
+        self.axes = tuple(axes)
+        self.sizes = [self.pipeline.grid[a] for a in axes]
+
+    def claims(self) -> list[Claim]:
+        if any(n is None for n in self.sizes):
+            why = "the size of a parallel axis is known only at run time"
+            return [Claim("races", UNKNOWN, why, str(self.op.loc or ""))]
+        roots = dict.fromkeys(t.root for t in self.walk.touches if t.writes)
+        return [self._root(root) for root in roots]
+
+    def _root(self, root: Value) -> Claim:
+        touches = [t for t in self.walk.touches if t.root is root]
+        name = self.names.ref(root)
+        if root not in self.walk.kernel.params:
+            return self._scratch(root, name, touches)
+        lost = [t for t in touches if t.parts is None and t.points is None]
+        if lost:
+            why = f"which elements of {name} are touched is not known: {lost[0].why}"
+            return self._unknown(why, lost)
+        try:
+            clash = self._clash(root, touches)
+        except TooManyError:
+            return self._unknown(
+                f"{name} has too many blocks and steps to try them all", touches
+            )
+        if clash is None:
+            return Claim("races", PROVED, "")
+        element, one, other, certain, touch = clash
+        text = f"{name}{list(element)}, with {self._lane(other)}"
+        example = self.replay.example("races", self._lane(one), text)
+        line = str(touch.op.loc or "")
+        if certain and self.replay.report("races"):
+            what = f"two programs along a parallel axis use one element of {name}"
+            return Claim("races", REFUTED, what, line, example)
+        what = f"programs along a parallel axis may use one element of {name}"
+        why = touch.place.why or touch.why or "whether their values differ is not known"
+        return Claim("races", UNKNOWN, f"{what}: {why}", line, None)
+
+    def _scratch(self, root: Value, name: str, touches: Sequence[Touch]) -> Claim:
+        """Scratch is each lane's own, but what it holds at first is another's."""
+        if any(
+            op.result is root for op in self.pipeline.body.ops if op.name == "alloc"
+        ):
+            return Claim("races", PROVED, "")
+        info = analyze(self.walk.kernel)
+        carried = [c for c in info.carries if c.name == name]
+        if carried and not any(set(self.axes) & c.axes for c in carried):
+            return Claim("races", PROVED, "")
+        if self.replay.report("races"):
+            what = f"the scratch {name} carries values along a parallel axis"
+            example = self.replay.example("races", "", name)
+            return Claim("races", REFUTED, what, self._line(touches), example)
+        return self._unknown(
+            f"the scratch {name} may carry values along a parallel axis", touches
+        )
+
+    def _clash(self, root: Value, touches: Sequence[Touch]):
+        """An element that a lane writes and another touches, if there is one."""
+        cells = Cells(root, touches, self.walk.tables.rank)
+        low = np.full(cells.counts, _NONE)
+        high = np.full(cells.counts, -1)
+        wlow, whigh = low.copy(), high.copy()
+        for touch in touches:
+            if touch.atomic and len({t.op.name for t in touches}) == 1:
+                continue  # nothing but atomics: they add up in any order
+            where, lanes = self._lanes(cells, touch)
+            np.minimum.at(low, where, lanes)
+            np.maximum.at(high, where, lanes)
+            if touch.writes:
+                np.minimum.at(wlow, where, lanes)
+                np.maximum.at(whigh, where, lanes)
+        bad = (whigh >= 0) & (low != high)
+        if not bad.any():
+            return None
+        cell = tuple(np.argwhere(bad)[0])
+        involved = [t for t in touches if self._touches(cells, t, cell)]
+        writer = next(t for t in involved if t.writes)
+        unsure = [t for t in involved if not t.sure]
+        first = unsure[0] if unsure else writer
+        return (
+            cells.first_element(cell),
+            int(low[cell]),
+            int(high[cell]),
+            not unsure,
+            first,
+        )
+
+    def _touches(self, cells: Cells, touch: Touch, cell: Sequence[int]) -> bool:
+        where, _ = self._lanes(cells, touch)
+        same = np.ones(len(where[0]) if where else 1, bool)
+        for found, wanted in zip(where, cell, strict=True):
+            same &= found == wanted
+        return bool(same.any())
+
+    def _lanes(
+        self, cells: Cells, touch: Touch
+    ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+        """The cells that a touch hits, and the lane that does, at all its steps."""
+        lane: Table = self.walk.tables.scalar(0)
+        for axis, n in zip(self.axes, self.sizes, strict=True):
+            assert n is not None
+            lane = lane * n + self.walk.tables.counted(n, axis)
+        # Every lane takes part, also along axes on which no place depends.
+        active = touch.place.active & np.ones_like(lane, bool)
+        keep = [d for d in range(active.ndim) if d in self.axes or _moves(touch, d)]
+        drop = tuple(d for d in range(active.ndim) if d not in keep)
+        active = np.asarray(active.any(axis=drop, keepdims=True))
+        hits = cells.hits(_at(touch, active))
+        own = lane.reshape(lane.shape + (1,) * (hits.valid.ndim - lane.ndim))
+        lanes = np.broadcast_to(own, hits.valid.shape)[hits.valid]
+        return tuple(c[hits.valid] for c in hits.cells), lanes
+
+    def _lane(self, number: int) -> str:
+        ids = [int(i) for i in np.unravel_index(number, [n or 1 for n in self.sizes])]
+        words = (f"i{a} = {i}" for a, i in zip(self.axes, ids, strict=True))
+        return "programs with " + " and ".join(words)
+
+    def _unknown(self, why: str, touches: Sequence[Touch]) -> Claim:
+        return Claim("races", UNKNOWN, why, self._line(touches))
+
+    def _line(self, touches: Sequence[Touch]) -> str:
+        writes = [t for t in touches if t.writes]
+        return next((str(t.op.loc) for t in (*writes, *touches) if t.op.loc), "")
+
+
+def _moves(touch: Touch, d: int) -> bool:
+    tables = [p.start for p in touch.parts or ()]
+    if touch.points is not None:
+        tables = [*touch.points, touch.on] if touch.on is not None else [*touch.points]
+    return any(t.shape[d] > 1 for t in tables)
+
+
+def _at(touch: Touch, active: Table) -> Touch:
+    return replace(touch, place=replace(touch.place, active=active))
+
+
+def order(walk: Walk, races: Claim) -> Claim:
+    """Whether results do not depend on the order of programs along parallel axes."""
+    if races.verdict != PROVED:
+        why = f"see races: {races.reason}"
+        return Claim("order", races.verdict, why, races.line, races.counterexample)
+    if not _has_parallel_axes(walk.kernel):
+        return Claim("order", PROVED, "programs run in the order of the grid")
+    for touch in walk.touches:
+        if touch.atomic and touch.root.ref.dtype.is_float:
+            why = (
+                "atomics on floats round by their order, which parallel axes do not fix"
+            )
+            return Claim("order", UNKNOWN, why, str(touch.op.loc or ""))
+    what = "no program sees what another along a parallel axis does"
+    return Claim("order", PROVED, what)
+
+
+def _has_parallel_axes(kernel: Kernel) -> bool:
+    said = (
+        word in PARALLEL
+        for op in walk_ops(kernel.body)
+        if op.name == "pipeline"
+        for word in Pipeline.of(op).semantics
+    )
+    info = _analysed(kernel)
+    return any(said) or (info is not None and bool(info.parallel))

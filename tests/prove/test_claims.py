@@ -1,0 +1,363 @@
+"""Each claim proved, refuted and unknown on small kernels; report and command."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite.ir.parse import parse_kernel
+from pallasite.proofs.kernels import prove_kernel
+from tests.checked import test_gpu_level
+from tests.prove import bugs
+from tests.prove.bugs import blocks, call, copy_kernel, copying, counting, rows, whole
+
+X = jax.ShapeDtypeStruct((64,), jnp.float32)
+ROWS = jax.ShapeDtypeStruct((32, 16), jnp.float32)
+INDEX = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+
+def claim(function, name, *operands):
+    (kernel,) = pl.prove(function)(*operands).kernels
+    return kernel.claim(name)
+
+
+def verdict(function, name, *operands):
+    return claim(function, name, *operands).verdict
+
+
+# --- bounds ---
+
+
+def test_masks_clamps_and_guards_prove_bounds():
+    def kernel(i_ref, x_ref, o_ref):
+        i = pl.program_id(0)
+        at = i * 16 + jnp.arange(16)
+        pl.store(o_ref, (at,), pl.load(x_ref, (at,), mask=at < 60), mask=at < 60)
+
+        @pl.when(i < 3)
+        def _():
+            o_ref[pl.ds(i * 16 + 16, 1)] = x_ref[pl.ds(i * 16 + 16, 1)]
+
+        o_ref[0] = x_ref[jnp.clip(i_ref[0], 0, 59)]
+
+    def function(i, x):
+        return call(kernel, (60,), 4, [whole(4), whole(60)], whole(60))(i, x)
+
+    x = jax.ShapeDtypeStruct((60,), jnp.float32)
+    assert verdict(function, "bounds", INDEX, x) == "proved"
+
+
+def test_an_index_from_memory_is_unknown_and_says_which():
+    def kernel(i_ref, x_ref, o_ref):
+        o_ref[0] = x_ref[i_ref[0]]
+
+    def function(i, x):
+        return call(kernel, (1,), 1, [whole(4), whole(64)], whole(1))(i, x)
+
+    found = claim(function, "bounds", INDEX, X)
+    assert found.verdict == "unknown"
+    assert "index 0 of x_ref depends on values read from memory" in found.reason
+    assert "test_claims.py" in found.line
+
+
+def test_a_bad_index_under_an_unknown_guard_is_unknown():
+    def kernel(i_ref, x_ref, o_ref):
+        o_ref[0] = 0.0
+
+        @pl.when(i_ref[0] > 0)
+        def _():
+            o_ref[0] = x_ref[pl.program_id(0) + 64]
+
+    def function(i, x):
+        return call(kernel, (1,), 1, [whole(4), whole(64)], whole(1))(i, x)
+
+    assert verdict(function, "bounds", INDEX, X) == "unknown"
+
+
+def test_a_window_over_the_edge_is_no_mistake():
+    def function(x):
+        return call(copy_kernel, (60,), 4, [blocks(16)], blocks(16))(x)
+
+    found = pl.prove(function)(jax.ShapeDtypeStruct((60,), jnp.float32)).kernels[0]
+    assert found.bounds.verdict == found.coverage.verdict == "proved"
+
+
+def test_large_grids_need_no_large_tables():
+    def function(x):
+        spec = pl.BlockSpec((8, 128), lambda i, j: (i, j))
+        return call(copy_kernel, x.shape, (1 << 13, 1 << 6), [spec], spec)(x)
+
+    x = jax.ShapeDtypeStruct((1 << 16, 1 << 13), jnp.float32)
+    found = pl.prove(function, ["bounds", "coverage", "races"])(x).kernels[0]
+    assert [c.verdict for c in found.claims] == ["proved"] * 3
+
+
+# --- coverage ---
+
+
+def test_coverage_under_a_guard_that_data_decide_is_unknown():
+    def kernel(x_ref, o_ref):
+        @pl.when(x_ref[0] > 0)
+        def _():
+            o_ref[...] = x_ref[...]
+
+    def function(x):
+        return call(kernel, (64,), 8, [blocks(8)], blocks(8))(x)
+
+    found = claim(function, "coverage", X)
+    assert found.verdict == "unknown"
+    assert "a condition depends on values read from memory" in found.reason
+
+
+def test_both_branches_of_a_known_guard_cover():
+    def kernel(x_ref, o_ref):
+        @pl.when(pl.program_id(0) % 2 == 0)
+        def _():
+            o_ref[...] = x_ref[...]
+
+        @pl.when(pl.program_id(0) % 2 == 1)
+        def _():
+            o_ref[pl.ds(0, 4, stride=2)] = x_ref[:4]
+            o_ref[pl.ds(1, 4, stride=2)] = x_ref[4:]
+
+    def function(x):
+        return call(kernel, (64,), 8, [blocks(8)], blocks(8))(x)
+
+    assert verdict(function, "coverage", X) == "proved"
+
+
+def test_an_output_that_begins_with_an_operand_is_covered():
+    def kernel(x_ref, o_ref):
+        o_ref[0] = 1.0
+
+    def function(x):
+        return call(
+            kernel, (64,), 1, [whole(64)], whole(64), input_output_aliases={0: 0}
+        )(x)
+
+    assert verdict(function, "coverage", X) == "proved"
+
+
+# --- races and order ---
+
+
+def test_a_declared_axis_with_its_own_parts_has_no_races():
+    def kernel(x_ref, o_ref):
+        i = pl.program_id(0)
+        o_ref[pl.ds((i ^ 1) * 8, 8)] = x_ref[pl.ds(i * 8, 8)]
+
+    def function(x):
+        parallel = ("parallel",)
+        return call(kernel, (64,), 8, [whole(64)], whole(64), parallel=parallel)(x)
+
+    found = pl.prove(function)(X).kernels[0]
+    assert found.races.verdict == found.order.verdict == "proved"
+
+
+def test_writes_at_unknown_places_along_a_parallel_axis_are_unknown():
+    def kernel(i_ref, x_ref, o_ref):
+        o_ref[pl.ds(i_ref[pl.program_id(0)], 16)] = x_ref[...]
+
+    def function(i, x):
+        ins, parallel = [whole(4), blocks(16)], ("parallel",)
+        return call(kernel, (64,), 4, ins, whole(64), parallel=parallel)(i, x)
+
+    found = pl.prove(function)(INDEX, X).kernels[0]
+    assert found.races.verdict == found.order.verdict == "unknown"
+
+
+# --- synchronisation ---
+
+
+def test_a_double_buffer_is_synchronised():
+    def body(x_ref, buffer_ref, sem):
+        def copy(n):
+            target = buffer_ref.at[jax.lax.rem(n, 2)]
+            return pltpu.make_async_copy(x_ref.at[n], target, sem.at[jax.lax.rem(n, 2)])
+
+        def step(n, carry):
+            @pl.when(n < 5)
+            def _():
+                copy(n + 1).start()
+
+            copy(n).wait()
+            return carry
+
+        copy(0).start()
+        jax.lax.fori_loop(0, 6, step, 0)
+
+    x = jax.ShapeDtypeStruct((6, 8), jnp.float32)
+    assert verdict(lambda x: copying(body, x, semaphores=2), "sync", x) == "proved"
+
+
+def test_a_wait_that_data_decide_is_unknown():
+    def body(x_ref, buffer_ref, sem):
+        copy = pltpu.make_async_copy(x_ref.at[0], buffer_ref.at[0], sem.at[0])
+        copy.start()
+        copy.wait()
+
+        @pl.when(buffer_ref[0, 0] > 100)
+        def _():
+            again = pltpu.make_async_copy(x_ref.at[1], buffer_ref.at[1], sem.at[0])
+            again.start()
+
+    x = jax.ShapeDtypeStruct((2, 8), jnp.float32)
+    found = claim(lambda x: copying(body, x), "sync", x)
+    assert found.verdict == "unknown"
+    assert "depends on values read" in found.reason
+
+
+def test_matching_signals_are_proved():
+    def body(sem):
+        pl.semaphore_signal(sem, 3)
+        pl.semaphore_wait(sem, 1)
+        pl.semaphore_wait(sem, 2)
+
+    (kernel,) = pl.prove(lambda: counting(body))().kernels
+    assert kernel.sync.verdict == "proved"
+
+
+def test_a_run_that_a_check_ends_proves_nothing():
+    def body(sem):
+        pl.debug_check(jnp.bool_(False), "never")
+        pl.semaphore_signal(sem, 1)
+        pl.semaphore_wait(sem, 1)
+
+    (kernel,) = pl.prove(lambda: counting(body))().kernels
+    assert kernel.sync.verdict == "unknown"
+
+
+def test_roles_and_their_barriers():
+    """One wrong line is refuted; that phases are never missed is not decided."""
+    (text, old, new, *_) = test_gpu_level.WRONG["slot never freed"]
+    right = prove_kernel(parse_kernel(text), ["sync", "races"])
+    assert [c.verdict for c in right.claims] == ["unknown", "unknown"]
+    wrong = prove_kernel(parse_kernel(text.replace(old, new)), ["sync"])
+    assert wrong.sync.verdict == "refuted"
+
+
+# --- batch invariance ---
+
+
+def test_a_softmax_of_rows_is_invariant():
+    def kernel(x_ref, o_ref):
+        e = jnp.exp(x_ref[...] - x_ref[...].max(axis=1, keepdims=True))
+        o_ref[...] = e / e.sum(axis=1, keepdims=True)
+
+    found = claim(lambda x: rows(kernel, x), "batch", ROWS)
+    assert found.verdict == "proved"
+    assert "the same code for 32 and 64 rows" in found.reason
+
+
+def test_blocks_chosen_by_the_number_of_rows_are_unknown():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * 2
+
+    def function(x):
+        return rows(kernel, x, size=x.shape[0] // 4)
+
+    found = claim(function, "batch", ROWS)
+    assert found.verdict == "unknown"
+    assert "for 64 rows" in found.reason
+
+
+def test_the_number_of_rows_in_a_result_is_noticed():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] / pl.num_programs(0)
+
+    assert verdict(lambda x: rows(kernel, x), "batch", ROWS) == "unknown"
+
+
+def test_rows_times_themselves_are_not_invariant():
+    def product(x):
+        spec = pl.BlockSpec((8, 16), lambda i: (i, 0))
+        out = pl.BlockSpec((8, 32), lambda i: (i, 0))
+
+        def kernel(x_ref, y_ref, o_ref):
+            o_ref[...] = jnp.dot(x_ref[...], y_ref[...].T)
+
+        return call(kernel, (32, 32), 4, [spec, whole(32, 16)], out)(x, x)
+
+    assert verdict(product, "batch", ROWS) == "unknown"
+
+
+@pytest.mark.parametrize("depth", [8, 16])
+def test_a_matmul_over_k_is_invariant(depth):
+    def kernel(x_ref, y_ref, o_ref):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            o_ref[...] = jnp.zeros((8, 24), jnp.float32)
+
+        o_ref[...] += jnp.dot(x_ref[...], y_ref[...])
+
+    def function(x, y):
+        ins = [
+            pl.BlockSpec((8, depth), lambda i, k: (i, k)),
+            pl.BlockSpec((depth, 24), lambda i, k: (k, 0)),
+        ]
+        out = pl.BlockSpec((8, 24), lambda i, k: (i, 0))
+        return call(kernel, (x.shape[0], 24), (x.shape[0] // 8, 16 // depth), ins, out)(
+            x, y
+        )
+
+    y = jax.ShapeDtypeStruct((16, 24), jnp.float32)
+    found = claim(function, "batch", ROWS, y)
+    assert found.verdict == "proved", found
+    assert "rows of x_ref, o_ref; shared: y_ref" in found.reason
+
+
+# --- the report ---
+
+REPORT = """\
+copy_kernel  bugs.py:LINE in call
+  bounds   refuted the index map of x_ref leaves the array
+                   at program i = 7: dimension 0 is block 8; the last is 7
+                   bugs.py:LINE in map_one_too_far.<locals>.<lambda>
+  coverage proved  every element of the output is written
+  races    proved  programs along i0 share nothing that one writes
+  order    proved  no program sees what another along a parallel axis does
+  sync     proved  no copies, semaphores, barriers or roles
+  batch    unknown the blocks of x_ref do not move with its rows
+                   bugs.py:LINE in call"""
+
+
+def test_the_report():
+    text = str(pl.prove(bugs.map_one_too_far)(X))
+    text = re.sub(r"\S*bugs\.py:\d+", "bugs.py:LINE", text)
+    assert text == REPORT
+
+
+def test_json():
+    data = pl.prove(bugs.map_one_too_far, ["bounds"])(X).as_json()
+    (kernel,) = data["kernels"]
+    (found,) = kernel["claims"]
+    assert not data["ok"] and found["verdict"] == "refuted"
+    assert found["counterexample"].startswith("program i = 7")
+
+
+def test_an_unknown_claim_is_rejected():
+    with pytest.raises(pl.errors.SpecError, match="no claim 'speed'"):
+        pl.prove(bugs.map_one_too_far, ["speed"])(X)
+
+
+def test_a_function_without_kernels_is_rejected():
+    with pytest.raises(pl.errors.SpecError, match="calls no kernel"):
+        pl.prove(jnp.sin)(X)
+
+
+def test_the_command():
+    source = f"{Path(bugs.__file__)}::grid_rounded_down"
+    command = [sys.executable, "-m", "pallasite", "prove", source]
+    command += ["--args", "f32[64]", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    claims = {c["claim"]: c for c in json.loads(done.stdout)["kernels"][0]["claims"]}
+    assert claims["coverage"]["verdict"] == "refuted"
+    assert claims["bounds"]["verdict"] == "proved"
