@@ -68,8 +68,9 @@ def _known(loop: Loop, made: dict[Value, Op], number: int) -> dict[Value, int | 
 
     def number_of(value: Value) -> int | bool | None:
         op = made.get(value)
-        is_number = op is not None and op.name == "constant" and not op.result.tile.rank
-        return op.attrs["value"] if is_number else known.get(value)
+        if op is None or op.name != "constant" or op.result.tile.rank:
+            return known.get(value)
+        return op.attrs["value"]
 
     for op in _scalars(loop.body):
         found = fold_scalar(op, [number_of(v) for v in op.operands])

@@ -41,9 +41,7 @@ def normalised(x, turns: int):
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid=(x.shape[0] // ROWS, turns, STEPS),
         in_specs=[pl.BlockSpec((ROWS, CHUNK), at)],
-        out_specs=pl.BlockSpec(
-            (ROWS, CHUNK), lambda i, t, j: (i, j * (t // (turns - 1)))
-        ),
+        out_specs=pl.BlockSpec((ROWS, CHUNK), written),
         scratch_shapes=[pltpu.VMEM((ROWS, 1), jnp.float32)],
     )(x)
 
