@@ -2,6 +2,7 @@
 
 import functools
 
+from pallasite.autodiff import phases
 from pallasite.autodiff.adjoining_loops import merge_adjoining
 from pallasite.autodiff.flat_loops import flat_loops
 from pallasite.autodiff.narrow_carries import narrow_carries
@@ -31,7 +32,7 @@ def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     if machine.cuts_rows:
         kernel = fewer_rows(kernel)
     program = _with_known_integers(step_blocks(program_of(kernel)))
-    program = flat_loops(started_sums(merge_adjoining(program)))
+    program = flat_loops(started_sums(merge_adjoining(phases.apart(program))))
     return kernel, _in_base_two(program) if machine.base_two else program
 
 

@@ -77,3 +77,40 @@ def test_a_later_step_reads_what_the_first_filled():
     pipeline = program(START + STORE + READ, params=PARAMS)
     ref = value_named(pipeline, "acc")
     assert not reads_unwritten(pipeline.body, ref, pipeline.ids, 0)
+
+
+STEPS = "%four: i32 = constant {value=4, type=i32[]}\n" + "".join(
+    f"%c{n}: i32 = constant {{value={n}, type=i32[]}}\n" for n in (1, 2, 8)
+)
+FOUR = "%f: i32[4] = constant {value=0, type=i32[4]}\n"
+
+
+@pytest.mark.parametrize(
+    ("bounds", "code", "swept"),
+    [
+        ("%zero, %c8, %four", FOUR + "store %acc[%i:+4] = %f", True),
+        ("%zero, %c8, %c1", "store %acc[%i] = %zero", True),
+        ("%zero, %c8, %four", "store %acc[%i] = %zero", False),
+        ("%four, %c8, %four", FOUR + "store %acc[%i:+4] = %f", False),
+        ("%zero, %four, %four", FOUR + "store %acc[%i:+4] = %f", False),
+        ("%zero, %c8, %four", FOUR + "store %acc[0:+4] = %f", False),
+        (
+            "%zero, %c8, %c1",
+            """
+            %t: bool = eq %i, %zero
+            %n: i32 = cast %t {dtype=i32}
+            cond %n
+              branch () {}
+              branch () { store %acc[%i] = %zero }
+            """,
+            False,
+        ),
+    ],
+)
+def test_a_loop_overwrites_what_its_iterations_store_side_by_side(
+    bounds: str, code: str, swept: bool
+):
+    loop = f"for {bounds} body (%i: i32) {{ {code} }}"
+    pipeline = program(START + STEPS + loop, params=PARAMS)
+    ref = value_named(pipeline, "acc")
+    assert is_overwritten(pipeline.body.ops, ref, {}) == swept

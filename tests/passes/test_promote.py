@@ -3,6 +3,7 @@
 import textwrap
 
 import numpy as np
+import pytest
 
 from pallasite.interpret import Walker
 from pallasite.interpret.numpy_numbers import NumpyNumbers
@@ -446,3 +447,41 @@ def test_a_stride_of_one_element_is_no_stride():
     assert fixed_part((Span(0, 1, 2), Span(0, 4)), (1, 4)) == [(0, 1), (0, 4)]
     assert fixed_part((Span(2, 1, 2), Span(0, 4)), (4, 4)) == [(2, 3), (0, 4)]
     assert fixed_part((Span(0, 2, 2), Span(0, 4)), (4, 4)) is None
+
+
+ALIASED = """
+    kernel @k(%x: ref<f32[16,8] any>, %o: ref<f32[16,8] any>) outputs 1
+        aliases {{0: 0}} {{
+      pipeline %x, %o {{grid=(2,), semantics=("arbitrary",),
+          windows=(in[8, 8], out[8, 8])}}
+        map (%i: i32) {{
+          %z: i32 = constant {{value=0}}
+          yield %i, %z
+        }}
+        map (%i1: i32) {{
+          %z1: i32 = constant {{value=0}}
+          yield %i1, %z1
+        }}
+        body (%p: i32, %xb: ref<f32[8,8] block>, %ob: ref<f32[8,8] block>) {{
+          %v: f32[8,8] = load %xb[:, :]
+          %n: f32[8,8] = neg %v
+          store %ob[:, :] = %n
+          %a: f32[8,8] = load %{read}[:, :]
+          %s: f32[8,8] = add %a, %v
+          store %ob[:, :] = %s
+        }}
+    }}
+"""
+
+
+@pytest.mark.parametrize(("read", "loads"), [("ob", 1), ("xb", 2)])
+def test_updated_in_place_where_the_operand_is_read_before(read: str, loads: int):
+    """A block is written at the end, so its operand must not be read in between."""
+    kernel = canonicalize(parse_kernel(ALIASED.format(read=read)))
+    made = promote(kernel)
+    verify(made)
+    text = program(canonicalize(made))
+    assert (text.count("load"), text.count("store")) == (loads, loads)
+    x = np.random.default_rng(0).standard_normal((16, 8)).astype("f4")
+    (got,) = Walker(made, NumpyNumbers()).run([x])
+    np.testing.assert_array_equal(got, 0 * x)

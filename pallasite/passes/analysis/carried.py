@@ -9,7 +9,7 @@ in a later step, no value crosses into that step, so only those last axes carry.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pallasite.ir.nodes import Access, At, Block, Index, Op, Span, Value, walk
+from pallasite.ir.nodes import Access, At, Block, Gather, Index, Op, Span, Value, walk
 from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.passes.analysis.affine import Sizes, fold_scalar
 from pallasite.passes.analysis.memory import VIEWS
@@ -158,10 +158,28 @@ class _Reader:
         if self.may_read_old(body, inside):
             return True
         self.known = known
-        if not inside.whole and self.may_read_old(body, state.copy()):
+        later = state.copy()
+        if not inside.whole and self.may_read_old(body, later):
             return True
         if limit is not None and first < limit:
-            state.whole = inside.whole
+            state.whole = inside.whole or self.is_swept(loop, later)
+        return False
+
+    def is_swept(self, loop: Loop, each: _State) -> bool:
+        """Whether the parts that iterations store side by side are all of the ref.
+
+        `each` holds what any of them stores.
+        """
+        shape = self.ref.ref.shape
+        bounds = [self.known.get(v) for v in loop.bounds]
+        for ref, index, starts in each.parts:
+            if ref is not self.ref or starts != (loop.index,):
+                continue
+            for d, (entry, n) in enumerate(zip(index, shape, strict=True)):
+                size = entry.size if isinstance(entry, Span) else 1
+                rest = (*index[:d], Span(0, n), *index[d + 1 :])
+                if bounds == [0, n, size] and covers_whole(shape, rest):
+                    return not any(isinstance(e, Gather) for e in index)
         return False
 
     def at_while(self, op: Op, state: _State) -> bool:

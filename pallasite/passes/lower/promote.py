@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Index, Kernel, Op, Value, walk
-from pallasite.ir.rewrite import dead_code
+from pallasite.ir.rewrite import dead_code, used_values
 from pallasite.ir.roles import Loop, While
 from pallasite.passes.analysis.boxes import box_at
 from pallasite.passes.analysis.carried import Known, covers_whole, is_overwritten
@@ -76,12 +76,13 @@ class _Candidates:
         self.uses: dict[Value, list[Op]] = {}
         self.refused: set[Value] = set()
         self.defined: dict[Value, Op] = {}
+        self.homes: dict[Value, Block] = {}
         self.visit(kernel.body, in_test=False)
 
     def visit(self, block: Block, in_test: bool) -> None:
         for op in block.ops:
             if op.name in ("alloc", "block_view"):
-                self.defined[op.result] = op
+                self.defined[op.result], self.homes[op.result] = op, block
             for value in op.operands:
                 if value.is_ref:
                     self.uses.setdefault(value, []).append(op)
@@ -118,22 +119,35 @@ class _Candidates:
         window = op.attrs["window"]
         if window.fill is not None and window.may_hang_over(memory.ref.shape):
             return False  # past the edge it reads as the fill, not as what was stored
-        return self.uses[memory] == [op] and not self.is_shared(memory)
+        return self.uses[memory] == [op] and not self.stays(op)
 
-    def is_shared(self, memory: Value) -> bool:
-        """Whether an aliasing operand also reads the memory."""
-        kernel = self.kernel
-        twins = [
+    def has_scratch(self) -> bool:
+        """Whether state is kept in scratch: results are then stored in the last step,
+        which goes behind the loop only if they are not carried through it."""
+        allocated = (v for v, op in self.defined.items() if op.name == "alloc")
+        return any(self.uses.get(v) for v in allocated)
+
+    def stays(self, view: Op) -> bool:
+        """Whether a result's block, though read back, must stay in memory.
+
+        Where an aliasing operand may be read after it is written: a promoted block is
+        written at the end of the code it is opened in, and reads elsewhere see that.
+        """
+        kernel, memory = self.kernel, view.operands[0]
+        twins = {
             kernel.inputs[i] for i, o in kernel.aliases if kernel.outputs[o] is memory
-        ]
-        views = [
-            op.result for op in self.defined.values() if op.operands[:1] == (*twins,)
-        ]
-        return any(self.uses.get(twin) for twin in views) or any(
-            use.name != "block_view"
-            for twin in twins
-            for use in self.uses.get(twin, ())
-        )
+        }
+        if not twins:
+            return self.has_scratch()
+        twins |= {v for v, op in self.defined.items() if twins & set(op.operands)}
+        written = False
+        for op in self.homes[view.result].ops:
+            touched = {*used_values(Block((), (op,)))}
+            here = view.result in touched and op.name != "load"
+            if op.name != "block_view" and twins & touched and (written or here):
+                return True
+            written |= here
+        return False
 
 
 Current = dict[Value, Value]  # promoted ref -> its current value

@@ -422,3 +422,58 @@ def test_what_is_only_stored_has_no_buffer_of_its_own():
 def _places_in_arena(kernel: Kernel) -> list[str]:
     body = llvm_of(kernel).split("@kernel(")[1].split("\n}")[0]
     return [line for line in body.splitlines()[1:] if "%arena" in line]
+
+
+# --- joined, and computed with ---
+
+
+def joins_agree(x) -> None:
+    """Rolled along each dimension; parts end in the middle of vectors."""
+    for axis, n in enumerate(x.shape):
+        first = n // 2
+
+        def function(b, v, axis=axis, first=first, n=n):
+            limits = lambda high: tuple(
+                high if d == axis else m for d, m in enumerate(x.shape)
+            )
+            start = tuple(first * (d == axis) for d in range(x.ndim))
+            zeros, ones = (0,) * x.ndim, (1,) * x.ndim
+            later = b.slice(v, starts=start, limits=x.shape, strides=ones)
+            sooner = b.slice(v, starts=zeros, limits=limits(first), strides=ones)
+            sooner = b.max(sooner, sooner)  # one that is computed
+            return b.max(v, b.op("concatenate", later, sooner, axis=axis))
+
+        if first:
+            want = [np.maximum(x, np.roll(x, -first, axis))]
+            check(function, [x], lambda x, want=want: want)
+
+
+@pytest.mark.parametrize("shape", [(5, 37), (1, 130), (4, 3, 33)])
+def test_parts_that_are_computed_with(shape, host):
+    joins_agree(some(*shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_every_type_that_are_computed_with(dtype):
+    joins_agree(some(6, 41, dtype=dtype))
+
+
+@pytest.mark.parametrize("shape", [(5, 37), (1, 130), (4, 3, 33)])
+def test_padded_parts_that_are_computed_with(shape, host):
+    x, wide = some(*shape), some(*(n + 1 for n in shape))
+    for low in (2, -1):
+        low = tuple(max(low, 1 - n) for n in shape)
+        high = tuple(1 - a for a in low)
+
+        def function(b, v, w, low=low, high=high):
+            value = b.constant(7.0, TileType((), F32))
+            zeros = (0,) * len(low)
+            padded = b.op("pad", v, value, low=low, high=high, interior=zeros)
+            return b.add(padded, w)
+
+        pairs = [*zip(low, high, strict=True)]
+        cut = lambda n, a, z: slice(max(-a, 0), n + min(z, 0))
+        kept = tuple(cut(n, *pair) for n, pair in zip(shape, pairs, strict=True))
+        edges = [(max(a, 0), max(z, 0)) for a, z in pairs]
+        want = [np.pad(x[kept], edges, constant_values=7) + wide]
+        check(function, [x, wide], lambda v, w, want=want: want)

@@ -103,3 +103,28 @@ def test_notes_change_no_meaning(family: str):
             run_numpy(after, case.arrays), run_numpy(before, case.arrays), strict=True
         )
         assert all(same(got, want).all() for got, want in pairs)
+
+
+def test_elements_of_a_concatenation_are_found_in_its_parts():
+    def body(x_ref, o_ref):
+        x = x_ref[...]
+        o_ref[...] = 2 * x + jnp.roll(x, 1, axis=0)
+
+    kernel = planned(body)
+    assert notes(kernel, "concatenate") == [("found",)]
+    assert "@malloc" not in make_llvm(kernel.text)  # no memory for temporaries
+
+
+def test_a_concatenation_that_two_loops_read_is_stored():
+    def body(x_ref, o_ref):
+        x = jnp.roll(x_ref[...], 1, axis=0)
+        o_ref[...] = x / (x + 1).sum(1, keepdims=True)
+
+    assert notes(planned(body), "concatenate") == [("",)]
+
+
+def test_a_concatenation_that_moves_on_is_stored():
+    def body(x_ref, o_ref):
+        o_ref[...] = jnp.roll(x_ref[...], 1, axis=0)[::-1] + 1
+
+    assert notes(planned(body), "concatenate") == [("",)]

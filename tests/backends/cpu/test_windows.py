@@ -4,11 +4,12 @@ import jax
 import numpy as np
 import pytest
 
+from pallasite.backends.cpu.llvm import vector_loops
 from pallasite.emulation.emulate import emulate
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Value, Window
 from pallasite.ir.text import parse_kernel
-from pallasite.ir.types import F32, I32, INDEX, RefType
+from pallasite.ir.types import BF16, BOOL, F32, F64, I8, I32, INDEX, DType, RefType
 from tests.backends.cpu.running import llvm_of, run
 from tests.ir.kernels import (
     block_refs,
@@ -117,6 +118,40 @@ def test_an_edge_block_of_an_output_keeps_what_earlier_programs_wrote():
     emit_pipeline(b, [o], [blocked("out", 8)], [lambda b, i: (b.index(0),)], (3,), body)
     (got,) = run(Kernel("sum", (o,), b.block(), 1))
     np.testing.assert_array_equal(got, np.full(5, 3))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, I8, BOOL, F64], ids=str)
+@pytest.mark.parametrize(("size", "block"), [(5, 8), (37, 16), (100, 33), (9, 1)])
+def test_edge_blocks_keep_every_bit(dtype: DType, size: int, block: int):
+    """Of all types, those of NaNs too; blocks longer and shorter than vectors."""
+    raw = RNG.integers(0, 256, (3 * size * dtype.bytes,)).astype(np.uint8)
+    x = raw.view(dtype.np) if dtype is not BOOL else raw > 99
+    x = x.reshape(3, size)
+    refs = [main_ref(n, 3, size, dtype=dtype) for n in "xo"]
+    grid, windows = (
+        (2, -(-size // block)),
+        [blocked(m, 2, block) for m in ("in", "out")],
+    )
+    body = lambda b, ids, x, o: b.store(o, b.load(x))
+    b = Builder()
+    emit_pipeline(b, refs, windows, [lambda b, i, j: (i, j)] * 2, grid, body)
+    (got,) = run(Kernel("copy", tuple(refs), b.block(), 1), x)
+    np.testing.assert_array_equal(got.view(np.uint8), x.view(np.uint8))
+
+
+def test_edge_blocks_are_copied_by_vectors():
+    body = lambda b, ids, x, o: b.store(o, b.add(b.load(x), b.load(o)))
+    by_row = lambda b, i: (i, b.index(0))
+    windows = [blocked("in", 4, 256), blocked("out", 4, 256)]
+    shape = (10, 200)
+    read = copy_kernel(shape, shape, (3,), windows, [by_row] * 2, body)
+    stored = copy_kernel(shape, shape, (3,), windows, [by_row] * 2)
+    vectors = f" to <{vector_loops.width()} x i32>"
+    counts = [llvm_of(kernel).count(vectors) for kernel in (read, stored)]
+    # Both blocks are copied in and one back; what all is stored to is not copied in.
+    assert counts == [3, 2]
+    x = normal(*shape)
+    np.testing.assert_array_equal(run(stored, x)[0], x)
 
 
 @pytest.mark.parametrize("index", [-7, -1, 0, 1, 2, 40])

@@ -8,7 +8,7 @@ along such a loop with several independent accumulators.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from pallasite.backends.cpu.llvm.values import Lanes, vector
+from pallasite.backends.cpu.llvm.values import Lanes, steps, vector
 from pallasite.backends.cpu.llvm.writer import Function, Val, integer
 from pallasite.target import host
 
@@ -50,6 +50,25 @@ def along_lanes(f: Function, n: int, body: Callable[[Val], None]) -> None:
     if rest:
         with last_lanes(f, full * count, rest) as lanes:
             body(lanes)
+
+
+def along_some_lanes(
+    f: Function, n: Val, most: int, body: Callable[[Val], None]
+) -> None:
+    """Run `body` with the lanes of 0 up to `n`, which is at most `most`."""
+    if n.constant is not None:
+        along_lanes(f, n.constant, body)
+        return
+    count = min(width(), 1 << (most - 1).bit_length())
+    full = f.binary("udiv", n, integer(count))
+    with f.loop(full) as loop:
+        body(Lanes(f.mul(loop.index, integer(count)), count))
+    first = f.mul(full, integer(count))
+    rest = f.sub(n, first)
+    with f.when(f.compare("icmp sgt", rest, integer(0))):
+        f.mask = f.compare("icmp slt", steps("i64", count, 1), rest)
+        body(Lanes(first, count))
+        f.mask = None
 
 
 @contextmanager

@@ -25,8 +25,8 @@ from pallasite.backends.cpu.tiles.tiles import (
 )
 from pallasite.ir.nodes import Block, BlockDim, Op, Window, walk
 from pallasite.ir.roles import Pipeline
-from pallasite.ir.types import F32, F64
 from pallasite.passes.analysis.affine import Form, Forms
+from pallasite.passes.analysis.carried import is_overwritten
 from pallasite.passes.analysis.intervals import Fact
 from pallasite.passes.lower.place_windows import number_facts, unclamped
 from pallasite.target import host
@@ -91,6 +91,7 @@ class WindowPlan:
     regrouped: bool = False  # some view needs it contiguous
     twin: int | None = None
     one_by_one: bool = False
+    overwritten: bool = False  # the body stores all of the block before it reads it
     copy: Buffer | None = None  # arena memory for copies of the block
 
     @property
@@ -120,7 +121,7 @@ def _plans(e: Emitter, op: Op) -> list[WindowPlan]:
             WindowPlan(ref, window, index_map, forms, fits, written, block in regrouped)
         )
     seen_elsewhere = _direct_roots(e, op)
-    return [_placed(e, plans, n, seen_elsewhere) for n in range(len(plans))]
+    return [_placed(e, plans, n, pipeline, seen_elsewhere) for n in range(len(plans))]
 
 
 def _direct_roots(e: Emitter, op: Op) -> set[Root]:
@@ -134,7 +135,11 @@ def _direct_roots(e: Emitter, op: Op) -> set[Root]:
 
 
 def _placed(
-    e: Emitter, plans: Sequence[WindowPlan], number: int, seen_elsewhere: set[Root]
+    e: Emitter,
+    plans: Sequence[WindowPlan],
+    number: int,
+    pipeline: Pipeline,
+    seen_elsewhere: set[Root],
 ) -> WindowPlan:
     """Decide how the block is accessed if it is not a plain view."""
     plan = plans[number]
@@ -156,7 +161,8 @@ def _placed(
         return replace(plan, one_by_one=True)
     if not shared or not changes:
         copy = e.temporary(plan.window.block_shape, plan.array.dtype)
-        return replace(plan, copy=copy)
+        overwritten = plan.written and _is_overwritten(pipeline, number)
+        return replace(plan, copy=copy, overwritten=overwritten)
     if together:
         first = group[0]
         if number != first:
@@ -164,6 +170,12 @@ def _placed(
         copy = e.temporary(plan.window.block_shape, plan.array.dtype)
         return replace(plan, copy=copy)
     return replace(plan, one_by_one=True)
+
+
+def _is_overwritten(pipeline: Pipeline, number: int) -> bool:
+    """Whether every step stores all of a window's block before it reads it."""
+    block = pipeline.shown[number].block
+    return is_overwritten(pipeline.body.ops, block, {})
 
 
 def _move_together(e: Emitter, plans: Sequence[WindowPlan]) -> bool:
@@ -223,54 +235,12 @@ class OpenWindow:
 
     def copy_back(self, e: Emitter) -> None:
         """Store the part of a copied block that is in the array."""
-        array, copy = self.plan.array, self.plan.copy
-        if copy is None or 0 in array.shape:
+        plan, copy = self.plan, self.plan.copy
+        if copy is None:
             return
-        f, extents = e.f, self.extents
-        with f.when(f.negate(self.is_view)):
-            counts = [f.greatest(f.sub(x.high, x.low), integer(0)) for x in extents]
-            if _has_whole_rows(self.plan):
-                self._copy_rows_back(f, copy, counts)
-                return
-            with f.nest(counts) as steps:
-                inside = [f.add(x.low, i) for x, i in zip(extents, steps, strict=True)]
-                places = [
-                    f.add(x.start, i) for x, i in zip(extents, inside, strict=True)
-                ]
-                source = Ref(self.ref.shape, array.dtype, copy)
-                bits = source.read_bits(f, _kept(extents, inside))
-                array.write_bits(f, places, bits)
-
-    def _copy_rows_back(self, f: Function, copy: Buffer, counts: list[Val]) -> None:
-        """The same by vectors."""
-        array, extents = self.plan.array, self.extents
-        there = array.buffer
-        assert there is not None
-        with f.nest(counts[:-1]) as steps:
-            pairs = zip(extents[:-1], steps, strict=True)
-            inside = [f.add(x.low, i) for x, i in pairs]
-            pairs = zip(extents[:-1], inside, strict=True)
-            places = [f.add(x.start, i) for x, i in pairs]
-
-            def move(lanes: Val) -> None:
-                here = copy.address(f, array.dtype, _kept(extents, [*inside, lanes]))
-                where = [*places, f.add(extents[-1].start, lanes)]
-                value = scalars.load(f, array.dtype, here)
-                place = there.address(f, array.dtype, where)
-                scalars.store(f, array.dtype, value, place)
-
-            vector_loops.along_lanes(f, extents[-1].size, move)
-
-
-def _has_whole_rows(plan: WindowPlan) -> bool:
-    """Whether blocks always have all of their last dimension inside the array."""
-    array, dims = plan.array, plan.window.dims
-    if array.buffer is None or not dims or 0 in array.shape:
-        return False
-    plain = dims[-1].kind == "blocked" and array.buffer.strides[-1].constant == 1
-    # A float register may change a NaN's bits.
-    exact = array.dtype in (F32, F64) or not array.dtype.is_float
-    return plain and exact and plan.fits[-1] and dims[-1].size >= vector_loops.width()
+        block = Ref(self.ref.shape, plan.array.dtype, copy)
+        with e.f.when(e.f.negate(self.is_view)):
+            _move(e.f, self.extents, plan.array, block, into=plan.array)
 
 
 def open_window(e: Emitter, plan: WindowPlan, ids: Sequence[Val]) -> OpenWindow:
@@ -422,39 +392,53 @@ def _copy_in(
     f: Function, plan: WindowPlan, extents: list[Extent], copy: Buffer
 ) -> None:
     """Copy a block; elements past the array's edge become the fill value, or zero."""
-    array, window = plan.array, plan.window
-    dtype = array.dtype
-    outside = scalars.constant(window.fill or 0, dtype)
-    if _has_whole_rows(plan):
-        _copy_rows_in(f, plan, extents, copy, outside)
+    dtype, shape = plan.array.dtype, plan.window.block_shape
+    if plan.overwritten:
         return
-    target = Ref(window.block_shape, dtype, copy)
-    with f.nest([extent.size for extent in extents]) as steps:
-        value = outside
-        if 0 not in array.shape:
-            where, valid = _in_array(f, array, extents, steps)
-            value = f.select(valid, array.read(f, where), outside)
-        target.write(f, _kept(extents, steps), value)
+    if not all(plan.fits):
+        outside = scalars.constant(plan.window.fill or 0, dtype)
+
+        def fill(indices: Indices) -> None:
+            scalars.store(f, dtype, outside, copy.address(f, dtype, indices))
+
+        vector_loops.each(f, shape, fill)
+    block = Ref(shape, dtype, copy)
+    _move(f, extents, plan.array, block, into=block)
 
 
-def _copy_rows_in(
-    f: Function, plan: WindowPlan, extents: list[Extent], copy: Buffer, outside: Val
+def _move(
+    f: Function, extents: list[Extent], array: Ref, block: Ref, into: Ref
 ) -> None:
-    """The same by vectors."""
-    array, last = plan.array, extents[-1]
-    source = array.buffer
-    assert source is not None
-    with f.nest([extent.size for extent in extents[:-1]]) as steps:
-        where, valid = _in_array(f, array, extents[:-1], steps)
+    """Copy the part of a block that is in the array, from one to the other.
 
-        def move(lanes: Val) -> None:
-            there = [*where, f.add(last.start, lanes)]
-            value = scalars.load(f, array.dtype, source.address(f, array.dtype, there))
-            value = f.select(valid, value, outside)
-            here = copy.address(f, array.dtype, _kept(extents, [*steps, lanes]))
-            scalars.store(f, array.dtype, value, here)
+    As integers: no float register changes a NaN on the way.
+    """
+    if 0 in array.shape:
+        return
+    counts = [f.greatest(f.sub(x.high, x.low), integer(0)) for x in extents]
+    source = block if into is array else array
 
-        vector_loops.along_lanes(f, last.size, move)
+    def move(steps: Sequence[Val]) -> None:
+        inside = [f.add(x.low, i) for x, i in zip(extents, steps, strict=True)]
+        places = [f.add(x.start, i) for x, i in zip(extents, inside, strict=True)]
+        where = {array: places, block: _kept(extents, inside)}
+        into.write_bits(f, where[into], source.read_bits(f, where[source]))
+
+    if not _has_rows(array, extents):
+        with f.nest(counts) as steps:
+            move(steps)
+        return
+    with f.nest(counts[:-1]) as outer:
+        vector_loops.along_some_lanes(
+            f, counts[-1], extents[-1].size, lambda lanes: move([*outer, lanes])
+        )
+
+
+def _has_rows(array: Ref, extents: list[Extent]) -> bool:
+    """Whether the last dimension of blocks is contiguous in the array."""
+    if array.buffer is None or not extents or scalars.is_part_of_byte(array.dtype):
+        return False
+    return extents[-1].size > 1 and array.buffer.strides[-1].constant == 1
 
 
 def _in_array(

@@ -1,7 +1,8 @@
 """Ops that make or rearrange tiles: constant, iota, broadcast, reshape, slices, pad.
 
 Most only describe where an element comes from and cost nothing. A concatenation
-(concatenate, pad) is stored part by part, in its destination if it is only stored.
+(concatenate, pad) is stored part by part, in its destination if it is only stored; one
+that a single loop computes with is not stored: each element is found in its part.
 """
 
 from collections.abc import Iterator, Sequence
@@ -96,6 +97,10 @@ def emit_concatenate(e: Emitter, op: Op) -> None:
         part = e.tile(operand)
         parts.append(([first if d == axis else 0 for d in range(type.rank)], part))
         first += part.shape[axis]
+    if e.plan.memory.get(op.result) == "found":
+        stored = [(start, e.stored(part)) for start, part in parts]
+        e.define_lazy(op, _one_of(e.f, stored, type.shape))
+        return
     e.define(op.result, tiles.joined(type.shape, type.dtype, parts))
 
 
@@ -107,7 +112,8 @@ def emit_pad(e: Emitter, op: Op) -> None:
         return
     first, counts, starts, steps = _inside(op, tile.shape)
     part = tiles.cut(e.f, tile, counts, [integer(n) for n in first], [1] * type.rank)
-    if pads_rows(op) and e.plan.memory.get(op.result) != "moved" and 0 not in counts:
+    memory = e.plan.memory.get(op.result)
+    if (memory == "found" or (pads_rows(op) and memory != "moved")) and 0 not in counts:
         e.define_lazy(op, _padded(e.f, part, type.shape, starts, value))
         return
     if steps == [1] * type.rank:
@@ -134,18 +140,52 @@ def _padded(
     """Elements of a part where it has them, elsewhere the padding value."""
 
     def element(indices: Indices) -> Val:
-        inside, places = TRUE, []
-        for index, start, n, new in zip(
-            indices, starts, part.shape, shape, strict=True
-        ):
-            place = f.sub(index, integer(start))
-            if n < new:
-                inside = f.both(inside, f.compare("icmp ult", place, integer(n)))
-                place = f.clamp(place, integer(0), integer(n - 1))
-            places.append(place)
-        return f.select(inside, part.at(f, places), value)
+        inside, found = _found(f, part, starts, shape, indices)
+        return f.select(inside, found, value)
 
     return tiles.formula(shape, part.dtype, element, [part])
+
+
+def _one_of(
+    f: Function, parts: Sequence[tuple[Sequence[int], Tile]], shape: Sequence[int]
+) -> Tile:
+    """A concatenation, each element of which is found when it is used."""
+    *others, (last_start, last) = parts
+
+    def element(indices: Indices) -> Val:
+        _, value = _found(f, last, last_start, shape, indices)
+        for start, part in others:
+            inside, found = _found(f, part, start, shape, indices)
+            value = f.select(inside, found, value)
+        return value
+
+    return tiles.formula(shape, last.dtype, element, [part for _, part in parts])
+
+
+def _found(
+    f: Function,
+    part: Tile,
+    starts: Sequence[int],
+    shape: Sequence[int],
+    indices: Indices,
+) -> tuple[Val, Val]:
+    """Whether a part of a shape has the elements at some indices, and those it has."""
+    inside, places = TRUE, []
+    for index, start, n, new in zip(indices, starts, part.shape, shape, strict=True):
+        place = f.sub(index, integer(start))
+        if n < new:
+            narrow = f.convert("trunc", place, "i32")
+            here = f.compare("icmp ult", narrow, integer(n, "i32"))
+            inside = here if inside == TRUE else f.binary("and", inside, here)
+            if not place.count:
+                place = f.clamp(place, integer(0), integer(n - 1))
+        places.append(place)
+    outer = f.mask
+    if inside.count:
+        f.mask = inside if outer is None else f.binary("and", outer, inside)
+    value = part.at(f, places)
+    f.mask = outer
+    return inside, value
 
 
 def _border(

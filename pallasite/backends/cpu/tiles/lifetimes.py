@@ -14,6 +14,7 @@ from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.opdef import Effect, Unit, table
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.memory import Roots
+from pallasite.target import host
 
 # Ops whose results are complete in a buffer (or a scalar) when the op is done. All
 # others without regions may be evaluated as late as their own last use, and so may
@@ -38,6 +39,7 @@ class Uses:
     stored: frozenset[Value]  # elementwise results that get a buffer
     kept: frozenset[Value]  # of those, the ones that the first reduction stores
     moved: frozenset[Value]  # concatenations that are only stored once
+    found: frozenset[Value]  # those of which one loop computes with the elements
 
 
 def uses_of(block: Block) -> Uses:
@@ -47,7 +49,8 @@ def uses_of(block: Block) -> Uses:
     loops: dict[Value, set[Hashable]] = defaultdict(set)
     first: dict[Value, int] = {}
     captured, stored, kept = set[Value](), set[Value](), set[Value]()
-    moved, wanted = set[Value](), set[Value]()
+    moved, wanted, found = set[Value](), set[Value](), set[Value]()
+    whole = {*block.yields}  # operands of ops that are not elementwise
     consumers, costs = dict[Value, int](), _costs(block)
     for place, value in enumerate(block.yields):
         last[value] = first[value] = len(block.ops)
@@ -66,19 +69,25 @@ def uses_of(block: Block) -> Uses:
                     kept.add(result)
             if result in wanted and consumers[result] == 1:
                 moved.add(result)
-        done = [v for v in op.results if _is_complete(op) and v not in moved]
+            elif len(loops[result]) == 1 and result not in whole | captured:
+                found |= {result} if _may_be_found(op) else set()
+        waits = moved | found
+        done = [v for v in op.results if _is_complete(op) and v not in waits]
         late = [v for v in op.results if v not in done]
         until = max(
             [position, *(_until(op, v, last, first, stored, kept) for v in late)]
         )
-        wanted |= {v for v in op.operands if _only_moves(op, v, moved)}
-        through = _loops_of_operands(op, position, loops, stored)
+        if found.isdisjoint(op.results):
+            wanted |= {v for v in op.operands if _only_moves(op, v, moved)}
+        if not table()[op.name].elementwise:
+            whole.update(op.operands)
+        through = _loops_of_operands(op, position, loops, stored | found)
         for value in {*op.operands, *inside}:
             last[value] = max(last[value], until if value in op.operands else position)
             first[value] = position
             loops[value] |= through
             consumers[value] = consumers.get(value, 0) + 1
-    sets = (frozenset(found) for found in (stored, kept, moved))
+    sets = (frozenset(each) for each in (stored, kept, moved, found))
     return Uses(last, *sets)
 
 
@@ -96,6 +105,29 @@ def pads_rows(op: Op) -> bool:
     if along is None or 0 in inner:
         return False
     return op.attrs["low"][along] == 0 and inner[along] == outer[along]
+
+
+def _may_be_found(op: Op) -> bool:
+    """Whether it is a concatenation whose elements are cheap to find in its parts.
+
+    If those are side by side in a vector, both parts are loaded with masks.
+    """
+    if op.name not in ("concatenate", "pad"):
+        return False
+    inner, outer = op.operands[0].tile.shape, op.result.tile.shape
+    along = vector_dim(outer)
+    if along is None or any(0 in v.tile.shape for v in op.operands):
+        return False
+    if op.name == "concatenate":
+        return len(op.operands) == 2 and (op.attrs["axis"] != along or has_masks())
+    if any(op.attrs["interior"]):
+        return False
+    return has_masks() or (op.attrs["low"][along] == 0 and inner[along] == outer[along])
+
+
+def has_masks() -> bool:
+    """Whether loads of some lanes are as fast as loads of all."""
+    return host().has("avx512bw")
 
 
 def _is_elementwise(op: Op) -> bool:

@@ -2,9 +2,9 @@
 
 In: a kernel as it will be emitted. Out: the same ops, with notes for the emitter:
 `cpu.until`, per result the position in the block of its last use; `cpu.memory`, per
-result whether it is stored at once ("stored"), by the first reduction ("kept"), or only
-moved ("moved"); and, on ops with regions, `cpu.params_until`. The emitter decides
-neither again.
+result whether it is stored at once ("stored"), by the first reduction ("kept"), only
+moved ("moved"), or a concatenation that is not stored ("found"); and, on ops with
+regions, `cpu.params_until`. The emitter decides neither again.
 """
 
 from collections.abc import Mapping
@@ -47,6 +47,8 @@ def _noted(op: Op, uses: Uses) -> Op:
 def _memory(value: Value, uses: Uses) -> str:
     if value in uses.moved:
         return "moved"
+    if value in uses.found:
+        return "found"
     if value in uses.kept:
         return "kept"
     return "stored" if value in uses.stored else ""
