@@ -441,11 +441,11 @@ def _reversed(
     seeds: dict[Value, Value],
     written: Sequence[Value],
 ) -> Reversed:
-    body, copies = harmless_edges(sink_broadcasts(program.body))
     unseen = [ref for ref in kernel.outputs if ref not in seeds]
-    sums = plain_sums(narrow_carries(body), unseen)
+    sums = plain_sums(narrow_carries(sink_broadcasts(program.body)), unseen)
+    body, copies = harmless_edges(sums.body)
     made = reverse_program(
-        sums.body,
+        body,
         {kernel.inputs[n]: ref for n, ref in targets.items()},
         seeds,
         program.sizes,

@@ -14,6 +14,7 @@ from pallasite.autodiff.step_blocks import step_blocks
 from pallasite.ir.nodes import Kernel, Value
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.known_integers import known_integers
 from pallasite.passes.normal.results_in_scratch import results_in_scratch
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
@@ -30,7 +31,8 @@ def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     if kernel is not normal:
         kernel = run(kernel, NORMAL)  # rules for scratch apply to these, too
     if machine.cuts_rows:
-        kernel = fewer_rows(kernel)
+        # A mask of a loaded tile would be a mask of its cotangent, after a matmul.
+        kernel = fewer_rows(edge_fills(kernel))
     program = _with_known_integers(step_blocks(program_of(kernel)))
     program = flat_loops(started_sums(merge_adjoining(phases.apart(program))))
     return kernel, _in_base_two(program) if machine.base_two else program

@@ -106,6 +106,44 @@ def test_rmsnorm_at_an_edge(dtype):
     check(run, rmsnorm, *args, tol=tol, kernels=1)
 
 
+POLES = {
+    "div": lambda x, scale: scale * x / x.sum(1, keepdims=True),
+    "rsqrt": lambda x, scale: scale * x * lax.rsqrt((x * x).sum(1, keepdims=True)),
+    "log": lambda x, scale: scale * jnp.log(x),
+    "log of log": lambda x, scale: scale * jnp.log(2 - jnp.log(x) / 8),
+    "not followed": lambda x, scale: scale * jnp.atan2(x, x),
+}
+
+
+@pytest.mark.parametrize("function", POLES.values(), ids=POLES.keys())
+def test_poles_past_an_edge(function):
+    """Rows past the edge read zero, where these are not finite, nor derivatives."""
+    args = 1 + jnp.abs(normal(0, 43, 48)), normal(1, 1, 48)
+    check(functools.partial(rowwise, function, 8), function, *args, kernels=1)
+
+
+def test_a_filled_edge_has_no_pole():
+    """The sum of a filled row is zero, and the row is not in the result."""
+
+    def kernel(x_ref, w_ref, o_ref):
+        o_ref[...] = w_ref[...] * x_ref[...] / x_ref[...].sum(1, keepdims=True)
+
+    def run(x, w):
+        rows = pl.BlockSpec((8, 48), lambda i: (i, 0), fill=0.0)
+        out = pl.BlockSpec((8, 48), lambda i: (i, 0))
+        weights = pl.BlockSpec((1, 48), lambda i: (0, 0))
+        return pl.pallas_call(
+            kernel,
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=pl.cdiv(x.shape[0], 8),
+            in_specs=[rows, weights],
+            out_specs=out,
+        )(x, w)
+
+    args = 1 + jnp.abs(normal(0, 43, 48)), normal(1, 1, 48)
+    check(run, lambda x, w: w * x / x.sum(1, keepdims=True), *args, kernels=1)
+
+
 def test_narrow_operands_are_summed_in_f32():
     """512 addends of 1: a sum in bf16 stops at 256."""
     x, scale = jnp.ones((512, 8), jnp.bfloat16), jnp.ones((1, 8), jnp.bfloat16)
