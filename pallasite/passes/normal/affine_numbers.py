@@ -1,9 +1,9 @@
 """affine_numbers: numbers that are affine in the grid indices are written so.
 
 In: quotients, remainders, minima and choices of grid indices, such as the `cdiv((i + 1)
-* n, n)` that ends a causal loop, or the sum `i // n * n + i % n` of a flat number taken
-apart and put together again. Out: `i + 1`, `i`. Proof: by enumeration, both are equal at
-every step. What is written as an affine form already stays as it is.
+* n, n)` that ends a causal loop, or the sum `i // n * n + i % n` of a flat number that
+was taken apart. Out: `i + 1`, `i`. Proof: by enumeration, both are equal at every step.
+What is written as an affine form already stays as it is.
 """
 
 from collections.abc import Sequence
