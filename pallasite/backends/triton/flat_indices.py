@@ -122,10 +122,10 @@ def _picked(b: Rewriter, op: Op, constant: _Constant) -> Value | None:
     if load is None or load.name != "load" or not constant.has(load.operands[0]):
         return None
     access = Access.of(load)
-    entries = access.index
+    entries = [e for e in access.index if isinstance(e, At | Span)]
     if access.mask is not None or access.index_operands:
         return None
-    if not all(isinstance(e, At | Span) for e in entries):
+    if len(entries) < len(access.index):
         return None
     numbers, sizes = attrs["dimension_numbers"], attrs["slice_sizes"]
     slices = read_slices(x.tile, op.result.tile, numbers, sizes)

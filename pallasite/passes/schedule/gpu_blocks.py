@@ -17,6 +17,7 @@ from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim
 from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.unit_dims import unit_dims
 from pallasite.passes.schedule.choose_blocks import (
     LEAST_ROW,
@@ -28,6 +29,7 @@ from pallasite.passes.schedule.choose_blocks import (
 )
 from pallasite.passes.schedule.cut_steps import cut_steps
 from pallasite.passes.schedule.loop_over_k import why_not_in_rounds
+from pallasite.passes.schedule.loop_over_rows import loop_over_rows
 from pallasite.passes.schedule.merge_k_steps import merge_k_steps
 from pallasite.passes.schedule.resized_code import CannotReblock
 from pallasite.target import Gpu
@@ -119,7 +121,23 @@ def for_gpu(
         narrow = _narrow_steps(products)
         if narrow is not None and narrow.best() < products.best():
             products = narrow
+        if products.best() == inf:
+            made = _rows_in_loops(products.blocks)
+            if made is not None:
+                return for_gpu(made, chip, tuned, tiles)
     return products.kernel(tuned)
+
+
+def _rows_in_loops(blocks: Blocks) -> Kernel | None:
+    """The kernel with loops over parts of a dimension that is reduced, if it may be."""
+    for dim in blocks.found.dims:
+        if dim.reduces and dim.size > STEP:
+            try:
+                made = loop_over_rows(blocks.kernel, dim.windows[0], STEP)
+            except CannotReblock:
+                continue
+            return columns(canonicalize(made))
+    return None
 
 
 def _narrow_steps(products: "_WithProducts") -> "_WithProducts | None":
