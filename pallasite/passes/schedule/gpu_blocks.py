@@ -339,14 +339,16 @@ class _WithProducts:
         """Contracted dimensions, with their allowed depths."""
         deep = {}
         for dim in self.blocks.found.dims:
-            if dim.products and why_not_in_rounds(self.blocks.found, dim) is None:
+            exact = any(map(_is_exact, map(Dot.of, dim.products)))
+            why_not = why_not_in_rounds(self.blocks.found, dim, reduced=exact)
+            if dim.products and why_not is None:
                 widest = self._widest(map(Dot.of, dim.products))
                 halves = [
                     dim.size >> n for n in range(1, 20) if not dim.size % (1 << n)
                 ]
                 swizzled = [n for n in halves if LEAST_SIDE <= n <= ROW_BYTES // widest]
                 depths = [dim.size, *swizzled]
-                if any(map(_is_exact, map(Dot.of, dim.products))):
+                if exact:
                     depths = [n for n in depths if n <= EXACT_DEPTH] or depths
                 deep[dim] = depths
         return deep
