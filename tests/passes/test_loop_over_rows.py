@@ -9,9 +9,9 @@ import pallasite as pl
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.run import run
 from pallasite.passes.schedule.loop_over_rows import loop_over_rows
-from pallasite.passes.schedule.resized_code import CannotReblock
 from pallasite.sites import kernels_in
 from tests.passes.test_same_meaning import outputs
 

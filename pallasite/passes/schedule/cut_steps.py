@@ -18,8 +18,8 @@ from pallasite.ir.rewrite import map_ops
 from pallasite.passes.analysis.guards import Guard
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, loop_dims
 from pallasite.passes.normal.affine_numbers import affine_numbers
+from pallasite.passes.normal.resized_code import CannotReblock, Part
 from pallasite.passes.schedule.reblock import Divided
-from pallasite.passes.schedule.resized_code import CannotReblock, Part
 from pallasite.passes.schedule.widen_steps import (
     RunningSteps,
     walked,

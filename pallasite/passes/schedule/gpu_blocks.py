@@ -18,6 +18,7 @@ from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.columns import columns
+from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.normal.unit_dims import unit_dims
 from pallasite.passes.schedule.choose_blocks import (
     LEAST_ROW,
@@ -31,7 +32,6 @@ from pallasite.passes.schedule.cut_steps import cut_steps
 from pallasite.passes.schedule.loop_over_k import why_not_in_rounds
 from pallasite.passes.schedule.loop_over_rows import loop_over_rows
 from pallasite.passes.schedule.merge_k_steps import merge_k_steps
-from pallasite.passes.schedule.resized_code import CannotReblock
 from pallasite.target import Gpu
 
 # Shares of an SM's resources: the rest is for addresses, masks and data in flight.

@@ -34,8 +34,8 @@ from pallasite.ops.neutral import neutral
 from pallasite.passes.analysis.exponents import Power, Powers
 from pallasite.passes.analysis.grid import with_pipeline
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place
+from pallasite.passes.normal.resized_code import CannotReblock, Part
 from pallasite.passes.schedule.reblock import in_pipeline
-from pallasite.passes.schedule.resized_code import CannotReblock, Part
 
 MERGED = {"sum": "add", "max": "max", "min": "min"}
 
