@@ -322,13 +322,31 @@ def test_a_deep_product_becomes_a_loop():
     )
 
 
+def test_a_reduction_that_a_product_does_not_need_stays_whole():
+    reduced = """%r: f32[32] = reduce %u {kind="max", axes=(1,)}
+      %w: f32[32,32] = broadcast_in_dim %r {shape=(32, 32), dims=(0,)}
+      %e: f32[32,32] = add %s, %w
+      store %ob[:, :] = %e"""
+    kernel = parsed(MATMUL.replace("store %ob[:, :] = %s", reduced))
+    new = loop_over_k(kernel, (X, 1), 4)
+    verify(new)
+    text = code(new)
+    assert "f32[32,4] = load" in text and "reduce %u " in text
+    arrays = [np.random.default_rng(n).integers(-9, 9, (64, 64)).astype(np.float32)
+              for n in range(2)]  # fmt: skip
+    np.testing.assert_array_equal(outputs(new, arrays)[0], outputs(kernel, arrays)[0])
+
+
 @pytest.mark.parametrize(
     "old, new, reason",
     [
         ("dtype=f32", "dtype=bf16", "its accumulator has less precision"),
         (
-            "%s: f32",
-            '%r: f32[32] = reduce %u {kind="max", axes=(1,)} %s: f32',
+            "%d: f32[32,32] = dot %u",
+            """%r: f32[32] = reduce %u {kind="max", axes=(1,)}
+            %b: f32[32,16] = broadcast_in_dim %r {shape=(32, 16), dims=(0,)}
+            %w: f32[32,16] = sub %u, %b
+            %d: f32[32,32] = dot %w""",
             "'reduce' runs along it",
         ),
     ],

@@ -69,6 +69,25 @@ def test_other_uses_keep_the_tile(change: tuple[str, str]):
     assert names(split_accesses(kernel)).count("load") == 1
 
 
+@pytest.mark.parametrize("width, loads", [(66, 5), (10, 1)])
+def test_a_stencil_loads_each_neighbour_where_rows_are_long(width: int, loads: int):
+    def body(x_ref, o_ref):
+        x = x_ref[...]
+        around = x[:-2, 1:-1] + x[2:, 1:-1] + x[1:-1, :-2] + x[1:-1, 2:]
+        o_ref[...] = x[1:-1, 1:-1] - around
+
+    call = pl.pallas_call(body, jax.ShapeDtypeStruct((8, width - 2), jnp.float32))
+    (found,) = calls_in(call, jnp.ones((10, width), jnp.float32))
+    after = split_accesses(found.kernel)
+    arrays = inputs(found.kernel)
+    for old, new in zip(
+        results(found.kernel, arrays), results(after, arrays), strict=True
+    ):
+        np.testing.assert_array_equal(old, new)
+    assert names(after).count("load") == loads
+    assert ("slice" in names(after)) == (loads == 1)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rotary_embeddings(dtype):
     def body(x_ref, s_ref, o_ref):

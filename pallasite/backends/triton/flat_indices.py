@@ -6,13 +6,18 @@ tile; one outside is clamped, or -1. A gather is then one of elements of a vecto
 Triton has. In a scatter all updates are compared with all positions, some updates at a
 time: that needs no memory, and where updates meet, the result does not depend on
 chance.
+
+A gather from a tile that is loaded, but larger than shared memory should hold, loads
+the elements that it picks instead. (Smaller tiles are loaded whole, in long accesses.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from math import prod
+from typing import NamedTuple
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Kernel, Op, Value
+from pallasite.ir.nodes import Access, At, Gather, Kernel, Op, Span, Value
 from pallasite.ir.opdef import table
 from pallasite.ir.rewrite import Rewriter, map_ops
 from pallasite.ir.types import DTYPES, I32, INDEX, TileType
@@ -26,6 +31,7 @@ from pallasite.ops.decompose_gather import (
 )
 from pallasite.ops.decompose_tile import positions, take_range
 from pallasite.ops.formula import NotApplicable
+from pallasite.passes.analysis.memory import Roots, constant_inputs
 from pallasite.target.chip import power_of_two
 
 ELEMENTS = "triton.elements"  # a gather that `tiles.py` has
@@ -40,10 +46,11 @@ _ONE_BY_ONE = ((), (0,), (0,), (), ())  # dimension numbers
 
 def flat_indices(kernel: Kernel) -> Kernel:
     """The kernel without gathers and scatters that have no short decomposition."""
-    return map_ops(kernel, _flattened)
+    constant = _Constant(Roots(kernel), constant_inputs(kernel))
+    return map_ops(kernel, partial(_flattened, constant=constant))
 
 
-def _flattened(op: Op, b: Rewriter) -> Value | None:
+def _flattened(op: Op, b: Rewriter, constant: "_Constant") -> Value | None:
     if op.name not in ("gather", "scatter"):
         return None
     if not all(v.tile.size for v in (*op.operands, *op.results)):
@@ -53,8 +60,10 @@ def _flattened(op: Op, b: Rewriter) -> Value | None:
         return None
     if op.name == "scatter":
         return _scatter(b, op)
-    if count is not None and held_bytes(op) > MOST_GATHERED:
-        return None
+    if held_bytes(op) > MOST_GATHERED:
+        picked = _picked(b, op, constant)
+        if picked is not None or count is not None:
+            return picked
     return _gather(b, op)
 
 
@@ -89,6 +98,56 @@ def _gather(b: Builder, op: Op) -> Value:
     if attrs["mode"] != "fill":
         return found
     return b.select(inside, found, b.constant(attrs["fill_value"], result))
+
+
+class _Constant(NamedTuple):
+    """Refs whose elements stay the same."""
+
+    roots: Roots
+    refs: frozenset[Value]
+
+    def has(self, ref: Value) -> bool:
+        return self.roots.of(ref) in self.refs
+
+
+def _picked(b: Rewriter, op: Op, constant: _Constant) -> Value | None:
+    """A gather from a tile that is loaded, as a load of the elements that it picks.
+
+    Nothing writes to what is loaded, so it may be loaded later, and in part.
+    """
+    x, indices = op.operands
+    load, attrs = b.producer(x), op.own_attrs
+    while load is not None and load.name == "cast":
+        load = b.producer(load.operands[0])
+    if load is None or load.name != "load" or not constant.has(load.operands[0]):
+        return None
+    access = Access.of(load)
+    entries = [e for e in access.index if isinstance(e, At | Span)]
+    if access.mask is not None or access.index_operands:
+        return None
+    if len(entries) < len(access.index):
+        return None
+    numbers, sizes = attrs["dimension_numbers"], attrs["slice_sizes"]
+    slices = read_slices(x.tile, op.result.tile, numbers, sizes)
+    inside, along = _Inside(slices), dict[int, Value]()
+    for d, step, asked in _steps(b, slices, indices):
+        along[d] = b.add(along[d], step) if d in along else step
+        inside.add(b, asked)
+    zero = b.constant(0, slices.tile.with_dtype(I32))
+    spans = iter(along.get(d, zero) for d in range(slices.x.rank))
+    where: list[Value] = []
+    for entry in entries:
+        place, stride = zero, 1
+        if isinstance(entry, Span):
+            place, stride = next(spans), entry.stride
+        place = place if stride == 1 else b.mul(place, b.like(stride, place))
+        where.append(b.add(place, b.like(entry.start or 0, place)))
+    found = b.load(access.ref, tuple(Gather() for _ in where), where)
+    found = b.cast(found, x.tile.dtype)
+    if attrs["mode"] != "fill":
+        return found
+    fill = b.constant(attrs["fill_value"], op.result.tile)
+    return b.select(inside.everywhere(b), found, fill)
 
 
 def elements(b: Builder, x: Value, place: Value) -> Value:
@@ -214,28 +273,50 @@ def _places(b: Builder, slices: Slices, indices: Value) -> tuple[Value, Value]:
 
     A slice that is not is moved to the nearest place.
     """
-    shape, batch = slices.tile.shape, slices.batch_dims
     strides = [prod(slices.x.shape[d + 1 :]) for d in range(slices.x.rank)]
+    place = b.constant(0, slices.tile.with_dtype(I32))
+    inside = _Inside(slices)
+    for d, step, asked in _steps(b, slices, indices):
+        place = b.add(place, b.mul(step, b.like(strides[d], step)))
+        inside.add(b, asked)
+    return place, inside.everywhere(b)
+
+
+class _Inside:
+    """Whether the slices that elements belong to are inside x."""
+
+    def __init__(self, slices: Slices):
+        self.slices, self.found = slices, None
+
+    def add(self, b: Builder, asked: tuple[Value, Value] | None) -> None:
+        if asked is not None:
+            valid = b.eq(*asked)
+            self.found = valid if self.found is None else b.and_(self.found, valid)
+
+    def everywhere(self, b: Builder) -> Value:
+        tile = self.slices.tile
+        if self.found is None:
+            return b.constant(True, tile.with_dtype(DTYPES["bool"]))
+        return b.broadcast(self.found, tile.shape, self.slices.batch_dims)
+
+
+def _steps(
+    b: Builder, slices: Slices, indices: Value
+) -> Iterator[tuple[int, Value, tuple[Value, Value] | None]]:
+    """What is added to the elements' positions along dimensions of x.
+
+    With it, for starts of slices, what was asked for and the nearest that is inside.
+    """
+    shape, batch = slices.tile.shape, slices.batch_dims
     tile = slices.tile.with_dtype(I32)
-    place = b.constant(0, tile)
-    inside: Value | None = None
-
-    def add(place: Value, step: Value, d: int) -> Value:
-        return b.add(place, b.mul(step, b.like(strides[d], step)))
-
     for k, d in enumerate(slices.index_map):
         column = take_range(b, indices, indices.tile.rank - 1, k, k + 1)
         column = b.op("reshape", column, shape=indices.tile.shape[:-1])
         start = index_numbers(b, column, slices.x.shape[d])
         last = b.like(slices.x.shape[d] - slices.sizes[d], start)
         near = b.min(b.max(start, b.like(0, start)), last)
-        place = add(place, b.broadcast(near, shape, batch), d)
-        valid = b.eq(start, near)
-        inside = valid if inside is None else b.and_(inside, valid)
+        yield d, b.broadcast(near, shape, batch), (start, near)
     for d, k in zip(slices.operand_batch, slices.index_batch, strict=True):
-        place = add(place, b.op("iota", type=tile, dim=batch[k]), d)
+        yield d, b.op("iota", type=tile, dim=batch[k]), None
     for d, along in zip(slices.window, slices.offset_dims, strict=True):
-        place = add(place, b.op("iota", type=tile, dim=along), d)
-    if inside is None:
-        return place, b.constant(True, tile.with_dtype(DTYPES["bool"]))
-    return place, b.broadcast(inside, shape, batch)
+        yield d, b.op("iota", type=tile, dim=along), None

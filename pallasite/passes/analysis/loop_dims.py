@@ -39,6 +39,8 @@ class LoopDim:
     products: tuple[Op, ...]  # the dots that contract it
     spans: frozenset[Op]  # loads of a span along it from a ref that is not split
     is_twice: bool = False  # whether it is two dimensions of one ref or tile
+    reduces: tuple[Op, ...] = ()  # those along it
+    besides: str | None = None  # why it is whole, other than that it is reduced
 
 
 class LoopDims:
@@ -156,6 +158,7 @@ class _Joined:
         self.found = found
         self.parent: dict[_Node, _Node] = {}
         self.held: list[tuple[_Node, str]] = []
+        self.reduces: list[tuple[_Node, Op]] = []
         self.products: list[tuple[_Node, Op]] = []
         self.spans: list[tuple[_Node, Op]] = []
         self.block(found.pipeline.body)
@@ -170,6 +173,11 @@ class _Joined:
         whole: dict[_Node, str] = {}
         for node, reason in self.held:
             whole.setdefault(self.root(node), reason)
+        reduces: dict[_Node, list[Op]] = defaultdict(list)
+        for node, op in self.reduces:
+            reduces[self.root(node)].append(op)
+            whole.setdefault(self.root(node), f"'{op.name}' runs along it")
+        besides = {self.root(node): reason for node, reason in reversed(self.held)}
         products: dict[_Node, list[Op]] = defaultdict(list)
         for node, op in self.products:
             products[self.root(node)].append(op)
@@ -193,6 +201,8 @@ class _Joined:
                 tuple(products[root]),
                 frozenset(spans[root]),
                 is_twice,
+                tuple(reduces[root]),
+                besides.get(root),
             )
 
     def nodes(self) -> Iterator[_Node]:
@@ -346,7 +356,10 @@ class _Joined:
         axes = attrs["axes"] if "axes" in attrs else (attrs["axis"],)
         kept = [d for d in range(x.tile.rank) if d not in axes]
         for d in axes:
-            self.hold((x, d), f"'{op.name}' runs along it")
+            if op.name == "reduce":
+                self.reduces.append(((x, d), op))
+            else:
+                self.hold((x, d), f"'{op.name}' runs along it")
         for y in op.results:
             same_rank = y.tile.rank == x.tile.rank
             for to, d in enumerate(kept):

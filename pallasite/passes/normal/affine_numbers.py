@@ -1,8 +1,9 @@
 """affine_numbers: numbers that are affine in the grid indices are written so.
 
 In: quotients, remainders, minima and choices of grid indices, such as the `cdiv((i + 1)
-* n, n)` that ends a causal loop. Out: `i + 1`. Proof: by enumeration, both are equal at
-every step. Sums and multiples of indices stay as they are.
+* n, n)` that ends a causal loop, or the sum `i // n * n + i % n` of a flat number that
+was taken apart. Out: `i + 1`, `i`. Proof: by enumeration, both are equal at every step.
+What is written as an affine form already stays as it is.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ from pallasite.passes.analysis.step_table import StepTable
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.narrow_windows import affine_value
 
-_DIVISIONS = ("div", "rem", "min", "max", "clamp", "select_n")
+# What may be affine although its operands are not, or not known to be.
+_NUMBERS = ("div", "rem", "min", "max", "clamp", "select_n", "add", "sub", "mul")
 
 
 def affine_numbers(kernel: Kernel) -> Kernel:
@@ -41,7 +43,7 @@ def affine_numbers(kernel: Kernel) -> Kernel:
 def _written_so(
     block: Block, ids: Sequence[Value], grid: Sequence[int | None]
 ) -> Block:
-    found = [op for op in walk(block) if op.name in _DIVISIONS]
+    found = [op for op in walk(block) if op.name in _NUMBERS]
     if not found:
         return block
     table, forms = StepTable(ids, grid), Forms(ids)

@@ -8,6 +8,7 @@ from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.consecutive_indices import single_slices
 from pallasite.passes.normal.counted_loops import counted_loops
+from pallasite.passes.normal.folds import folds
 from pallasite.passes.normal.guarded_starts import guarded_starts
 from pallasite.passes.normal.idle_clamps import idle_clamps
 from pallasite.passes.normal.known_clamps import known_clamps
@@ -42,6 +43,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("unit_dims", unit_dims),
     ("replicated", replicated),
     ("columns", columns),
+    ("folds", folds),
     ("products", products),
     ("whole_loops", whole_loops),
     ("order", order),

@@ -23,7 +23,9 @@ from pallasite.ir.rewrite import (
     users_of,
 )
 
-MOST_PARTS = 4  # of one tile: more accesses are shorter than a transaction
+MOST_PARTS = 4  # of one tile, if they may be shorter than a transaction
+MOST_LONG_PARTS = 16  # with rows of this many elements, as stencils have
+LONG_ROW = 64
 
 
 class Box(NamedTuple):
@@ -72,7 +74,10 @@ class _Split:
         uses = self.users.get(value, [])
         plain = all(u.name == "slice" and set(u.attrs["strides"]) == {1} for u in uses)
         found = list(dict.fromkeys(map(_box, uses))) if uses and plain else []
-        return found if len(found) <= MOST_PARTS else []
+        is_long = all(box.shape and box.shape[-1] >= LONG_ROW for box in found)
+        return (
+            found if len(found) <= (MOST_LONG_PARTS if is_long else MOST_PARTS) else []
+        )
 
     def in_boxes(self, op: Op, b: Rewriter, boxes: Sequence[Box]) -> Value | None:
         for box in boxes:

@@ -9,13 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from math import ceil, prod
+from math import ceil, inf, prod
 
 from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim
+from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.normal.unit_dims import unit_dims
 from pallasite.passes.schedule.choose_blocks import (
@@ -26,7 +28,9 @@ from pallasite.passes.schedule.choose_blocks import (
     is_last,
     with_uses_apart,
 )
+from pallasite.passes.schedule.cut_steps import cut_steps
 from pallasite.passes.schedule.loop_over_k import why_not_in_rounds
+from pallasite.passes.schedule.loop_over_rows import loop_over_rows
 from pallasite.passes.schedule.merge_k_steps import merge_k_steps
 from pallasite.target import Gpu, Machine, physical
 
@@ -49,6 +53,7 @@ EXACT = (None, "default", "highest", "ieee", "f32_f32_f32")
 EXACT_DEPTH, TOO_DEEP = 16, 4.0
 EXACT_BYTES = 1 << 16  # of their results
 COMPUTED_BYTES = 1 << 15  # of a tile that is computed before its matmul
+STEP = 128  # elements of a block along which running maxima and sums go, when split
 SHORT_TILE = 64  # rows below which Hopper's wgmma is not used
 TILE_ELEMENTS = 8192  # of the largest tile in code without matmuls
 TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
@@ -112,7 +117,37 @@ def for_gpu(
     products = _WithProducts(blocks, chip, tiles)
     if products.seconds({}) is None:  # it does not fit
         products = _WithProducts(with_uses_apart(blocks), chip, tiles)
+        narrow = _narrow_steps(products)
+        if narrow is not None and narrow.best() < products.best():
+            products = narrow
+        if products.best() == inf:
+            made = _rows_in_loops(products.blocks)
+            if made is not None:
+                return for_gpu(made, chip, tuned, tiles)
     return products.kernel(tuned)
+
+
+def _rows_in_loops(blocks: Blocks) -> Kernel | None:
+    """The kernel with loops over parts of a dimension that is reduced, if it may be."""
+    for dim in blocks.found.dims:
+        if dim.reduces and dim.size > STEP:
+            try:
+                made = loop_over_rows(blocks.kernel, dim.windows[0], STEP)
+            except CannotReblock:
+                continue
+            return columns(canonicalize(made))
+    return None
+
+
+def _narrow_steps(products: "_WithProducts") -> "_WithProducts | None":
+    """The same work with steps of fewer elements, where steps may be split."""
+    try:
+        narrow = blocks_of(canonicalize(cut_steps(products.blocks.kernel, STEP)))
+    except CannotReblock:
+        return None
+    if narrow is None:
+        return None
+    return _WithProducts(narrow, products.chip, products.tiles)
 
 
 def _batches_apart(blocks: Blocks) -> Blocks:
@@ -202,6 +237,11 @@ class _WithProducts:
                 continue  # one dimension can be split, but not after another
         return self._smallest() if own is None else self.blocks.kernel
 
+    def best(self) -> float:
+        """The least estimated time; infinite if no sizes fit."""
+        found = (self.seconds(sizes) for sizes in self.choices())
+        return min((t for t in found if t is not None), default=inf)
+
     def _gain(self, sizes: Sizes) -> float:
         """How many times faster blocks of other sizes must be."""
         shrinks = any(n < dim.size for dim, n in sizes.items() if self._is_side(dim))
@@ -290,14 +330,16 @@ class _WithProducts:
         """Contracted dimensions, with their allowed depths."""
         deep = {}
         for dim in self.blocks.found.dims:
-            if dim.products and why_not_in_rounds(self.blocks.found, dim) is None:
+            exact = any(map(_is_exact, map(Dot.of, dim.products)))
+            why_not = why_not_in_rounds(self.blocks.found, dim, reduced=exact)
+            if dim.products and why_not is None:
                 widest = self._widest(map(Dot.of, dim.products))
                 halves = [
                     dim.size >> n for n in range(1, 20) if not dim.size % (1 << n)
                 ]
                 swizzled = [n for n in halves if LEAST_SIDE <= n <= ROW_BYTES // widest]
                 depths = [dim.size, *swizzled]
-                if any(map(_is_exact, map(Dot.of, dim.products))):
+                if exact:
                     depths = [n for n in depths if n <= EXACT_DEPTH] or depths
                 deep[dim] = depths
         return deep

@@ -4,7 +4,7 @@ In: a body that loads deep blocks and multiplies them. Out: the same matmul as a
 that loads, computes and multiplies one part of k per iteration and carries the
 accumulator, so that only one part is on chip at a time. For blocks that no grid axis
 steps through along k (`split_k_steps` handles those); whatever else is computed along k
-keeps it whole.
+keeps it whole, except reductions that the matmul does not need: they stay as they are.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def loop_over_k(kernel: Kernel, place: Place, depth: int) -> Kernel:
         CannotReblock: the dimension is used for more than matmuls of what is loaded.
     """
     found, dim = in_pipeline(kernel, place)
-    reason = why_not_in_rounds(found, dim)
+    reason = why_not_in_rounds(found, dim, reduced=True)
     if reason is None and dim.size % depth:
         reason = f"{dim.size} elements are not a multiple of {depth}"
     if reason is not None:
@@ -45,10 +45,22 @@ def loop_over_k(kernel: Kernel, place: Place, depth: int) -> Kernel:
     return dead_code(with_pipeline(kernel, found.pipeline.with_(body=body).to_op()))
 
 
-def why_not_in_rounds(found: LoopDims, dim: LoopDim) -> str | None:
-    """Why the matmuls over a dimension cannot become loops; None if they can."""
-    if dim.whole is not None or not dim.products:
-        return dim.whole or "no matmul contracts it"
+def why_not_in_rounds(
+    found: LoopDims, dim: LoopDim, reduced: bool = False
+) -> str | None:
+    """Why the matmuls over a dimension cannot become loops; None if they can.
+
+    Args:
+        found: the kernel.
+        dim: what the matmuls contract.
+        reduced: whether it may be reduced, too, if matmuls need neither the result of
+            that nor of each other.
+    """
+    whole = dim.whole
+    if reduced and dim.reduces and not dim.is_twice and _are_apart(found, dim):
+        whole = dim.besides
+    if whole is not None or not dim.products:
+        return whole or "no matmul contracts it"
     if not all(map(adds_up, dim.products)):
         return "its accumulator has less precision than a matmul's"
     made = {v for op in walk(found.pipeline.body) for v in op.results}
@@ -63,6 +75,23 @@ def why_not_in_rounds(found: LoopDims, dim: LoopDim) -> str | None:
         if any(v in dim.members for v in op.results) and (op.regions or not pure):
             return f"'{op.name}' produces values that have this dimension"
     return None
+
+
+def _are_apart(found: LoopDims, dim: LoopDim) -> bool:
+    """Whether matmuls over a dimension need no reduction along it, nor another."""
+    made = {v: op for op in walk(found.pipeline.body) for v in op.results}
+    seen = set[Value]()
+    pending = [v for op in dim.products for v in op.operands]
+    while pending:
+        value = pending.pop()
+        op = made.get(value)
+        if value in seen or op is None:
+            continue
+        seen.add(value)
+        if op in dim.reduces or op.name == "dot":
+            return False
+        pending += op.operands
+    return True
 
 
 class _Rounds:

@@ -37,12 +37,12 @@ def widen_steps(kernel: Kernel, widest: int) -> Kernel:
     Raises:
         CannotReblock: none can be merged; the message says why.
     """
-    found = loop_dims(map_ops(kernel, _with_own_tiles))
+    found = loop_dims(map_ops(kernel, with_own_tiles))
     if found is None:
         raise CannotReblock("its body is not a single grid")
     if found.refused or kernel.aliases:
         raise CannotReblock(found.refused or "operands alias results")
-    dim = _walked(found)
+    dim = walked(found)
     if dim is not None:
         return _WiderGrid(found, dim, widest).kernel()
     loops = [op for op in found.pipeline.body.ops if op.name == "for"]
@@ -51,7 +51,7 @@ def widen_steps(kernel: Kernel, widest: int) -> Kernel:
     return _WiderLoop(found, Loop.of(loops[0]), widest).kernel()
 
 
-def _with_own_tiles(op: Op, b: Rewriter) -> Sequence[Value] | None:
+def with_own_tiles(op: Op, b: Rewriter) -> Sequence[Value] | None:
     """The op with private copies of constant tiles and positions.
 
     One iota may serve as positions of both rows and columns.
@@ -68,7 +68,7 @@ def _with_own_tiles(op: Op, b: Rewriter) -> Sequence[Value] | None:
     return op.results
 
 
-def _walked(found: LoopDims) -> LoopDim | None:
+def walked(found: LoopDims) -> LoopDim | None:
     """The dimension along which the last axis moves windows."""
     grid = found.pipeline.grid
     if not grid or grid[-1] is None or found.info.axes[-1].parallel:
@@ -235,10 +235,19 @@ class _Wider(Joined):
 _LAST = {"le": (0, 1), "lt": (1, 0), "ge": (1, 0), "gt": (0, 1)}
 
 
-class _WiderGrid:
-    """Merges steps of the last axis."""
+class RunningSteps:
+    """Steps of the last axis that only update maxima and add to sums.
 
-    def __init__(self, found: LoopDims, dim: LoopDim, widest: int):
+    Args:
+        found: the kernel.
+        dim: the dimension along which it steps.
+        factor: how many steps are to be one.
+
+    Raises:
+        CannotReblock: they do more, or are not known to.
+    """
+
+    def __init__(self, found: LoopDims, dim: LoopDim, factor: int = 1):
         self.found, self.dim, self.pipeline = found, dim, found.pipeline
         steps = self.pipeline.grid[-1]
         assert steps is not None
@@ -249,7 +258,7 @@ class _WiderGrid:
             raise CannotReblock(
                 "a load selects a part of the dimension that steps iterate over"
             )
-        self.factor = _factor(steps, dim.size, widest)
+        self.factor = factor
         for number, shown in enumerate(self.pipeline.shown):
             self._check_window(number, shown)
         self.made = {v: op for op in walk(found.kernel.body) for v in op.results}
@@ -295,7 +304,7 @@ class _WiderGrid:
             self.guard = guard
             self.code += guard.taken.ops
             return
-        if sum(self._depends(part, [self.step]) for part in guard.parts) > 1:
+        if sum(self.depends(part, [self.step]) for part in guard.parts) > 1:
             raise CannotReblock(
                 "a branch at the first or last step has a further condition"
             )
@@ -362,16 +371,33 @@ class _WiderGrid:
         number = self._number(self.begins[ref]) if ref in self.begins else None
         return State(load.result, new, number is not None and isfinite(number))
 
-    # --- merged ---
+    def depends(self, part: Condition, on: Sequence[Value]) -> bool:
+        pending = [part.value]
+        while pending:
+            value = pending.pop()
+            if value in on:
+                return True
+            op = self.made.get(value)
+            pending += op.operands if op is not None else ()
+        return False
+
+
+class _WiderGrid(RunningSteps):
+    """Merges steps of the last axis."""
+
+    def __init__(self, found: LoopDims, dim: LoopDim, widest: int):
+        steps = found.pipeline.grid[-1]
+        assert steps is not None
+        super().__init__(found, dim, _factor(steps, dim.size, widest))
 
     def kernel(self) -> Kernel:
         size = self.dim.size * self.factor
         code = _Wider(self.dim, size, self.step, self.made, self.pipeline.ids)
         code.ends, code.guard = self.ends, self.guard
         if self.guard is not None:
-            skips = tuple(p for p in self.guard.parts if self._depends(p, [self.step]))
+            skips = tuple(p for p in self.guard.parts if self.depends(p, [self.step]))
             others = self.pipeline.ids[:-1]
-            same = tuple(p for p in skips if not self._depends(p, others))
+            same = tuple(p for p in skips if not self.depends(p, others))
             code.fills = self.proved.fills(skips, same) if skips else {}
         windows = list(self.pipeline.windows)
         for number, d in self.dim.windows:
@@ -385,16 +411,6 @@ class _WiderGrid:
             body=code.block(self.pipeline.body),
         ).to_op()
         return dead_code(with_pipeline(self.found.kernel, new))
-
-    def _depends(self, part: Condition, on: Sequence[Value]) -> bool:
-        pending = [part.value]
-        while pending:
-            value = pending.pop()
-            if value in on:
-                return True
-            op = self.made.get(value)
-            pending += op.operands if op is not None else ()
-        return False
 
 
 class _WiderLoop:

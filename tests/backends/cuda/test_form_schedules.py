@@ -51,6 +51,36 @@ def test_two_loops_keep_their_rows():
     assert rings(text)[0].endswith(",128,128]")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal grid, statistics repeated over lanes",
+        "causal grid, clamped map, leading units, lanes",
+        "JAX's flash_attention, statistics by reshape and repeat",
+    ],
+)
+def test_steps_of_256_keys_are_two_each(name: str):
+    assert rings(scheduled(name)) == rings(scheduled("causal grid, column statistics"))
+
+
+@pytest.mark.parametrize(
+    "name, rows",
+    [
+        ("one program sees all keys, plain softmax", 64),
+        ("all keys at once, as in numpy", 128),
+    ],
+)
+def test_all_keys_at_once_are_a_loop(name: str, rows: int):
+    """As wide as heads are: no score is computed twice."""
+    found = [ring.split(",", 1)[1] for ring in rings(scheduled(name))]
+    assert found == [f"{rows},128]", "128,128]", "128,128]"]
+
+
+def test_programs_of_flat_heads_run_at_once():
+    """All queries of all heads, not only the heads."""
+    assert "grid=(264,)" in scheduled("causal grid, 64 x 64 blocks, flat heads")
+
+
 def test_two_matmuls_of_whole_weights_are_loops():
     """The inner width is a loop, and in it the depth of the first matmul another."""
     found = rings(scheduled("MLP: both weights whole in a block"))
@@ -70,6 +100,7 @@ def test_masked_edges_are_filled_edges():
         "causal grid, all state in outputs, lanes",
         "causal, vmap of one head",
         "several heads per block, einsum of rank 3",
+        "JAX's flash_attention, statistics by reshape and repeat",
     ],
 )
 def test_forms_that_cuda_takes(name: str):

@@ -409,6 +409,11 @@ PLAIN = {
     "width 256": (dict(width=256), dict(block=(64, 64))),
     "mask of -inf": (dict(), dict(causal=True, mask=-jnp.inf, block=(64, 64))),
     "finite start": (dict(), dict(causal=True, start=-1e30, block=(64, 64))),
+    # Steps of 256 keys are two each.
+    "wide steps": (
+        dict(heads=1, length=512, width=128),
+        dict(causal=True, start=-1e30, block=(128, 256)),
+    ),
 }
 
 
@@ -425,6 +430,34 @@ def test_plain_attention(name, tmp_path, small_chip):
 
     (got,) = run(function, *given, folder=tmp_path)
     want = jax.jit(partial(kernels.plain_attention_reference, **how))(*operands)
+    assert kernels.error(got, want) < 2e-2
+
+
+@pytest.mark.parametrize("is_numpy", [False, True])
+def test_all_keys_at_once(is_numpy, tmp_path, small_chip):
+    """Neither scores nor keys of a block fit; a loop goes over the keys."""
+    q, k, v = (kernels.normal(n, 128, dtype=bf16, seed=n) for n in (256, 1024, 1025))
+    v = v[:1024]
+
+    def kernel(q_ref, k_ref, v_ref, o_ref):
+        if is_numpy:
+            s = (q_ref[...] @ k_ref[...].T).astype(f32) / jnp.sqrt(f32(128))
+            p = jnp.exp(s - jnp.max(s, axis=-1, keepdims=True))
+            p /= jnp.sum(p, axis=-1, keepdims=True)
+        else:
+            s = jnp.dot(q_ref[...], k_ref[...].T, preferred_element_type=f32)
+            p = jax.nn.softmax(s * 128**-0.5, axis=-1)
+        o_ref[...] = (p.astype(bf16) @ v_ref[...]).astype(bf16)
+
+    def function(q, k, v):
+        whole = pl.BlockSpec((1024, 128), lambda i: (0, 0))
+        rows = pl.BlockSpec((128, 128), lambda i: (i, 0))
+        return pl.pallas_call(kernel, jax.ShapeDtypeStruct(q.shape, bf16), grid=(2,),
+                              in_specs=[rows, whole, whole],
+                              out_specs=rows)(q, k, v)  # fmt: skip
+
+    (got,) = run(function, q, k, v, folder=tmp_path, timings=list(host.TIMINGS))
+    want = kernels.attention_reference(q[None], k[None], v[None], False)[0]
     assert kernels.error(got, want) < 2e-2
 
 

@@ -112,11 +112,11 @@ def test_rows_of_long_tables_are_not_compared_one_by_one(shape: tuple[int, int])
     """Those that shared memory does not hold are."""
     table = numbers(shape)
     rows = np.array([shape[0] - 1, 0, -1, 5, shape[0]], np.int32)
-    kernel = indexed(lambda t, i: t[i], numbers((5, shape[1])), table, rows)
+    kernel = indexed(lambda t, i: (2 * t)[i], numbers((5, shape[1])), table, rows)
     # Comparing takes each row of the table by a gather of its own.
     assert (compiled(kernel)[0].count("tt.gather") > 3) == TABLES[shape]
     (got,) = simulated(kernel, [table, rows])
-    np.testing.assert_array_equal(got, np.asarray(jnp.asarray(table)[rows]))
+    np.testing.assert_array_equal(got, np.asarray(jnp.asarray(2 * table)[rows]))
 
 
 def test_many_updates_are_not_made_one_by_one():
@@ -148,10 +148,53 @@ def test_indices_of_other_types(kind: str):
 
 def test_a_tile_that_shared_memory_does_not_hold():
     x, rows = np.zeros((1024, 32), np.float32), np.zeros(4, np.int32)
-    kernel = indexed(lambda x, i: x[i, i], x[:4, 0], x, rows)
+    kernel = indexed(lambda x, i: jnp.sin(x)[i, i], x[:4, 0], x, rows)
     with pytest.raises(UnsupportedError, match="cannot run gather") as refusal:
         compiled(kernel)
     assert "131072 bytes" in str(refusal.value)
+
+
+def along_rows(x, at):
+    return jnp.take_along_axis(x, at, axis=1)
+
+
+@pytest.mark.parametrize(
+    "pick", [along_rows, lambda x, at: along_rows(x.astype(jnp.float32), at)]
+)
+@pytest.mark.parametrize("name", ["f32", "f16", "i8"])
+def test_elements_of_a_large_tile_that_is_loaded_are_loaded_alone(pick, name: str):
+    """Indices out of range give what the evaluator gives, too."""
+    x = numbers((8, 1 << 14), name)
+    at = np.random.default_rng(1).integers(-1 << 14, 1 << 14, (8, 6)).astype(np.int32)
+    at[0, 0], at[3, 2] = 1 << 14, -(1 << 14) - 1
+    kernel = indexed(pick, np.asarray(pick(jnp.asarray(x), jnp.asarray(at))), x, at)
+    text = assert_simulated(kernel, [x, at])
+    assert "tt.gather" not in text and str(1 << 14) + "x" not in text
+
+
+def test_rows_of_a_part_of_a_block_are_loaded_alone():
+    x, rows = numbers((2, 600, 64)), np.array([3, 599, -1, 700], np.int32)
+
+    def kernel(x_ref, i_ref, o_ref):
+        o_ref[...] = x_ref[1, 5:597:2, :][i_ref[...]]
+
+    made = pl.pallas_call(kernel, jax.ShapeDtypeStruct((4, 64), jnp.float32))
+    text = assert_simulated(run(*kernels_in(made, x, rows)), [x, rows])
+    assert "tt.gather" not in text
+
+
+def test_what_is_written_in_between_is_loaded_whole():
+    x, at = numbers((8, 1 << 14)), np.zeros((8, 6), np.int32)
+
+    def kernel(x_ref, i_ref, o_ref, y_ref):
+        tile = y_ref[...]
+        y_ref[...] = jnp.zeros_like(tile)
+        o_ref[...] = along_rows(tile, i_ref[...])
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (at.shape, x.shape)]
+    made = pl.pallas_call(kernel, shapes, input_output_aliases={0: 1})
+    with pytest.raises(UnsupportedError, match="cannot run gather"):
+        compiled(run(*kernels_in(made, x, at)))
 
 
 # --- scatters ---

@@ -88,3 +88,38 @@ def test_weights_are_added_without_atomics():
     operands = [x, w.astype(np.float32)]
     (got,), (want,) = simulated(kernel, operands), evaluate(kernel, operands)
     np.testing.assert_array_equal(got, want)
+
+
+def segments(ids_ref, x_ref, o_ref):
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        o_ref[...] = jnp.zeros_like(o_ref)
+
+    first, ids = 32 * pl.program_id(0), ids_ref[...]
+
+    @pl.when((ids[:, 0].max() >= first) & (ids[:, 0].min() < first + 32))
+    def _():
+        hot = ids == first + lax.broadcasted_iota(I32, (128, 32), 1)
+        hot, dims = hot.astype(F32), (((0,), (0,)), ((), ()))
+        o_ref[...] += lax.dot_general(hot, x_ref[...], dims,
+                                      preferred_element_type=F32)  # fmt: skip
+
+
+def test_exact_products_are_shallow_although_their_rows_are_reduced():
+    """The branch asks for all rows; the product takes 16 of them at a time."""
+    call = pl.pallas_call(
+        segments,
+        jax.ShapeDtypeStruct((256, 4096), F32),
+        grid=(8, 64),
+        in_specs=[
+            pl.BlockSpec((128, 1), lambda i, j: (j, 0)),
+            pl.BlockSpec((128, 4096), lambda i, j: (j, 0)),
+        ],
+        out_specs=pl.BlockSpec((32, 4096), lambda i, j: (i, 0)),
+    )
+    shapes = ((8192, 1), I32), ((8192, 4096), F32)
+    (kernel,) = kernels_in(call, *(jax.ShapeDtypeStruct(*s) for s in shapes))
+    text, _ = compiled(run(kernel))
+    (product,) = (line for line in text.splitlines() if "tt.dot" in line)
+    assert "x16xf32> * tensor<16x" in product
+    assert "tensor<128x1x!tt.ptr<i32>>" in text  # of the reductions

@@ -28,6 +28,15 @@ ROUNDED_UP = """
 QUOTIENT = "%n: i32 = div %i, %four"
 
 
+# A flat number, taken apart and put together again.
+APART = """
+      %q: i32 = div %i, %four
+      %r: i32 = rem %i, %four
+      %a: i32 = mul %q, %four
+      %n: i32 = add %a, %r
+"""
+
+
 def kernel_of(code: str, grid: str = "(5,)"):
     text = NUMBERS.replace("CODE", code).replace("GRID", grid)
     return canonicalize(parse_kernel(text))
@@ -38,6 +47,14 @@ def test_rounded_quotient():
     new = affine_numbers(kernel)
     assert_same_meaning(kernel, new, checked=False)
     assert "div" not in new.text and "mul" not in new.text
+    assert affine_numbers(new) is new
+
+
+def test_sum_of_quotient_and_remainder():
+    kernel = kernel_of(APART, "(11,)")
+    new = affine_numbers(kernel)
+    assert_same_meaning(kernel, new, checked=False)
+    assert not any(name in new.text for name in ("div", "rem", "mul", "add"))
     assert affine_numbers(new) is new
 
 

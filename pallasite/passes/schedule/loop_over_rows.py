@@ -1,0 +1,306 @@
+"""loop_over_rows: splits what is reduced along a dimension into loops over its parts.
+
+In: a body that computes a large tile and reduces it along a dimension, one reduction
+after another, as `exp(s - max(s))`, its sum, and its product with values: attention
+that sees all keys at once. Out: a loop over parts of the dimension for each reduction,
+which computes a part of the tile anew. Reductions that do not need each other share a
+loop. So only one part is on chip at a time; `loop_over_k.py` does this for matmuls of
+what is loaded, and keeps reductions whole.
+
+Sums that are kept relative to a maximum (`analysis/exponents.py`) share its loop, too:
+they are rescaled when it grows, as in an online softmax. And a matmul of rows that are
+divided by such a sum is divided afterwards, so that it need not wait for the sum.
+
+Proof: each element is computed as before, from operands that nothing writes. Maxima are
+the same; sums are taken in another order, of results as wide as a matmul's sums. A
+running maximum starts as the least finite number, relative to which nothing overflows
+and minus infinity vanishes. Rows are linear in what they are divided by; results differ
+by the rounding of sums and products.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.opdef import Effect, table
+from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, with_regions
+from pallasite.ir.roles import Dot
+from pallasite.ir.types import F32, INDEX, DType
+from pallasite.ops.neutral import neutral
+from pallasite.passes.analysis.exponents import Power, Powers
+from pallasite.passes.analysis.grid import with_pipeline
+from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place
+from pallasite.passes.normal.resized_code import CannotReblock, Part
+from pallasite.passes.schedule.reblock import in_pipeline
+
+MERGED = {"sum": "add", "max": "max", "min": "min"}
+
+
+def loop_over_rows(kernel: Kernel, place: Place, size: int) -> Kernel:
+    """Every reduction and matmul along a dimension, in parts of `size` elements.
+
+    Args:
+        kernel: what to rewrite.
+        place: a window and a dimension of its array.
+        size: divides the block's.
+
+    Raises:
+        CannotReblock: the dimension is used for something else.
+    """
+    found, dim = in_pipeline(kernel, place)
+    kernel = _divided_last(found, dim)
+    found, dim = in_pipeline(kernel, place)
+    reason = _why_not(found, dim, size)
+    if reason is not None:
+        raise CannotReblock(reason)
+    body = _Loops(found, dim, size).block(found.pipeline.body)
+    return dead_code(with_pipeline(kernel, found.pipeline.with_(body=body).to_op()))
+
+
+def _why_not(found: LoopDims, dim: LoopDim, size: int) -> str | None:
+    if dim.besides is not None or dim.is_twice or not dim.reduces:
+        return dim.besides or "nothing is reduced along it, or two dimensions are one"
+    if dim.size % size or dim.size == size:
+        return f"{dim.size} elements are not several parts of {size}"
+    if any(op.attrs["kind"] not in MERGED for op in dim.reduces):
+        return "a reduction cannot be taken in parts"
+    made = {v for op in walk(found.pipeline.body) for v in op.results}
+    for value in dim.members:
+        if value.is_ref:
+            if value in found.written or value not in found.pipeline.blocks:
+                return f"{value.name or 'a ref'} is written and has this dimension"
+        elif value not in made:
+            return "a loop carries values that have this dimension"
+    for op in walk(found.pipeline.body):
+        pure = table()[op.name].effect is Effect.PURE or op.name == "load"
+        if any(v in dim.members for v in op.results) and (op.regions or not pure):
+            return f"'{op.name}' produces values that have this dimension"
+    return None
+
+
+def _divided_last(found: LoopDims, dim: LoopDim) -> Kernel:
+    """Matmuls of rows that are divided by a sum along the dimension, divided later."""
+    made = {v: op for op in walk(found.pipeline.body) for v in op.results}
+
+    def is_summed(value: Value) -> bool:
+        op = made.get(value)
+        if op is None or op.regions:
+            return False
+        is_sum = op in dim.reduces and op.attrs["kind"] == "sum"
+        return is_sum or any(map(is_summed, op.operands))
+
+    def rewrite(op: Op, b: Rewriter) -> Value | None:
+        if op.name != "dot" or not any(op.result is d.result for d in dim.products):
+            return None
+        lhs, dtype = Dot.of(op).lhs, op.operands[0].tile.dtype
+        scaled = made.get(lhs.value)
+        if scaled is not None and scaled.name == "cast":
+            scaled = made.get(scaled.operands[0])
+        if scaled is None or scaled.name not in ("mul", "div"):
+            return None
+        x, w = scaled.operands
+        wide = made.get(w)
+        if wide is None or wide.name != "broadcast_in_dim" or is_summed(x):
+            return None
+        (u,), to = wide.operands, wide.attrs["dims"]
+        places = {d: n for n, d in enumerate((*lhs.batch, *lhs.free))}
+        rows = [(n, d) for n, d in zip(u.tile.shape, to, strict=True) if n != 1]
+        if not is_summed(u) or any(d not in places for _, d in rows):
+            return None
+        own = op.result.tile.dtype
+        attrs = {**op.attrs, "dtype": F32} if own.bits < F32.bits else op.attrs
+        total = b.op("dot", b.cast(x, dtype), op.operands[1], **attrs)
+        sizes = tuple(n for n, _ in rows)
+        u = u if u.tile.shape == sizes else b.reshape(u, shape=sizes)
+        each = b.broadcast(u, total.tile.shape, [places[d] for _, d in rows])
+        each = b.cast(each, total.tile.dtype)
+        return b.cast(b.op(scaled.name, total, each), own)
+
+    return dead_code(map_ops(found.kernel, rewrite))
+
+
+class _Loops:
+    def __init__(self, found: LoopDims, dim: LoopDim, size: int):
+        self.dim, self.size = dim, size
+        body = found.pipeline.body
+        self.made = {v: op for op in walk(body) for v in op.results}
+        self.sinks = {*dim.reduces, *dim.products}
+        tiles = {v: d for v, d in dim.members.items() if not v.is_ref}
+        loads = {op for op in self.made.values() if op.name == "load"}
+        spans = frozenset(op for op in loads if op.result in tiles)
+        # In a loop refs stay whole: only the loads take a part.
+        self.inside = replace(dim, members=tiles, spans=spans)
+        self.replaced: dict[Value, Value] = {}
+        self.after: set[Value] = set()  # what depends on a running maximum
+        self.seen: set[Value] = set()  # what the code so far computes
+
+    @cached_property
+    def levels(self) -> dict[Op, int]:
+        """How many of the reductions that each needs come one after another."""
+        known: dict[Value, int] = {}
+        found: dict[Op, int] = {}
+
+        def level(value: Value) -> int:
+            op = self.made.get(value)
+            if op is None or op.regions:
+                return 0
+            if value not in known:
+                known[value] = max(map(level, op.operands), default=0)
+                if op in self.sinks:
+                    found[op] = known[value] = known[value] + 1
+            return known[value]
+
+        for op in self.sinks:
+            level(op.result)
+        return found
+
+    def block(self, block: Block) -> Block:
+        b = Builder()
+        groups = dict[int, list[Op]]()
+        for op in block.ops:
+            if op in self.sinks:
+                groups.setdefault(self.levels[op], []).append(op)
+        running = self._running(groups)
+        first = {group[0]: group for group in groups.values()}
+        for op in block.ops:
+            if op in first:
+                scale = running if op.result is running else None
+                self._loop(b, first[op], scale)
+            elif op not in self.sinks:
+                operands = tuple(self.replaced.get(v, v) for v in op.operands)
+                op_here = op.with_(operands=operands) if operands != op.operands else op
+                b.ops.append(with_regions(op_here, [self.block(r) for r in op.regions]))
+            self.seen.update(op.results)
+        yields = tuple(self.replaced.get(v, v) for v in block.yields)
+        return b.block(block.params, yields)
+
+    def _running(self, groups: dict[int, list[Op]]) -> Value | None:
+        """The maximum whose loop the next sums share; then they join its group."""
+        top, sums = groups.get(1, []), groups.get(2, [])
+        if len(top) != 1 or top[0].name != "reduce" or top[0].attrs["kind"] != "max":
+            return None
+        scale = top[0].result
+        if (
+            not scale.tile.dtype.is_float
+            or not sums
+            or scale.tile.dtype.bits < F32.bits
+        ):
+            return None
+        self.powers = Powers(self.made, {})
+        self.powers.add_scale(scale)
+        self.powers.block(self.made.values())
+        if not all(self._rescaled(op, scale) is not None for op in sums):
+            return None
+        self.after = {scale}
+        for value, op in self.made.items():
+            if self.after.intersection(op.operands) and op not in self.sinks:
+                self.after.add(value)
+        groups[1] = [*top, *groups.pop(2)]
+        return scale
+
+    def _rescaled(self, op: Op, scale: Value) -> tuple[float, tuple[int, ...]] | None:
+        """The exponent of a maximum in a sum, and the sum's dimensions it varies along.
+
+        None: it depends on the maximum in another way.
+        """
+        power = self.powers.of(op.result)
+        if not isinstance(power, Power) or not power.is_factor:
+            return None
+        if _merging(op)[0] != "sum" or [s for s, _ in power.powers] != [scale]:
+            return None
+        where = {a: d for d, a in enumerate(power.axes) if a is not None}
+        long = [d for d, n in enumerate(scale.tile.shape) if n > 1]
+        if power.total >= 0 or sorted(where) != long or len(long) != scale.tile.rank:
+            return None
+        return power.total, tuple(where[d] for d in long)
+
+    def _is_inside(self, value: Value) -> bool:
+        return value in self.inside.members
+
+    def _loop(self, b: Builder, group: Sequence[Op], scale: Value | None) -> None:
+        """The reductions of a group, in one loop; sums are relative to `scale`."""
+        b.loc = group[0].loc
+        first = Value(INDEX, "part")
+        inner = Builder(b.loc)
+        part = Part(self.inside, self.size, first)
+        part.new.update(self.replaced)
+        carried, totals, starts = list[Value](), list[Value](), list[Value]()
+        done = set[Op]()
+        for sink in group:
+            for each in self._needed(sink.operands):
+                if each not in done:
+                    part.op(inner, each)
+                    done.add(each)
+            inner.loc = sink.loc
+            kind, dtype = _merging(sink)
+            start = neutral(kind, dtype)
+            old = Value(sink.result.tile.with_dtype(dtype), sink.result.name)
+            attrs = {**sink.attrs, "dtype": dtype} if sink.name == "dot" else sink.attrs
+            share = inner.op(sink.name, *part.mapped(sink.operands), **attrs)
+            if sink.result is scale:
+                start = float(np.finfo(dtype.np).min)
+                part.new[scale] = inner.op(MERGED[kind], old, share)
+                change = inner.sub(old, part.new[scale])
+                totals.append(part.new[scale])
+            else:
+                kept = old
+                if scale is not None:
+                    kept = inner.mul(old, self._factor(inner, sink, scale, change, old))
+                totals.append(inner.op(MERGED[kind], kept, share))
+            starts.append(b.constant(start, old.tile))
+            carried.append(old)
+        bounds = [b.index(n) for n in (0, self.dim.size, self.size)]
+        body = inner.block((first, *carried), totals)
+        made = b.emit("for", *bounds, *starts, regions=(body,))
+        for sink, total in zip(group, made, strict=True):
+            self.replaced[sink.result] = b.cast(total, sink.result.tile.dtype)
+
+    def _factor(
+        self, b: Builder, sink: Op, scale: Value, change: Value, sums: Value
+    ) -> Value:
+        """What a sum is multiplied by when its maximum has grown by -`change`."""
+        found = self._rescaled(sink, scale)
+        assert found is not None
+        power, dims = found
+        if power != -1:
+            change = b.mul(change, b.like(-power, change))
+        shrunk = b.cast(b.exp(change), sums.tile.dtype)
+        return b.broadcast(shrunk, sums.tile.shape, dims)
+
+    def _needed(self, values: Sequence[Value]) -> list[Op]:
+        """The ops that compute these values in a loop, in order.
+
+        Those along the dimension, what depends on a running maximum, and what the code
+        before the loop does not compute.
+        """
+        needed: dict[Op, None] = {}
+
+        def visit(value: Value) -> None:
+            op = self.made.get(value)
+            if op is None or op in needed or op in self.sinks:
+                return
+            here = self._is_inside(value) or value in self.after
+            if value in self.seen and not here:
+                return
+            pure = table()[op.name].effect is Effect.PURE and not op.regions
+            if not pure and not (here and op.name == "load"):
+                raise CannotReblock("a reduction needs what comes after another")
+            for operand in op.operands:
+                visit(operand)
+            needed[op] = None
+
+        for value in values:
+            visit(value)
+        return list(needed)
+
+
+def _merging(sink: Op) -> tuple[str, DType]:
+    """How parts of a reduction are merged, and in what type."""
+    dtype = sink.result.tile.dtype
+    is_narrow = dtype.is_float and dtype.bits < F32.bits
+    kind = "sum" if sink.name == "dot" else sink.attrs["kind"]
+    return kind, F32 if is_narrow and sink.name == "dot" else dtype
