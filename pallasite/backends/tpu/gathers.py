@@ -36,12 +36,17 @@ def loop_over_gathers(kernel: Kernel) -> Kernel:
     return map_ops(kernel, _rewritten)
 
 
+def slice_by_slice(op: Op, b: Rewriter) -> Sequence[Value] | None:
+    """An access through index arrays as a loop; None: it has none."""
+    access = Access.of(op)
+    if not any(isinstance(entry, Gather) for entry in access.index):
+        return None
+    return _Accesses(b, op, access).emit()
+
+
 def _rewritten(op: Op, b: Rewriter) -> Sequence[Value] | None:
     if op.name in ("load", "store", "atomic_rmw", "atomic_cas"):
-        access = Access.of(op)
-        if not any(isinstance(entry, Gather) for entry in access.index):
-            return None
-        return _Accesses(b, op, access).emit()
+        return slice_by_slice(op, b)
     if op.name == "gather" and not _is_selection(op):
         return [_Slices(b, op).gathered(op)]
     if op.name == "scatter":
