@@ -1,16 +1,17 @@
-"""Copies the parts of large arrays in main memory that a kernel loads.
+"""Copies the parts of large arrays in main memory that a kernel loads and stores.
 
-A TPU loads only from its vector memory. A load of part of an array in main memory
-becomes a copy of that part to scratch, and a load from there. Copies move whole tiles:
-lanes are copied all, and rows of narrow elements, of which a tile packs several into
-one, with the tiles around them. A tile that is cut off by the end of the array is a
-window of its own. Blocks of which no core has room for one, and of which a program
-loads parts, are in main memory, too. Small arrays have windows already (`resident.py`).
+A TPU loads and stores only its vector memory. A load of part of an array in main memory
+becomes a copy of that part to scratch, and a load from there; a store, a copy to
+scratch, a store to it, and a copy back. Copies move whole tiles: lanes are copied all,
+and rows of narrow elements, of which a tile packs several into one, with the tiles
+around them. A tile that the end of an operand cuts off is a window of its own. Blocks
+for which no core has room, and of which a program uses parts, are in main memory, too.
+Small arrays have windows already (`resident.py`).
 
 Kernel in, Kernel out: the meaning stays the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -34,15 +35,16 @@ from pallasite.ir.nodes import (
 )
 from pallasite.ir.rewrite import Rewriter, inline, map_ops
 from pallasite.ir.roles import Pipeline, Shown
-from pallasite.ir.types import I32, RefType
+from pallasite.ir.types import I32, INDEX, RefType, TileType
 from pallasite.passes.analysis.grid import with_pipeline
 from pallasite.target import TPUS, Tpu
 
 ROOM = 0.9  # of on-chip memory, for the blocks of a program
+FILLED = 1 << 20  # bytes that are copied at once to an array of one number
 
 
 def fetch_slices(kernel: Kernel, chip: Tpu | None) -> Kernel:
-    """The kernel with a copy for each part of main memory that it loads."""
+    """The kernel with a copy for each part of main memory that it uses."""
     op = main_pipeline(kernel)
     if op is None:
         return kernel
@@ -51,12 +53,16 @@ def fetch_slices(kernel: Kernel, chip: Tpu | None) -> Kernel:
     unwindowed = _without_large_windows(kernel, Pipeline.of(op), most)
     by_row = map_ops(unwindowed, _slices)
     ends = _Ends(by_row)
-    new = map_ops(ends.kernel, ends.fetched)
+    new = map_ops(ends.kernel, ends.copied)
     return with_level(new) if ends.copies else kernel
 
 
 def _is_load(op: Op) -> bool:
     return op.name == "load" and op.operands[0].ref.space in MAIN_MEMORY
+
+
+def _is_store(op: Op) -> bool:
+    return op.name == "store" and op.operands[0].ref.space in MAIN_MEMORY
 
 
 def _slices(op: Op, b: Rewriter) -> Sequence[Value] | None:
@@ -71,7 +77,7 @@ def _without_large_windows(kernel: Kernel, pipeline: Pipeline, most: int) -> Ker
     large: list[Shown] = []
     taken = sum(map(_bytes, pipeline.shown))
     for shown in sorted(pipeline.shown, key=_bytes, reverse=True):
-        if taken > most and _is_loaded_in_parts(shown, pipeline.body):
+        if taken > most and _is_used_in_parts(shown, pipeline.body):
             large.append(shown)
             taken -= _bytes(shown)
     if taken > most or not large:
@@ -84,8 +90,10 @@ def _without_large_windows(kernel: Kernel, pipeline: Pipeline, most: int) -> Ker
     parts = {s.block: _part(b, s, ids) for s in large}
     seen |= parts
     inline(b, pipeline.body, [*ids, *(seen[v] for v in pipeline.blocks)])
-    body = b.block((*ids, *blocks), ())
-    return with_pipeline(kernel, pipeline.showing(shown, body).to_op())
+    new = pipeline.showing(shown, b.block((*ids, *blocks), ()))
+    if any(each.window.mode == "out" for each in large):
+        new = new.with_(semantics=("arbitrary",) * len(new.semantics))
+    return with_pipeline(kernel, new.to_op())
 
 
 def _bytes(shown: Shown) -> int:
@@ -94,23 +102,37 @@ def _bytes(shown: Shown) -> int:
     return 2 * block if shown.window.space in ("block", "vmem") else 0
 
 
-def _is_loaded_in_parts(shown: Shown, body: Block) -> bool:
-    """Whether a block is read only, by loads of parts that can be copied."""
+def _is_used_in_parts(shown: Shown, body: Block) -> bool:
+    """Whether all that happens to a block are loads and stores that can be copies."""
     window, ref = shown.window, shown.array.ref
     plain = all(d.kind in ("blocked", "squeezed") for d in window.dims)
-    size = prod(window.block_shape) * ref.dtype.bits // 8
-    if window.mode != "in" or window.fill is not None or not plain:
+    plain &= all(n % d.size == 0 for d, n in zip(window.dims, ref.shape, strict=True))
+    if not plain:  # a fill is of what extends past the edge
         return False
     inner = zip(window.dims[-2:], ref.shape[-2:], strict=True)
+    made = {v: op for op in walk(body) for v in op.results}
     uses = [op for op in walk(body) if shown.block in op.operands]
-    return all(d.size == n for d, n in inner) and all(
-        op.name == "load" and _smaller(op, size) for op in uses
-    )
+    whole = all(d.size == n for d, n in inner)
+    return whole and all(_is_part(op, shown.block, made) for op in uses)
 
 
-def _smaller(op: Op, size: int) -> bool:
-    tile = op.result.tile
-    return 2 * tile.size * tile.dtype.bits // 8 < size
+def _is_part(op: Op, block: Value, made: Mapping[Value, Op]) -> bool:
+    if op.name not in ("load", "store"):
+        return False
+    access = Access.of(op)
+    tile = (op.result if op.name == "load" else op.operands[1]).tile
+    parts = not any(isinstance(e, Gather) for e in access.index)
+    small = 2 * tile.size < prod(block.ref.shape)
+    return parts and (small or (op.name == "store" and _is_start(op, made)))
+
+
+def _is_start(op: Op, made: Mapping[Value, Op]) -> bool:
+    """Whether a store fills a ref with one number."""
+    access = Access.of(op)
+    value = made.get(op.operands[1])
+    whole = op.operands[1].tile.shape == op.operands[0].ref.shape
+    constant = value is not None and value.name == "constant"
+    return whole and constant and access.mask is None
 
 
 def _part(b: Builder, shown: Shown, ids: Sequence[Value]) -> Value:
@@ -152,24 +174,36 @@ class _Ends:
             body = replace(pipeline.body, params=params)
             self.kernel = with_pipeline(kernel, pipeline.showing(shown, body).to_op())
 
-    def fetched(self, op: Op, b: Rewriter) -> Sequence[Value] | None:
-        if not _is_load(op):
+    def copied(self, op: Op, b: Rewriter) -> Sequence[Value] | None:
+        """A load or store of main memory as copies and one of scratch."""
+        if not (_is_load(op) or _is_store(op)):
             return None
         access = Access.of(op)
         if access.ref.ref.rank < 2 or any(isinstance(e, Gather) for e in access.index):
             return None
-        parts = [
-            self._dim(b, access, d, *e) for d, e in enumerate(access.split_index())
-        ]
-        if any(part is None for part in parts):
+        if op.name == "store" and _is_start(op, b.producers):
+            self.copies += 1
+            _fill(b, access.ref, op.operands[1])
+            return []
+        dims = enumerate(access.split_index())
+        parts = [self._dim(b, access, d, *each) for d, each in dims]
+        picked = [part for part in parts if part is not None]
+        if len(picked) < len(parts):
             return None
         self.copies += 1
-        picked = [part for part in parts if part is not None]
-        entries, starts = [p[0] for p in picked], [p[1] for p in picked]
-        held = _copied(b, access.ref, entries, [v for v in starts if v is not None])
+        starts = [v for _, v, _, _ in picked if v is not None]
+        copy = _Copy(b, access.ref, [p[0] for p in picked], starts)
         index = tuple(p[2] for p in picked)
         operands = [p[3] for p in picked if p[3] is not None]
-        found = b.load(held, index, operands, access.mask, access.other)
+        if op.name == "store":
+            assert access.value is not None
+            if access.mask is not None or prod(copy.shape) > access.value.tile.size:
+                copy.run(inward=True)
+            b.store(copy.held, access.value, index, operands, access.mask)
+            copy.run(inward=False)
+            return []
+        copy.run(inward=True)
+        found = b.load(copy.held, index, operands, access.mask, access.other)
         return [self._at_end(b, access, found)]
 
     def _dim(
@@ -262,14 +296,50 @@ def _inside(b: Builder, start: Value, last: int) -> Value:
     return b.clamp(b.index(0), b.cast(start, I32), b.index(last))
 
 
-def _copied(
-    b: Builder, array: Value, index: Sequence[Span], starts: Sequence[Value]
-) -> Value:
-    """Scratch with a part of an array in it."""
-    shape = tuple(entry.size for entry in index)
-    held = b.op("alloc", type=RefType(shape, array.ref.dtype, "vmem"))
-    arrived = b.op("alloc", type=RefType((), I32, "dma_sem"))
-    part = b.subview(array, tuple(index), starts)
-    b.emit("copy_start", part, held, arrived, priority=0)
-    b.emit("copy_wait", part, held, arrived)
-    return held
+class _Copy:
+    """Part of an array in main memory, and scratch for it."""
+
+    def __init__(
+        self, b: Builder, array: Value, index: Sequence[Span], starts: Sequence[Value]
+    ):
+        self.b, self.shape = b, tuple(entry.size for entry in index)
+        kind = RefType(self.shape, array.ref.dtype, "vmem")
+        self.held = b.op("alloc", type=kind)
+        self.arrived = b.op("alloc", type=RefType((), I32, "dma_sem"))
+        self.part = b.subview(array, tuple(index), starts)
+
+    def run(self, inward: bool) -> None:
+        pair = (self.part, self.held) if inward else (self.held, self.part)
+        self.b.emit("copy_start", *pair, self.arrived, priority=0)
+        self.b.emit("copy_wait", *pair, self.arrived)
+
+
+def _fill(b: Rewriter, array: Value, value: Value) -> None:
+    """Copy one number to all of an array."""
+    ref, number = array.ref, b.producers[value].attrs["value"]
+    dim = 0 if ref.rank > 2 else ref.rank - 2
+    n, line = ref.shape[dim], prod(ref.shape) // ref.shape[dim] * ref.dtype.bits // 8
+    rows = max(FILLED // line // SUBLANES * SUBLANES, SUBLANES)
+    rows, rest = min(rows, n), n % min(rows, n)
+    shape = (*ref.shape[:dim], rows, *ref.shape[dim + 1 :])
+    tile = b.constant(number, TileType(shape, ref.dtype))
+    whole = [Span(0, size) for size in ref.shape]
+
+    def fill(c: Builder, held: Value, first: Value | int, size: int) -> None:
+        index = [*whole]
+        static = isinstance(first, int)
+        index[dim] = Span(first if static else None, size)
+        copy = _Copy(c, array, index, [] if static else [first])
+        copy.held = held
+        copy.run(inward=False)
+
+    held = b.op("alloc", type=RefType(shape, ref.dtype, "vmem"))
+    b.store(held, tile)
+    inner, step = Builder(b.loc), Value(INDEX, "part")
+    fill(inner, held, inner.mul(step, inner.index(rows)), rows)
+    bounds = (b.index(0), b.index(n // rows), b.index(1))
+    b.emit("for", *bounds, regions=(inner.block((step,), ()),))
+    if rest:
+        part = [Span(0, size) for size in shape]
+        part[dim] = Span(0, rest)
+        fill(b, b.subview(held, tuple(part)), n - rest, rest)
