@@ -17,8 +17,8 @@ from math import prod
 
 from pallasite.backends.tpu.gathers import slice_by_slice
 from pallasite.backends.tpu.schedule import MAIN_MEMORY, main_pipeline
-from pallasite.backends.tpu.views import SUBLANES
-from pallasite.ir.build import Builder
+from pallasite.backends.tpu.views import LANES, SUBLANES
+from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import (
     Access,
@@ -40,6 +40,7 @@ from pallasite.passes.analysis.grid import with_pipeline
 from pallasite.target import TPUS, Tpu
 
 ROOM = 0.9  # of on-chip memory, for the blocks of a program
+USES = ("load", "store", "atomic_rmw")
 FILLED = 1 << 20  # bytes that are copied at once to an array of one number
 
 
@@ -57,17 +58,13 @@ def fetch_slices(kernel: Kernel, chip: Tpu | None) -> Kernel:
     return with_level(new) if ends.copies else kernel
 
 
-def _is_load(op: Op) -> bool:
-    return op.name == "load" and op.operands[0].ref.space in MAIN_MEMORY
-
-
-def _is_store(op: Op) -> bool:
-    return op.name == "store" and op.operands[0].ref.space in MAIN_MEMORY
+def _uses_main_memory(op: Op) -> bool:
+    return op.name in USES and op.operands[0].ref.space in MAIN_MEMORY
 
 
 def _slices(op: Op, b: Rewriter) -> Sequence[Value] | None:
-    """Loads through index arrays: one slice after another."""
-    return slice_by_slice(op, b) if _is_load(op) else None
+    """Accesses through index arrays: one slice after another."""
+    return slice_by_slice(op, b) if _uses_main_memory(op) else None
 
 
 # --- windows that do not fit ---
@@ -117,22 +114,19 @@ def _is_used_in_parts(shown: Shown, body: Block) -> bool:
 
 
 def _is_part(op: Op, block: Value, made: Mapping[Value, Op]) -> bool:
-    if op.name not in ("load", "store"):
+    if op.name not in USES or op.operands[0] is not block:
         return False
-    access = Access.of(op)
-    tile = (op.result if op.name == "load" else op.operands[1]).tile
-    parts = not any(isinstance(e, Gather) for e in access.index)
-    small = 2 * tile.size < prod(block.ref.shape)
-    return parts and (small or (op.name == "store" and _is_start(op, made)))
+    tile = (op.result if op.results else op.operands[1]).tile
+    return 2 * tile.size < prod(block.ref.shape) or _is_start(op, made)
 
 
 def _is_start(op: Op, made: Mapping[Value, Op]) -> bool:
     """Whether a store fills a ref with one number."""
-    access = Access.of(op)
+    if op.name != "store" or Access.of(op).mask is not None:
+        return False
     value = made.get(op.operands[1])
     whole = op.operands[1].tile.shape == op.operands[0].ref.shape
-    constant = value is not None and value.name == "constant"
-    return whole and constant and access.mask is None
+    return whole and value is not None and value.name == "constant"
 
 
 def _part(b: Builder, shown: Shown, ids: Sequence[Value]) -> Value:
@@ -164,7 +158,7 @@ class _Ends:
         self.copies = 0
         self.blocks: dict[Value, Value] = {}
         pipeline = Pipeline.of(_main(kernel))
-        loaded = [op.operands[0] for op in walk(pipeline.body) if _is_load(op)]
+        loaded = [op.operands[0] for op in walk(pipeline.body) if _uses_main_memory(op)]
         arrays = [v for v in dict.fromkeys(loaded) if v in kernel.inputs and _is_cut(v)]
         shown = [*pipeline.shown, *(_end(pipeline, array) for array in arrays)]
         self.blocks = {s.array: s.block for s in shown[len(pipeline.shown) :]}
@@ -175,13 +169,13 @@ class _Ends:
             self.kernel = with_pipeline(kernel, pipeline.showing(shown, body).to_op())
 
     def copied(self, op: Op, b: Rewriter) -> Sequence[Value] | None:
-        """A load or store of main memory as copies and one of scratch."""
-        if not (_is_load(op) or _is_store(op)):
+        """An access to main memory as one to scratch, between copies."""
+        if not _uses_main_memory(op):
             return None
         access = Access.of(op)
-        if access.ref.ref.rank < 2 or any(isinstance(e, Gather) for e in access.index):
+        if not access.index or any(isinstance(e, Gather) for e in access.index):
             return None
-        if op.name == "store" and _is_start(op, b.producers):
+        if _is_start(op, b.producers):
             self.copies += 1
             _fill(b, access.ref, op.operands[1])
             return []
@@ -193,21 +187,20 @@ class _Ends:
         self.copies += 1
         starts = [v for _, v, _, _ in picked if v is not None]
         copy = _Copy(b, access.ref, [p[0] for p in picked], starts)
+        if not _overwrites(op, access, copy):
+            copy.run(inward=True)
         index = tuple(p[2] for p in picked)
-        operands = [p[3] for p in picked if p[3] is not None]
-        if op.name == "store":
-            assert access.value is not None
-            if access.mask is not None or prod(copy.shape) > access.value.tile.size:
-                copy.run(inward=True)
-            b.store(copy.held, access.value, index, operands, access.mask)
-            copy.run(inward=False)
-            return []
-        copy.run(inward=True)
-        found = b.load(copy.held, index, operands, access.mask, access.other)
-        return [self._at_end(b, access, found)]
+        operands = tuple(p[3] for p in picked if p[3] is not None)
+        here = replace(access, ref=copy.held, index=index, index_operands=operands)
+        attrs = {**op.attrs, "index": index}
+        found = b.emit(op.name, *access_operands(here), **attrs)
+        if op.name == "load":
+            return [self._at_end(b, access, *found)]
+        copy.run(inward=False)
+        return found
 
     def _dim(
-        self, b: Builder, access: Access, d: int, entry: At | Span, start: Value | None
+        self, b: Rewriter, access: Access, d: int, entry: At | Span, start: Value | None
     ) -> "_Dim | None":
         """What is copied along a dimension, and what is loaded of that."""
         ref = access.ref.ref
@@ -215,9 +208,9 @@ class _Ends:
         is_point = isinstance(entry, At)
         extent, first = 1 if is_point else entry.extent, entry.start
         here = entry if is_point else Span(0, entry.size, entry.stride)
-        if d == ref.rank - 1 or extent == n:
+        if extent == n or (d and d == ref.rank - 1):
             return Span(0, n), None, entry, start
-        if d < ref.rank - 2 or tile == 1:
+        if d < ref.rank - 2 or tile == 1 or _is_aligned(b, start, extent, tile):
             if start is None:
                 return Span(first, extent), None, _from(here, 0), None
             inside = _inside(b, start, n - extent)
@@ -265,9 +258,23 @@ def _main(kernel: Kernel) -> Op:
     return op
 
 
+def _is_aligned(b: Rewriter, start: Value | None, extent: int, tile: int) -> bool:
+    """Whether a part is of whole tiles."""
+    made = None if start is None else b.producer(start, "mul")
+    if made is None or extent % tile:
+        return False
+    by = [b.producer(v, "constant") for v in made.operands]
+    return any(c is not None and c.attrs["value"] % tile == 0 for c in by)
+
+
 def _rows_of_tile(ref: RefType) -> int:
-    """Rows that are copied together: one, unless a tile packs several into one."""
+    """Rows that are copied together: one, unless a tile packs several into one.
+
+    A vector is copied by whole tiles of its own.
+    """
     bits = max(ref.dtype.bits, 8)
+    if ref.rank == 1:
+        return SUBLANES * LANES * max(32 // bits, 1)
     return 1 if bits >= 32 else SUBLANES * 32 // bits
 
 
@@ -296,6 +303,13 @@ def _inside(b: Builder, start: Value, last: int) -> Value:
     return b.clamp(b.index(0), b.cast(start, I32), b.index(last))
 
 
+def _overwrites(op: Op, access: Access, copy: "_Copy") -> bool:
+    """Whether a store leaves nothing of what is copied as it was."""
+    if op.name != "store" or access.mask is not None or access.value is None:
+        return False
+    return access.value.tile.size == prod(copy.shape)
+
+
 class _Copy:
     """Part of an array in main memory, and scratch for it."""
 
@@ -317,12 +331,13 @@ class _Copy:
 def _fill(b: Rewriter, array: Value, value: Value) -> None:
     """Copy one number to all of an array."""
     ref, number = array.ref, b.producers[value].attrs["value"]
-    dim = 0 if ref.rank > 2 else ref.rank - 2
+    dim = 0
     n, line = ref.shape[dim], prod(ref.shape) // ref.shape[dim] * ref.dtype.bits // 8
-    rows = max(FILLED // line // SUBLANES * SUBLANES, SUBLANES)
+    tile = SUBLANES * LANES * 4 if ref.rank == 1 else SUBLANES * 4
+    rows = max(FILLED // line // tile * tile, tile if ref.rank < 3 else 1)
     rows, rest = min(rows, n), n % min(rows, n)
     shape = (*ref.shape[:dim], rows, *ref.shape[dim + 1 :])
-    tile = b.constant(number, TileType(shape, ref.dtype))
+    filled = b.constant(number, TileType(shape, ref.dtype))
     whole = [Span(0, size) for size in ref.shape]
 
     def fill(c: Builder, held: Value, first: Value | int, size: int) -> None:
@@ -334,7 +349,7 @@ def _fill(b: Rewriter, array: Value, value: Value) -> None:
         copy.run(inward=False)
 
     held = b.op("alloc", type=RefType(shape, ref.dtype, "vmem"))
-    b.store(held, tile)
+    b.store(held, filled)
     inner, step = Builder(b.loc), Value(INDEX, "part")
     fill(inner, held, inner.mul(step, inner.index(rows)), rows)
     bounds = (b.index(0), b.index(n // rows), b.index(1))
