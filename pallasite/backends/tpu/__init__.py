@@ -64,6 +64,7 @@ class TpuBackend:
         from pallasite.backends.tpu.gathers import loop_over_gathers
         from pallasite.backends.tpu.limits import check_limits
         from pallasite.backends.tpu.matrix_units import schedule_units
+        from pallasite.backends.tpu.order_axes import order_axes
         from pallasite.backends.tpu.order_dims import order_dims
         from pallasite.backends.tpu.prints import add_log
         from pallasite.backends.tpu.repeats import join_repeats
@@ -96,6 +97,7 @@ class TpuBackend:
             Pass("carry_types", carry_types),
             Pass("keep_on_chip", keep_on_chip),
             Pass("fetch_slices", partial(fetch_slices, chip=chip)),
+            Pass("order_axes", order_axes),
             Pass("order_dims", order_dims),
             *self._blocks(options),
             Pass("replicate_columns", partial(replicate_columns, lanes=LANES)),

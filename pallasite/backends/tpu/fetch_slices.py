@@ -23,7 +23,6 @@ from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import (
     Access,
     At,
-    Block,
     BlockDim,
     Gather,
     Kernel,
@@ -37,6 +36,7 @@ from pallasite.ir.rewrite import Rewriter, inline, map_ops
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import I32, INDEX, RefType, TileType
 from pallasite.passes.analysis.grid import with_pipeline
+from pallasite.passes.analysis.intervals import Facts
 from pallasite.target import TPUS, Tpu
 
 ROOM = 0.9  # of on-chip memory, for the blocks of a program
@@ -74,7 +74,7 @@ def _without_large_windows(kernel: Kernel, pipeline: Pipeline, most: int) -> Ker
     large: list[Shown] = []
     taken = sum(map(_bytes, pipeline.shown))
     for shown in sorted(pipeline.shown, key=_bytes, reverse=True):
-        if taken > most and _is_used_in_parts(shown, pipeline.body):
+        if taken > most and _is_used_in_parts(shown, pipeline):
             large.append(shown)
             taken -= _bytes(shown)
     if taken > most or not large:
@@ -99,18 +99,51 @@ def _bytes(shown: Shown) -> int:
     return 2 * block if shown.window.space in ("block", "vmem") else 0
 
 
-def _is_used_in_parts(shown: Shown, body: Block) -> bool:
-    """Whether all that happens to a block are loads and stores that can be copies."""
-    window, ref = shown.window, shown.array.ref
-    plain = all(d.kind in ("blocked", "squeezed") for d in window.dims)
-    plain &= all(n % d.size == 0 for d, n in zip(window.dims, ref.shape, strict=True))
-    if not plain:  # a fill is of what extends past the edge
-        return False
-    inner = zip(window.dims[-2:], ref.shape[-2:], strict=True)
+def _is_used_in_parts(shown: Shown, pipeline: Pipeline) -> bool:
+    """Whether all that happens to a block are accesses that can be of its array."""
+    window, ref, body = shown.window, shown.array.ref, pipeline.body
+    sizes = list(zip(window.dims, ref.shape, strict=True))
     made = {v: op for op in walk(body) for v in op.results}
     uses = [op for op in walk(body) if shown.block in op.operands]
-    whole = all(d.size == n for d, n in inner)
-    return whole and all(_is_part(op, shown.block, made) for op in uses)
+    if not all(_is_part(op, shown.block, made) for op in uses):
+        return False
+    if any(d.kind != "squeezed" and d.size < n for d, n in sizes[-2:]):
+        return False
+    if all(d.kind in ("blocked", "squeezed") and n % d.size == 0 for d, n in sizes):
+        return True  # a fill is of what extends past the edge
+    return _is_all(shown) and all(_is_inside(op, ref, pipeline, made) for op in uses)
+
+
+def _is_all(shown: Shown) -> bool:
+    """Whether a block is its array, and what extends past its end."""
+    made = {v: op for op in shown.index_map.ops for v in op.results}
+    first = [made.get(v) for v in shown.index_map.yields]
+    zero = all(op is not None and op.attrs.get("value") == 0 for op in first)
+    pairs = zip(shown.window.dims, shown.array.ref.shape, strict=True)
+    return zero and all(
+        d.kind in ("blocked", "element") and d.size >= n and not d.padding[0]
+        for d, n in pairs
+    )
+
+
+def _is_inside(
+    op: Op, ref: RefType, pipeline: Pipeline, made: Mapping[Value, Op]
+) -> bool:
+    """Whether an access to a block that extends past its array stays in the array."""
+    if _is_start(op, made):
+        return True
+    facts = Facts()
+    facts.note_grid(pipeline.ids, pipeline.grid)
+    facts.note_block(pipeline.body)
+    for (entry, start), n in zip(Access.of(op).split_index(), ref.shape, strict=True):
+        if isinstance(entry, Gather):
+            return False
+        last = n - (1 if isinstance(entry, At) else entry.extent)
+        if start is not None and not facts.of(start).within(0, last):
+            return False
+        if start is None and (entry.start or 0) > last:
+            return False
+    return True
 
 
 def _is_part(op: Op, block: Value, made: Mapping[Value, Op]) -> bool:
@@ -125,7 +158,9 @@ def _is_start(op: Op, made: Mapping[Value, Op]) -> bool:
     if op.name != "store" or Access.of(op).mask is not None:
         return False
     value = made.get(op.operands[1])
-    whole = op.operands[1].tile.shape == op.operands[0].ref.shape
+    sizes = zip(op.operands[1].tile.shape, op.operands[0].ref.shape, strict=False)
+    whole = op.operands[1].tile.rank == op.operands[0].ref.rank
+    whole &= all(n >= size for n, size in sizes)
     return whole and value is not None and value.name == "constant"
 
 
@@ -140,7 +175,7 @@ def _part(b: Builder, shown: Shown, ids: Sequence[Value]) -> Value:
         if dim.kind == "squeezed":
             index.append(At())
             operands.append(number)
-        elif dim.size == n:
+        elif dim.size >= n:
             index.append(Span(0, n))
         else:
             index.append(Span(None, dim.size))

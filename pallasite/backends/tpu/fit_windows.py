@@ -304,7 +304,7 @@ class _Fitting:
         shown = [each for each, _ in found]
         self.lengths = {each.block: lengths for each, lengths in found}
         returned = {s.block for s, *_ in returned_to(kernel, pipeline)}
-        self.kept = {b for b in returned if _is_small(b, pipeline)}
+        self.kept = {b for b in returned if is_small(b, pipeline)}
         self.windows = [self._fitted(s, s.array in aliased) for s in shown]
         self.inputs = [_Param(v, n) for n, v in enumerate(kernel.inputs)]
         self.outputs = [_Param(v, n) for n, v in enumerate(kernel.outputs)]
@@ -627,7 +627,7 @@ def _element(mode: str, dim: BlockDim, size: int, tile: int, index: Fact) -> _Di
     return _Dim("whole", BlockDim(total), (low, total - low - size))
 
 
-def _is_small(block: Value, pipeline: Pipeline) -> bool:
+def is_small(block: Value, pipeline: Pipeline) -> bool:
     ref = pipeline.arrays[pipeline.blocks.index(block)].ref
     return ref.size * ref.dtype.bytes <= MOST_BYTES
 
