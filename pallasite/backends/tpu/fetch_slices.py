@@ -40,6 +40,7 @@ from pallasite.passes.analysis.intervals import Facts
 from pallasite.target import TPUS, Tpu
 
 ROOM = 0.9  # of on-chip memory, for the blocks of a program
+LARGEST = 8 << 20  # bytes of a tile that is copied to be loaded
 USES = ("load", "store", "atomic_rmw")
 FILLED = 1 << 20  # bytes that are copied at once to an array of one number
 
@@ -87,10 +88,18 @@ def _without_large_windows(kernel: Kernel, pipeline: Pipeline, most: int) -> Ker
     parts = {s.block: _part(b, s, ids) for s in large}
     seen |= parts
     inline(b, pipeline.body, [*ids, *(seen[v] for v in pipeline.blocks)])
-    new = pipeline.showing(shown, b.block((*ids, *blocks), ()))
+    body = map_ops(b.block((*ids, *blocks), ()), _view_of_main_memory)
+    new = pipeline.showing(shown, body)
     if any(each.window.mode == "out" for each in large):
         new = new.with_(semantics=("arbitrary",) * len(new.semantics))
     return with_pipeline(kernel, new.to_op())
+
+
+def _view_of_main_memory(op: Op, b: Rewriter) -> Sequence[Value] | None:
+    """A view of what was a block, with the type that it has now."""
+    if op.name != "subview" or op.operands[0].ref.space == op.result.ref.space:
+        return None
+    return [b.subview(op.operands[0], op.attrs["index"], op.operands[1:])]
 
 
 def _bytes(shown: Shown) -> int:
@@ -104,14 +113,23 @@ def _is_used_in_parts(shown: Shown, pipeline: Pipeline) -> bool:
     window, ref, body = shown.window, shown.array.ref, pipeline.body
     sizes = list(zip(window.dims, ref.shape, strict=True))
     made = {v: op for op in walk(body) for v in op.results}
-    uses = [op for op in walk(body) if shown.block in op.operands]
-    if not all(_is_part(op, shown.block, made) for op in uses):
+    seen = {shown.block}
+    for op in walk(body):
+        if op.name == "subview" and op.operands[0] in seen:
+            seen.add(op.result)
+    uses = [op for op in walk(body) if seen.intersection(op.operands)]
+    uses = [op for op in uses if op.name != "subview"]
+    if not all(_is_part(op, seen, made) for op in uses):
         return False
     if any(d.kind != "squeezed" and d.size < n for d, n in sizes[-2:]):
         return False
     if all(d.kind in ("blocked", "squeezed") and n % d.size == 0 for d, n in sizes):
         return True  # a fill is of what extends past the edge
-    return _is_all(shown) and all(_is_inside(op, ref, pipeline, made) for op in uses)
+    return (
+        len(seen) == 1
+        and _is_all(shown)
+        and all(_is_inside(op, ref, pipeline, made) for op in uses)
+    )
 
 
 def _is_all(shown: Shown) -> bool:
@@ -146,11 +164,12 @@ def _is_inside(
     return True
 
 
-def _is_part(op: Op, block: Value, made: Mapping[Value, Op]) -> bool:
-    if op.name not in USES or op.operands[0] is not block:
+def _is_part(op: Op, refs: set[Value], made: Mapping[Value, Op]) -> bool:
+    """Whether an op accesses one of these refs, and no large part of it as one tile."""
+    if op.name not in USES or op.operands[0] not in refs:
         return False
     tile = (op.result if op.results else op.operands[1]).tile
-    return 2 * tile.size < prod(block.ref.shape) or _is_start(op, made)
+    return tile.size * tile.dtype.bits // 8 <= LARGEST or _is_start(op, made)
 
 
 def _is_start(op: Op, made: Mapping[Value, Op]) -> bool:

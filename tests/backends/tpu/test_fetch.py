@@ -9,6 +9,8 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.backends.base import Compiled, Options, get
 from pallasite.backends.tpu import fetch_slices, resident
+from pallasite.backends.tpu.order_axes import order_axes
+from pallasite.ir.roles import Pipeline
 from tests.backends.tpu.bounds import outside
 from tests.backends.tpu.harness import random_arrays, run_compiled
 from tests.backends.tpu.test_fit import array, kernel_of
@@ -128,8 +130,11 @@ def test_atomics_of_rows(spelling):
     assert_copied(kernel, numbered(kernel, ids))
 
 
-@pytest.mark.parametrize("shape", [(64, 128), (4096,), (6, 8, 128)])
-def test_blocks_without_room_stay_in_main_memory(shape, monkeypatch):
+SHAPES = [((64, 128), False), ((4096,), False), ((6, 8, 128), False)]
+
+
+@pytest.mark.parametrize("shape, viewed", [*SHAPES, ((6, 8, 128), True)])
+def test_blocks_without_room_stay_in_main_memory(shape, viewed, monkeypatch):
     """A running sum from the end to the start, in one program."""
     monkeypatch.setattr(fetch_slices, "ROOM", 1e-4)  # 13 KB
     steps, size = (4, shape[0] // 4) if len(shape) < 3 else (6, None)
@@ -140,7 +145,7 @@ def test_blocks_without_room_stay_in_main_memory(shape, monkeypatch):
         def step(n, total):
             at = steps - 1 - n
             part = at if size is None else pl.ds(at * size, size)
-            total = total + x_ref[part]
+            total = total + (x_ref.at[part][...] if viewed else x_ref[part])
             o_ref[part] = total
             return total
 
@@ -150,3 +155,29 @@ def test_blocks_without_room_stay_in_main_memory(shape, monkeypatch):
     call = pl.pallas_call(f, out_shape=array(*shape))
     kernel = kernel_of(call, array(*shape))
     assert_copied(kernel, random_arrays(kernel))
+
+
+def test_results_entered_again_are_visited_one_after_another():
+    """k is the first axis of the grid, and the result too large to stay on the chip."""
+
+    def f(x_ref, y_ref, o_ref):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        o_ref[...] += x_ref[...] * y_ref[...]
+
+    block = lambda where: pl.BlockSpec((8, 128), where)
+    call = pl.pallas_call(
+        f, out_shape=array(1024, 1024), grid=(2, 128, 8),
+        in_specs=[block(lambda k, i, j: (i, k)), block(lambda k, i, j: (k, j))],
+        out_specs=block(lambda k, i, j: (i, j)),
+    )  # fmt: skip
+    kernel = kernel_of(call, array(1024, 256), array(16, 1024))
+    ordered = order_axes(kernel)
+    assert Pipeline.of(ordered.body.ops[-1]).grid == (128, 8, 2)
+    arrays = random_arrays(kernel)
+    for got, want in zip(run_numpy(ordered, arrays), run_numpy(kernel, arrays),
+                         strict=True):  # fmt: skip
+        np.testing.assert_array_equal(got, want)
+    assert order_axes(ordered) is ordered
