@@ -194,9 +194,12 @@ def _failed(job: Job, asked: "_Asked", child: "_Child") -> Compiled:
         # The estimator gives up on some programs that compile, or counts the steps of
         # a long loop one by one; read their code.
         why, asked = child.last_words(), replace(asked, profile=False, units=True)
-        again = [*_Child([job], asked, child.log).results()]
+        second = _Child([job], asked, child.log)
+        again = [*second.results()]
         if again and again[0].ok:
             return replace(again[0], no_estimate=why)
+        if second.late:
+            return Compiled(job.name, False, second.last_words())
     (again,) = compile_all([job], asked.chip, timeout=asked.timeout)
     return again
 
