@@ -106,6 +106,8 @@ def _learn(
     found = compile_all([*todo.values()], chip, cycles=True, timeout=limit)
     for text, result in zip(texts, found, strict=True):
         row: Row = {"text": text, "cycles": result.cycles}
+        if result.cycles is None and result.estimated:
+            row["counted"] = result.estimated  # in its code, without copies
         if not result.ok:
             row["failed"] = (result.error or "no reason given")[:300]
         known[text] = row

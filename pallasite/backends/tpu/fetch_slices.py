@@ -206,14 +206,18 @@ def _part(b: Builder, shown: Shown, ids: Sequence[Value]) -> Value:
 
 
 class _Ends:
-    """Makes copies of loads; has windows onto the last rows of some arrays."""
+    """Makes accesses of copies; has windows onto the last rows of some operands."""
 
     def __init__(self, kernel: Kernel):
         self.copies = 0
         self.blocks: dict[Value, Value] = {}
         pipeline = Pipeline.of(_main(kernel))
-        loaded = [op.operands[0] for op in walk(pipeline.body) if _uses_main_memory(op)]
-        arrays = [v for v in dict.fromkeys(loaded) if v in kernel.inputs and _is_cut(v)]
+        uses = [op for op in walk(pipeline.body) if _uses_main_memory(op)]
+        loaded = dict.fromkeys(op.operands[0] for op in uses)
+        written = {op.operands[0] for op in uses if op.name != "load"}
+        written |= {kernel.inputs[operand] for operand, _ in kernel.aliases}
+        constant = [v for v in loaded if v in kernel.inputs and v not in written]
+        arrays = [v for v in constant if _is_cut(v)]
         shown = [*pipeline.shown, *(_end(pipeline, array) for array in arrays)]
         self.blocks = {s.array: s.block for s in shown[len(pipeline.shown) :]}
         self.kernel = kernel
@@ -227,7 +231,7 @@ class _Ends:
         if not _uses_main_memory(op):
             return None
         access = Access.of(op)
-        if not access.index or any(isinstance(e, Gather) for e in access.index):
+        if not access.index:
             return None
         if _is_start(op, b.producers):
             self.copies += 1
@@ -254,9 +258,16 @@ class _Ends:
         return found
 
     def _dim(
-        self, b: Rewriter, access: Access, d: int, entry: At | Span, start: Value | None
+        self,
+        b: Rewriter,
+        access: Access,
+        d: int,
+        entry: At | Span | Gather,
+        start: Value | None,
     ) -> "_Dim | None":
         """What is copied along a dimension, and what is loaded of that."""
+        if isinstance(entry, Gather):
+            return None
         ref = access.ref.ref
         n, tile = ref.shape[d], _rows_of_tile(ref)
         is_point = isinstance(entry, At)
@@ -277,7 +288,7 @@ class _Ends:
         if n % tile and not (is_point and access.ref in self.blocks):
             return None
         size = min(-(-(extent + tile - 1) // tile) * tile, whole)
-        inside = b.index(first) if start is None else _inside(b, start, n - extent)
+        inside = _first(b, entry, start, n - extent)
         number = b.min(b.div(inside, b.index(tile)), b.index((whole - size) // tile))
         base = b.mul(number, b.index(tile))
         return Span(None, size), base, _from(here, None), b.sub(inside, base)
@@ -291,8 +302,8 @@ class _Ends:
         row = ref.rank - 2
         entry, start = access.split_index()[row]
         whole = ref.shape[row] // _rows_of_tile(ref) * _rows_of_tile(ref)
-        inside = start if start is not None else b.index(entry.start)
-        inside = _inside(b, inside, ref.shape[row] - 1)
+        assert not isinstance(entry, Gather)
+        inside = _first(b, entry, start, ref.shape[row] - 1)
         past = _inside(b, b.sub(inside, b.index(whole)), ref.shape[row] - whole - 1)
         index, operands = [], []
         for d, (other, operand) in enumerate(access.split_index()):
@@ -351,6 +362,11 @@ def _end(pipeline: Pipeline, array: Value) -> Shown:
 
 def _from(entry: At | Span, start: int | None) -> At | Span:
     return replace(entry, start=start)
+
+
+def _first(b: Builder, entry: At | Span, start: Value | None, last: int) -> Value:
+    """Where an entry of an index starts."""
+    return b.index(entry.start or 0) if start is None else _inside(b, start, last)
 
 
 def _inside(b: Builder, start: Value, last: int) -> Value:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pallasite.backends.tpu.fit_windows import is_small
 from pallasite.backends.tpu.schedule import main_pipeline
 from pallasite.backends.tpu.windows import returned_to
-from pallasite.ir.nodes import Block, Kernel
+from pallasite.ir.nodes import Kernel, Value
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import analyze, with_pipeline
 
@@ -34,19 +34,18 @@ def order_axes(kernel: Kernel) -> Kernel:
 
 
 def _permuted(pipeline: Pipeline, order: Sequence[int]) -> Pipeline:
-    count = len(order)
+    def moved(values: Sequence[Value]) -> tuple[Value, ...]:
+        return tuple(values[axis] for axis in order)
 
-    def moved(block: Block) -> Block:
-        ids = tuple(block.params[axis] for axis in order)
-        return replace(block, params=(*ids, *block.params[count:]))
-
+    ids = moved(pipeline.ids)
+    maps = [replace(block, params=moved(block.params)) for block in pipeline.maps]
     sizes = dict(zip(_dynamic(pipeline), pipeline.dynamic_sizes, strict=True))
     return pipeline.with_(
         dynamic_sizes=tuple(sizes[axis] for axis in order if axis in sizes),
         grid=tuple(pipeline.grid[axis] for axis in order),
         semantics=tuple(pipeline.semantics[axis] for axis in order),
-        maps=tuple(map(moved, pipeline.maps)),
-        body=moved(pipeline.body),
+        maps=tuple(maps),
+        body=replace(pipeline.body, params=(*ids, *pipeline.blocks)),
     )
 
 
