@@ -509,7 +509,7 @@ def tpu_cycles(forms: Sequence[Any], chip: str, asked: Any) -> dict[str, Row]:
             report(path, chip, found, summary(found, families), asked.grad)
         return found
 
-    limit = max(asked.compile_limit, 60)
+    limit = asked.compile_limit
     workers = asked.workers or 1
     rows = tpu_rows(forms, chip, asked.grad, limit, workers, kept, save)
     found = save(rows)

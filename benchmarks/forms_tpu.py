@@ -21,7 +21,7 @@ from pallasite.target import TPUS
 from tests.forms.form import SIZES, gradient
 
 Row = dict[str, Any]
-BATCH = 6  # forms whose calls one process compiles
+BATCH = 2  # forms whose calls one process compiles
 
 
 def tpu_rows(
