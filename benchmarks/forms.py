@@ -415,23 +415,35 @@ def report(path: Path, chip: str, rows: dict[str, Row], grad: bool) -> None:
 
     old = json.loads(path.read_text()) if path.exists() else {}
     kind = "gradient" if grad else "forward"
-    rows = {**old.get(kind, {}).get("rows", {}), **rows}
     families = {form.name: form.family for form in all_forms()}
-    versions = {}
-    for name in ("jax", "jaxlib", "numpy", "libtpu"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    every = {**old.get(kind, {}).get("rows", {}), **rows}
+    rows = {name: row for name, row in every.items() if name in families}
     part = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         "chip": chip,
-        "versions": versions,
+        "versions": versions(),
         "summary": summary(rows, families),
         "rows": rows,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**old, kind: part}, indent=1) + "\n")
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("jax", "jaxlib", "numpy", "libtpu"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def results_path(asked: Any, chip: str) -> Path | None:
+    if not asked.json:
+        return None
+    default = Path(__file__).parent / "results" / f"forms_{chip}.json"
+    return default if str(asked.json) == "-" else asked.json
 
 
 # --- without running ---
@@ -481,75 +493,33 @@ def explain_all(
     return rows
 
 
-def tpu_cycles(forms: Sequence[Any], chip: str, grad: bool, limit: float, workers: int):
+def tpu_cycles(forms: Sequence[Any], chip: str, asked: Any) -> dict[str, Row]:
     """libtpu's estimates, and each form's distance from the best of its problem."""
-    from concurrent.futures import ThreadPoolExecutor
+    from benchmarks.forms_tpu import rate, tpu_rows
+    from tests.forms import all_forms
 
-    from pallasite import config
-    from pallasite.backends.base import Compiled, Options, get
-    from pallasite.passes.run import run
-    from pallasite.runtime.aot import Job, compile_all
-    from pallasite.sites import calls_in
-    from pallasite.target import TPUS
-    from tests.forms.form import SIZES, gradient
+    every = {form.name: form for form in all_forms()}
+    path = results_path(asked, chip)
+    old = json.loads(path.read_text()) if path and path.exists() else {}
+    part = old.get("gradient" if asked.grad else "forward", {})
+    same = part.get("versions", {}).get("libtpu") == versions().get("libtpu")
+    kept = part.get("rows", {}) if same else {}
 
-    size, backend = SIZES["model"], get("tpu")
-
-    def jobs(form: Any) -> list[Any]:
-        structs = form.problem.structs(size)
-        function = form.make(size)
-        asked = gradient(function, structs) if grad else function
-        found = []
-        with config.override(target=chip):
-            calls = calls_in(asked, *structs)
-        for call in calls:
-            kernel = run(call.kernel)
-            compiled = Compiled(backend, kernel, Options(chip=TPUS[chip]), shared=())
-            found.append(Job.of(form.name, kernel, backend.launch(compiled)))
+    def save(rows: dict[str, Row]) -> Row:
+        found = {n: r for n, r in {**kept, **rows}.items() if n in every}
+        rate(found, {name: form.problem.name for name, form in every.items()})
+        if path:
+            report(path, chip, found, asked.grad)
         return found
 
-    def cycles(work: Sequence[Any]) -> Row:
-        try:
-            return added(work)
-        except Exception as error:
-            return {"failed": _first_line(error)}
-
-    def added(work: Sequence[Any]) -> Row:
-        total = 0
-        for result in compile_all(work, chip, cycles=True, timeout=limit):
-            if not result.ok:
-                return {"failed": (result.error or "")[:300]}
-            if not result.cycles:
-                return {"cycles": None}
-            total += result.cycles
-        return {"cycles": total}
-
-    rows: dict[str, Row] = {}
-    with ThreadPoolExecutor(workers) as pool:
-        started = {}
-        for form in forms:
-            start = time.perf_counter()
-            try:
-                started[form.name] = pool.submit(cycles, jobs(form))
-            except Exception as error:
-                rows[form.name] = {"failed": _first_line(error)}
-            print(f"  lowered {form.name}: {time.perf_counter() - start:.1f} s",
-                  end="\r", flush=True)  # fmt: skip
-        for name, future in started.items():
-            rows[name] = future.result()
-    best: dict[str, int] = {}
-    for form in forms:
-        found = rows[form.name].get("cycles")
-        if found:
-            key = form.problem.name
-            best[key] = min(found, best.get(key, found))
-    for form in forms:
-        row = rows[form.name]
-        if row.get("cycles"):
-            row["ratio"] = round(best[form.problem.name] / row["cycles"], 4)
-        text = f"{row.get('cycles') or '-':>14} {row.get('ratio', '')}"
-        print(f"{form.name[:58]:<58} {text} {row.get('failed', '')[:150]}")
-    return rows
+    limit = asked.compile_limit
+    workers = asked.workers or 1
+    rows = tpu_rows(forms, chip, asked.grad, limit, workers, kept, save)
+    found = save(rows)
+    for name in rows:
+        if found[name].get("ratio", 1) < 1:
+            print(f"{name[:58]:<58} {found[name]['ratio']}")
+    return found
 
 
 # --- the command ---
@@ -630,8 +600,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             forms, asked.target or "cpu", asked.grad, asked.compile_limit
         )
     elif not here:
-        limit = max(asked.compile_limit, 300)
-        rows = tpu_cycles(forms, chip, asked.grad, limit, workers)
+        rows = tpu_cycles(forms, chip, asked)
+        families = {form.name: form.family for form in all_forms()}
     else:
         size = asked.size or ("cpu" if platform == "cpu" else "model")
         each = asked.each or (0.3 if platform == "cuda" else 0.5)
@@ -651,9 +621,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{chip}, {'gradient' if asked.grad else 'forward'}")
     print(json.dumps(said, indent=1))
     print(f"{time.perf_counter() - started:.0f} s")
-    if asked.json:
-        default = Path(__file__).parent / "results" / f"forms_{chip}.json"
-        path = default if str(asked.json) == "-" else asked.json
+    path = results_path(asked, chip)
+    if path:
         report(path, chip, rows, asked.grad)
     return int(bool(said["wrong"]))
 

@@ -188,14 +188,18 @@ def compile_all(
 
 def _failed(job: Job, asked: "_Asked", child: "_Child") -> Compiled:
     """The result of a job that aborted its process or timed out."""
-    if not asked.folder or child.late:
+    if not asked.folder:
         return Compiled(job.name, False, child.last_words())
     if asked.profile:
-        # The estimator gives up on some programs that compile; read their code.
+        # The estimator gives up on some programs that compile, or counts the steps of
+        # a long loop one by one; read their code.
         why, asked = child.last_words(), replace(asked, profile=False, units=True)
-        again = [*_Child([job], asked, child.log).results()]
+        second = _Child([job], asked, child.log)
+        again = [*second.results()]
         if again and again[0].ok:
             return replace(again[0], no_estimate=why)
+        if second.late:
+            return Compiled(job.name, False, second.last_words())
     (again,) = compile_all([job], asked.chip, timeout=asked.timeout)
     return again
 

@@ -93,6 +93,11 @@ def test_where_the_estimator_gives_up_the_code_is_read(tmp_path):
     (result,) = compiled(tmp_path, [job("a")], *lines, cycles=True)
     assert result.ok and result.cycles is None and result.estimated == 7
     assert result.no_estimate == "libtpu aborted: F1116 LLO_CHECK failure"
+    # An estimator that does not end has given up, too.
+    lines[2] = 'case "$LIBTPU_INIT_ARGS" in *static_llo_profile*) exec sleep 60;; esac'
+    (slow,) = compiled(tmp_path, [job("a")], *lines, cycles=True, timeout=2)
+    assert slow.ok and slow.estimated == 7
+    assert slow.no_estimate == "libtpu did not end within 2 seconds"
     # Without a word on the code either, it is enough that it compiles.
     lines[2] = 'case "$LIBTPU_INIT_ARGS" in *dump*) exit 134;; esac'
     lines[3] = f"echo '{answer('a')}'"

@@ -2,13 +2,13 @@
 
 Reading order: what no core has is refused by `limits.py`. What the chip lacks is made
 of what it has by passes, in this order: `device_numbers.py`, `prints.py`,
-`bitcasts.py`, `carried_types.py` (element types), `resident.py` (arrays in main memory
-used directly), `fit_windows.py` (blocks that miss the tiles), `aliased.py` (an operand
-and a result that are one memory), `cores.py` (two cores), `vmem.py` (room),
-`schedule.py` (inner pipelines become loops), `gathers.py`, `repeats.py`, `dots.py`.
-Then `emit.py` (module, grid and windows), `control.py`, `memory.py`, `tiles.py`,
-`elementwise.py` (ops by family), and `compile.py` (what XLA is handed). libtpu compiles
-the result, with or without a TPU: see `runtime/aot.py`.
+`bitcasts.py`, `carried_types.py` (element types), `resident.py` and `fetch_slices.py`
+(arrays in main memory used directly), `fit_windows.py` (blocks that miss the tiles),
+`aliased.py` (an operand and a result that are one memory), `cores.py` (two cores),
+`vmem.py` (room), `schedule.py` (inner pipelines become loops), `gathers.py`,
+`repeats.py`, `dots.py`. Then `emit.py` (module, grid and windows), `control.py`,
+`memory.py`, `tiles.py`, `elementwise.py` (ops by family), and `compile.py` (what XLA is
+handed). libtpu compiles the result, with or without a TPU: see `runtime/aot.py`.
 """
 
 from collections.abc import Sequence
@@ -59,10 +59,12 @@ class TpuBackend:
         from pallasite.backends.tpu.device_numbers import ask_for_device_numbers
         from pallasite.backends.tpu.dots import plain_dots
         from pallasite.backends.tpu.emit import is_native
+        from pallasite.backends.tpu.fetch_slices import fetch_slices
         from pallasite.backends.tpu.fit_windows import fit_windows
         from pallasite.backends.tpu.gathers import loop_over_gathers
         from pallasite.backends.tpu.limits import check_limits
         from pallasite.backends.tpu.matrix_units import schedule_units
+        from pallasite.backends.tpu.order_axes import order_axes
         from pallasite.backends.tpu.order_dims import order_dims
         from pallasite.backends.tpu.prints import add_log
         from pallasite.backends.tpu.repeats import join_repeats
@@ -94,6 +96,8 @@ class TpuBackend:
             Pass("bitcasts", bitcasts_of_one_width),
             Pass("carry_types", carry_types),
             Pass("keep_on_chip", keep_on_chip),
+            Pass("fetch_slices", partial(fetch_slices, chip=chip)),
+            Pass("order_axes", order_axes),
             Pass("order_dims", order_dims),
             *self._blocks(options),
             Pass("replicate_columns", partial(replicate_columns, lanes=LANES)),

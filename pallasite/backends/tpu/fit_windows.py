@@ -25,7 +25,7 @@ from pallasite.backends.tpu.aliased import reads_other_blocks
 from pallasite.backends.tpu.order_dims import ORDERS, array_at
 from pallasite.backends.tpu.prints import has_log
 from pallasite.backends.tpu.resident import MOST_BYTES
-from pallasite.backends.tpu.schedule import main_pipeline
+from pallasite.backends.tpu.schedule import MAIN_MEMORY, main_pipeline
 from pallasite.backends.tpu.windows import (
     fitting_block,
     operand_name,
@@ -304,7 +304,7 @@ class _Fitting:
         shown = [each for each, _ in found]
         self.lengths = {each.block: lengths for each, lengths in found}
         returned = {s.block for s, *_ in returned_to(kernel, pipeline)}
-        self.kept = {b for b in returned if _is_small(b, pipeline)}
+        self.kept = {b for b in returned if is_small(b, pipeline)}
         self.windows = [self._fitted(s, s.array in aliased) for s in shown]
         self.inputs = [_Param(v, n) for n, v in enumerate(kernel.inputs)]
         self.outputs = [_Param(v, n) for n, v in enumerate(kernel.outputs)]
@@ -313,7 +313,10 @@ class _Fitting:
             for operand, result in kernel.aliases
         ]
         self.more: list[_Param] = []  # duplicated operands of the author's
-        self.seen: set[Value] = set()
+        # Operands that have a parameter: those that code uses as they are, for a start.
+        used = {v for op in walk(pipeline.body) for v in op.operands}
+        main = [v for v in kernel.inputs if v.ref.space in MAIN_MEMORY]
+        self.seen = used.intersection(main)
         self.sized: list[_Param] = []
         self.sizes: dict[Value, Value] = {}  # grid sizes, from operands of their own
         self.outer = Builder(kernel.loc)  # before the pipeline
@@ -624,7 +627,7 @@ def _element(mode: str, dim: BlockDim, size: int, tile: int, index: Fact) -> _Di
     return _Dim("whole", BlockDim(total), (low, total - low - size))
 
 
-def _is_small(block: Value, pipeline: Pipeline) -> bool:
+def is_small(block: Value, pipeline: Pipeline) -> bool:
     ref = pipeline.arrays[pipeline.blocks.index(block)].ref
     return ref.size * ref.dtype.bytes <= MOST_BYTES
 

@@ -9,6 +9,7 @@ Kernel in, Kernel out.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 
 from pallasite.ir.build import Builder
@@ -36,12 +37,55 @@ def loop_over_gathers(kernel: Kernel) -> Kernel:
     return map_ops(kernel, _rewritten)
 
 
+def slice_by_slice(op: Op, b: Rewriter) -> Sequence[Value] | None:
+    """An access through index arrays as a loop; None: it has none."""
+    access = Access.of(op)
+    if not any(isinstance(entry, Gather) for entry in access.index):
+        return None
+    return _Accesses(b, op, _by_rows(b, access)).emit()
+
+
+def _by_rows(b: Rewriter, access: Access) -> Access:
+    """Of index arrays of which the last counts all elements of a row: one per row.
+
+    `ref[ids[:, None], arange(width)]` are rows, each moved at once.
+    """
+    entries = access.split_index()
+    arrays = [v for e, v in entries if isinstance(e, Gather) and v is not None]
+    last = arrays[-1]
+    if len(arrays) < max(len(entries), 2) or last.tile.rank < 2:
+        return access
+    width, counted = last.tile.shape[-1], b.producer(last, "iota")
+    along = last.tile.rank - 1
+    if counted is None or counted.attrs["dim"] != along:
+        return access
+    rows = [_without_columns(b, v) for v in arrays[:-1]]
+    if width != access.ref.ref.shape[-1] or None in rows:
+        return access
+    index = (*access.index[:-1], Span(0, width))
+    operands = tuple(v for v in rows if v is not None)
+    return replace(access, index=index, index_operands=operands)
+
+
+def _without_columns(b: Rewriter, numbers: Value) -> Value | None:
+    """Numbers that are the same along the last dimension, without it."""
+    made, shape = b.producer(numbers, "broadcast_in_dim"), numbers.tile.shape
+    if made is None:
+        return None
+    source, dims = made.operands[0], made.attrs["dims"]
+    if len(shape) - 1 in dims and source.tile.shape[-1] != 1:
+        return None
+    kept = [
+        n for d, n in zip(dims, source.tile.shape, strict=True) if d < len(shape) - 1
+    ]
+    source = b.op("reshape", source, shape=tuple(kept))
+    inner = tuple(d for d in dims if d < len(shape) - 1)
+    return b.op("broadcast_in_dim", source, shape=shape[:-1], dims=inner)
+
+
 def _rewritten(op: Op, b: Rewriter) -> Sequence[Value] | None:
     if op.name in ("load", "store", "atomic_rmw", "atomic_cas"):
-        access = Access.of(op)
-        if not any(isinstance(entry, Gather) for entry in access.index):
-            return None
-        return _Accesses(b, op, access).emit()
+        return slice_by_slice(op, b)
     if op.name == "gather" and not _is_selection(op):
         return [_Slices(b, op).gathered(op)]
     if op.name == "scatter":

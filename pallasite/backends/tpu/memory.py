@@ -550,12 +550,12 @@ class Memory(Shifting):
             )
 
     def _is_row_by_row(self, op: Op) -> bool:
-        """Emit a copy that starts inside a tile as a copy of each row.
+        """Emit a copy that starts or ends inside a tile as a copy of each row.
 
         A single row may be anywhere in its tile. Waits for it are waits for each row.
         """
         source, target = (self.view(v) for v in op.operands[:2])
-        if not (self._starts_inside_tile(source) or self._starts_inside_tile(target)):
+        if not (self._cuts_tile(source) or self._cuts_tile(target)):
             return False
         shape = op.operands[0].ref.shape
         b, each = Builder(op.loc), Builder(op.loc)
@@ -569,15 +569,16 @@ class Memory(Shifting):
         self.emit_block(b.block((), ()))
         return True
 
-    def _starts_inside_tile(self, view: View) -> bool:
-        """Whether a view of rows that can be copied singly may start inside a tile."""
+    def _cuts_tile(self, view: View) -> bool:
+        """Whether a view of rows, which can be copied singly, may cut a tile."""
         rank = len(view.shape)
         if rank < 2 or view.ref.rank < 2 or view.space not in ("any", "hbm", "vmem"):
             return False
         if view.dims[-2:] != (rank - 2, rank - 1) or view.sizes[-2] == 1:
             return False
-        start, bits = view.starts[-2], view.ref.dtype.bits
+        start, size, bits = view.starts[-2], view.sizes[-2], view.ref.dtype.bits
         is_inside = start.dynamic is not None and not start.is_multiple_of(SUBLANES)
+        is_inside |= size != view.shape[-2] and size % SUBLANES != 0
         return is_inside and bits == 32 and not view.has_strides
 
     def emit_copy_start(self, op: Op) -> None:

@@ -125,6 +125,22 @@ def large_array_accessed_where_data_say():
 
 
 @case
+def narrow_rows_of_a_large_array_with_a_cut_tile():
+    def kernel(x_ref, o_ref):
+        row = pltpu.prng_random_bits((1, 1))[0, 0] % 8
+        o_ref[...] = x_ref[pl.ds(row, 3), :].astype(F32)
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return over(
+        kernel,
+        S(((1 << 14) + 3, 128), BF16),
+        grid=4,
+        in_specs=[anywhere],
+        out_specs=pl.BlockSpec((3, 128), lambda i: (0, 0)),
+    )
+
+
+@case
 def a_limit_above_what_the_chip_has():
     params = pltpu.CompilerParams(vmem_limit_bytes=1 << 40)
     return over(lambda x_ref, o_ref: store(o_ref, x_ref[...]), compiler_params=params)

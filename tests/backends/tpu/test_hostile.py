@@ -22,6 +22,7 @@ CHIP = "tpu:v5e"
 # What looks wrong, and is not: it compiles.
 FINE = {
     "large_array_accessed_directly",
+    "large_array_accessed_where_data_say",
     "an_inner_pipeline_over_the_edge",
     "a_backend_of_another_chip",
     "a_body_with_very_much_code",

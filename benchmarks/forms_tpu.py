@@ -1,0 +1,153 @@
+"""libtpu's estimates for the forms of `forms.py`, each beside the best of its problem.
+
+No TPU is needed. Forms of one problem often become one text, and most texts stay when a
+pass changes: a text is compiled once, also across runs that share a file of results.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from pallasite import config
+from pallasite.backends.base import Compiled, Options, get
+from pallasite.passes.run import run
+from pallasite.runtime.aot import Job, compile_all
+from pallasite.sites import calls_in
+from pallasite.target import TPUS
+from tests.forms.form import SIZES, gradient
+
+Row = dict[str, Any]
+BATCH = 2  # forms whose calls one process compiles
+
+
+def tpu_rows(
+    forms: Sequence[Any],
+    chip: str,
+    grad: bool,
+    limit: float,
+    workers: int,
+    old: dict[str, Row],
+    save: Callable[[dict[str, Row]], None],
+) -> dict[str, Row]:
+    """The estimated cycles of each form.
+
+    Args:
+        forms, chip, grad: what is compiled, and for which TPU.
+        limit: seconds until a call is abandoned.
+        workers: processes that compile at once.
+        old: rows of an earlier run with this libtpu; their texts are known.
+        save: called with the rows found so far.
+    """
+    known = {
+        call["text"]: call for row in old.values() for call in row.get("calls", ())
+    }
+    rows: dict[str, Row] = {}
+    with ThreadPoolExecutor(workers) as pool:
+        batches: list[tuple[dict[str, Any], Future[None]]] = []
+        for start in range(0, len(forms), BATCH):
+            lowered = _lowered(forms[start : start + BATCH], chip, grad, rows)
+            work = {text: job for jobs in lowered.values() for text, job in jobs}
+            new = {text: job for text, job in work.items() if text not in known}
+            batches.append((lowered, pool.submit(_learn, new, chip, limit, known)))
+            _collect(batches, known, rows, save, wait=False)
+        _collect(batches, known, rows, save, wait=True)
+    return rows
+
+
+def _lowered(
+    forms: Sequence[Any], chip: str, grad: bool, rows: dict[str, Row]
+) -> dict[str, list[tuple[str, Job]]]:
+    """The calls of forms; those without go to `rows` with the reason."""
+    found = {}
+    for form in forms:
+        start = time.perf_counter()
+        try:
+            jobs = _jobs(form, chip, grad)
+            found[form.name] = [(_text(job, chip), job) for job in jobs]
+        except Exception as error:
+            what = " ".join(str(error).strip().splitlines()[:3])
+            rows[form.name] = {"failed": f"{type(error).__name__}: {what}"[:400]}
+        seconds = time.perf_counter() - start
+        print(f"  lowered {form.name}: {seconds:.1f} s", end="\r", flush=True)
+    return found
+
+
+def _jobs(form: Any, chip: str, grad: bool) -> list[Job]:
+    size, backend = SIZES["model"], get("tpu")
+    structs = form.problem.structs(size)
+    function = form.make(size)
+    asked = gradient(function, structs) if grad else function
+    with config.override(target=chip):
+        calls = calls_in(asked, *structs)
+    found = []
+    for call in calls:
+        kernel = run(call.kernel)
+        compiled = Compiled(backend, kernel, Options(chip=TPUS[chip]), shared=())
+        found.append(Job.of(form.name, kernel, backend.launch(compiled)))
+    return found
+
+
+def _text(job: Job, chip: str) -> str:
+    """Names what libtpu is given."""
+    given = {**asdict(job), "name": chip}
+    return hashlib.sha256(json.dumps(given).encode()).hexdigest()[:16]
+
+
+def _learn(
+    jobs: dict[str, Job], chip: str, limit: float, known: dict[str, Row]
+) -> None:
+    """Compile what is new."""
+    todo = {text: job for text, job in jobs.items() if text not in known}
+    texts = list(todo)
+    found = compile_all([*todo.values()], chip, cycles=True, timeout=limit)
+    for text, result in zip(texts, found, strict=True):
+        row: Row = {"text": text, "cycles": result.cycles}
+        if result.cycles is None and result.estimated:
+            row["counted"] = result.estimated  # in its code, without copies
+        if not result.ok:
+            row["failed"] = (result.error or "no reason given")[:300]
+        known[text] = row
+
+
+def _collect(
+    batches: list[tuple[dict[str, Any], Any]],
+    known: dict[str, Row],
+    rows: dict[str, Row],
+    save: Callable[[dict[str, Row]], None],
+    wait: bool,
+) -> None:
+    """Rows of the batches that are compiled."""
+    while batches and (wait or batches[0][1].done()):
+        lowered, future = batches.pop(0)
+        future.result()
+        for name, jobs in lowered.items():
+            rows[name] = _row([known[text] for text, _ in jobs])
+            cycles = rows[name].get("cycles") or "-"
+            print(f"{name[:58]:<58} {cycles:>14} {rows[name].get('failed', '')[:150]}")
+        save(rows)
+
+
+def _row(calls: Sequence[Row]) -> Row:
+    """Of a form with these calls; without an estimate where one of them has none."""
+    failed = [call["failed"] for call in calls if call.get("failed")]
+    if failed:
+        return {"failed": failed[0], "calls": [*calls]}
+    cycles = [call["cycles"] for call in calls]
+    total = sum(cycles) if all(cycles) else None
+    return {"cycles": total, "calls": [*calls]}
+
+
+def rate(rows: dict[str, Row], problems: dict[str, str]) -> None:
+    """Give each row its distance from the best of its problem."""
+    best: dict[str, int] = {}
+    for name, row in rows.items():
+        if row.get("cycles") and name in problems:
+            problem = problems[name]
+            best[problem] = min(row["cycles"], best.get(problem, row["cycles"]))
+    for name, row in rows.items():
+        if row.get("cycles") and name in problems:
+            row["ratio"] = round(best[problems[name]] / row["cycles"], 4)
