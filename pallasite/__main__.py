@@ -174,12 +174,14 @@ def _state(name: str, present: set[str]) -> str:
         backend = base.get(name)
     except (ImportError, AttributeError) as error:
         return f"not available: {error}"
-    needs = {"cpu": "llvmlite"}.get(name)
-    if needs and _version(needs) is None:
-        return f"not available: {needs} is not installed"
-    if present & set(backend.platforms):
+    here = bool(present & set(backend.platforms))
+    wanted, lacking = " or ".join(backend.platforms), backend.missing(here)
+    if here and lacking:
+        return f"not available: {lacking}"
+    if here:
         return f"ready: {backend.version()}"
-    wanted = " or ".join(backend.platforms)
+    if lacking:
+        return f"generates text only; no {wanted} device, and {lacking}"
     return f"compiles ahead of time; no {wanted} device to run on"
 
 

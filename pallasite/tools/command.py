@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-OK, REFUSED, USAGE, ENDED = 0, 1, 2, 3
+OK, REFUSED, USAGE, ENDED, NOT_COMPILED = 0, 1, 2, 3, 4
 
 STATUS = """exit status:
   0  every kernel compiles for every target
@@ -21,12 +21,16 @@ STATUS = """exit status:
      file that raises an error, or one that cannot be written
   3  the compiling process was killed by a signal
 """
+# `explain` and `explore` need no compiler of the target; `check` does.
+COMPILED = """  4  nothing was refused, but a target has no compiler on this computer
+     (libtpu for a TPU, NVRTC for a GPU's backend cuda, the GPU itself for triton)
+"""
 CHECK = f"""examples:
   pallasite check train.py --target tpu:v5e,tpu:v6e
   pallasite check kernels.py::matmul --args 'bf16[4096,4096], bf16[4096,4096]'
   pallasite check kernels.py::matmul --args 'f32[512,512]' --json --dump texts/
 
-{STATUS}"""
+{STATUS}{COMPILED}"""
 EXPLAIN = f"""examples:
   pallasite explain train.py
   pallasite explain kernels.py::softmax --args 'f32[8192,2048]'
@@ -151,7 +155,9 @@ def _here(options: argparse.Namespace) -> int:
         return USAGE
     line.clear()
     print(json.dumps(report.as_json(), indent=1) if options.json else report)
-    return OK if report.ok else REFUSED
+    if report.refused:
+        return REFUSED
+    return OK if report.ok else NOT_COMPILED
 
 
 def _report(options: argparse.Namespace, line: "_Line") -> Any:

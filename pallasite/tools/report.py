@@ -48,6 +48,8 @@ class KernelReport:
         backend: what runs it; "interpret" is the emulation.
         why: why that backend.
         error: why it does not compile; empty if it does.
+        compiled: whether the target's compiler accepted it; False: that compiler is not
+            available here; None: it was not asked to.
         axes: the grid axes: parallel or sequential, and why.
         work: of one call: operations, and how often each block is copied.
         bound: a lower bound on the target's time.
@@ -69,6 +71,7 @@ class KernelReport:
     inside: tuple[str, ...] = ()
     times: int | None = 1
     error: str = ""
+    compiled: bool | None = None
     axes: tuple[Axis, ...] = ()
     work: Work | None = None
     bound: Roofline | None = None
@@ -83,7 +86,7 @@ class KernelReport:
 
     @property
     def ok(self) -> bool:
-        return not self.error
+        return not self.error and self.compiled is not False
 
     @property
     def intensity(self) -> float | None:
@@ -218,6 +221,16 @@ class Report:
     def ok(self) -> bool:
         return all(kernel.ok for kernel in self.kernels)
 
+    @property
+    def refused(self) -> bool:
+        """Whether some kernel was refused, by Pallasite or by the target's compiler."""
+        return any(kernel.error for kernel in self.kernels)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether every kernel was compiled, by the target's own compiler."""
+        return all(kernel.compiled for kernel in self.kernels)
+
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.kernels))
 
@@ -226,7 +239,8 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data that `json.dumps` accepts."""
-        return {"ok": self.ok, "kernels": [k.as_json() for k in self.kernels]}
+        kernels = [kernel.as_json() for kernel in self.kernels]
+        return {"ok": self.ok, "compiled": self.compiled, "kernels": kernels}
 
 
 def plain(value: Any) -> Any:

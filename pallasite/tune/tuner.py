@@ -79,6 +79,15 @@ class Tuner:
                 fix="run it on that chip; only TPUs have compiler estimates without "
                 "one",
             )
+        lacking = "" if self.is_here else aot.missing()
+        if lacking:
+            raise SpecError(
+                f"pl.autotune: there is no {self.chip_name} to measure on, and no "
+                "compiler to ask for estimates",
+                [("compiler", lacking)],
+                self.at,
+                f"tune on a {self.chip_name}, or where libtpu is: on Linux on x86_64",
+            )
         self.shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.given.arrays
         ]

@@ -258,6 +258,7 @@ def test_a_tpu_that_is_not_here_is_tuned_by_estimates(monkeypatch, hangs: bool):
         return done
 
     monkeypatch.setattr(aot, "compile_all", compile_all)
+    monkeypatch.setattr(aot, "missing", lambda: "")
 
     @pl.tunable(parts=(1, 2, 4, 5))
     def whole(x, *, parts=1):
@@ -273,6 +274,15 @@ def test_a_tpu_that_is_not_here_is_tuned_by_estimates(monkeypatch, hangs: bool):
     assert refused == ({"late: 60 s"} if hangs else set())
     (entry,) = table.user_table().of("whole", "v5e")
     assert entry.config == found.config("whole") != {"parts": 1}
+
+
+def test_without_a_tpu_or_its_compiler_nothing_is_tuned(monkeypatch):
+    lacking = "libtpu is not installed: pip install 'pallasite[tpu]'"
+    monkeypatch.setattr("pallasite.runtime.aot.missing", lambda: lacking)
+    with pytest.raises(SpecError, match="no compiler to ask for estimates") as refused:
+        pl.autotune(doubled, target="tpu:v6e", keep=False)(X)
+    text = str(refused.value)
+    assert "Traceback" not in text and "where libtpu is" in text and lacking in text
 
 
 def test_command(capsys, tmp_path, monkeypatch):
