@@ -28,9 +28,13 @@ def main(argv: list[str] | None = None) -> int:
         help="print versions and the available backends, or why one is not available",
     )
     cache = commands.add_parser(
-        "cache", help="show the on-disk cache of compiled kernels"
+        "cache", help="show the on-disk cache of compiled kernels and configurations"
     )
-    cache.add_argument("--clear", action="store_true", help="delete everything in it")
+    cache.add_argument(
+        "--clear",
+        action="store_true",
+        help="delete all of it, and what was tuned",
+    )
     tune = commands.add_parser("tune", help="autotune: find fast kernel configurations")
     tuner.add_arguments(tune)
     judge.add_parsers(commands)
@@ -52,6 +56,7 @@ def _cache(clear: bool) -> int:
     """The location and size of the cache of compiled code; clears it if asked."""
     from pallasite import config
     from pallasite.runtime import cache
+    from pallasite.tune import table
 
     place = cache.folder()
     if place is None:
@@ -62,8 +67,11 @@ def _cache(clear: bool) -> int:
     limit = config.get("cache_bytes") / 2**20
     print(f"{'folder':<8} {place}")
     print(f"{'holds':<8} {len(found)} kernels, {size:.1f} of at most {limit:.0f} MiB")
+    print(f"{'':<8} {len(table.user_table().entries)} tuned configurations")
     if clear:
-        print(f"{'removed':<8} {cache.clear()} kernels")
+        kernels, configurations = cache.clear(), table.forget()
+        text = f"{kernels} kernels, {configurations} tuned configurations"
+        print(f"{'removed':<8} {text}")
     return 0
 
 

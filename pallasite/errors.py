@@ -5,7 +5,11 @@ class also inherits from the built-in exception a JAX user expects, so that libr
 can catch it, and from both where JAX itself raises either.
 """
 
+import os
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 Facts = Iterable[tuple[str, Any]]
@@ -25,6 +29,27 @@ def compose(what: str, facts: Facts = (), at: Any = None, fix: str = "") -> str:
         for label, value in rows
     ]
     return "\n".join([what, *lines])
+
+
+# Modules whose frames are not the user's.
+_LIBRARIES = ("pallasite", "jax", "jaxlib", "contextlib", "functools", "threading")
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warns with the line of the innermost frame that is the user's."""
+    frame, level = sys._getframe(1), 2
+    while frame is not None and not _is_users(frame):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _is_users(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    if file.startswith((_PACKAGE, "<frozen")):
+        return False
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.partition(".")[0] not in _LIBRARIES
 
 
 class PallasError(Exception):

@@ -30,6 +30,7 @@ LAYERS: list[set[str]] = [
     {"importer"},
     {"emulation"},
     {"sharding"},
+    {"configured"},
     {"primitive"},
     {"sites"},
     {"autodiff"},

@@ -73,6 +73,7 @@ def analyse(site: Site, target: Named) -> Analysis:
         bound=bound,
         fused=call.fused,
         split=site.split,
+        config=call.configured.text if call.configured is not None else "",
     )
     made, why, said, error = _compile(call, target)
     report = replace(report, why=why, error=error)
@@ -91,6 +92,7 @@ def analyse(site: Site, target: Named) -> Analysis:
         scheduled,
         said,
         shared=any(s.name in _SHARE and s.changed for s in compiled.steps),
+        tuned=call.configured is not None and call.configured.tuned,
         why_small=why_small(compiled.imported) if target.platform == "tpu" else "",
     )
     report = replace(

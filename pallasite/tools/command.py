@@ -184,6 +184,7 @@ def _explore(options: argparse.Namespace, line: "_Line") -> int:
     from pallasite.target import named
     from pallasite.tools.explorer.page import page_of
     from pallasite.tools.sources import trace_of
+    from pallasite.tools.timing import this_computer
     from pallasite.tools.traces import traced_for
 
     targets = [t for t in (options.target or "").split(",") if t]
@@ -199,7 +200,8 @@ def _explore(options: argparse.Namespace, line: "_Line") -> int:
     with jaxprs_kept() as jaxprs:
         trace = trace_of(options.source, options.args)
         # A page has one list of kernels: those of the first target.
-        sites = traced_for(named(targets[0]), trace) if targets else trace()
+        first = named(targets[0]) if targets else this_computer()
+        sites = traced_for(first, trace)
     measure = False if options.no_measure else None
     page = page_of(options.source, sites, targets, jaxprs, measure, line.show)
     line.clear()

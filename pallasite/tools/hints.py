@@ -39,6 +39,7 @@ class Facts:
     warnings: tuple[str, ...] = ()
     spills: int | None = None
     shared: bool = False  # the backend itself splits the work among cores
+    tuned: bool = False  # a tuner has measured other blocks for these shapes
     why_small: str = ""  # why the backend keeps the author's steps, if it does
 
     @property
@@ -54,7 +55,8 @@ Hint = tuple[float, str]
 
 def hints(facts: Facts) -> tuple[str, ...]:
     """The most useful hints, best first."""
-    found = [hint for rule in RULES for hint in rule(facts)]
+    rules = [each for each in RULES if not (facts.tuned and each in BLOCKS)]
+    found = [hint for rule in rules for hint in rule(facts)]
     useful = [hint for hint in found if hint[0] >= LEAST_GAIN]
     best = sorted(useful, key=lambda hint: -hint[0])[:MOST]
     return tuple(text for _, text in best)
@@ -199,6 +201,8 @@ RULES: Sequence[Callable[[Facts], Iterator[Hint]]] = (
     over_the_edge,
     spilled,
 )
+# Rules that advise other blocks, of which a tuner knows more.
+BLOCKS = (copied_again, small_steps, half_empty_units, over_the_edge)
 
 
 def _cores(chip: Chip | Host) -> int:

@@ -60,6 +60,7 @@ class KernelReport:
         hints: what would make it faster, most useful first.
         note: further remarks, such as why numbers are missing.
         fused: what `pl.fuse` moved into the kernel, and why not more.
+        config: the configuration of a function that can be tuned, and where it is from.
         split: for one of the kernels that a call is run as: of which, and why.
     """
 
@@ -83,6 +84,7 @@ class KernelReport:
     note: str = ""
     fused: tuple[str, ...] = ()
     split: str = ""
+    config: str = ""
 
     @property
     def ok(self) -> bool:
@@ -100,6 +102,8 @@ class KernelReport:
         yield "target", [self.target]
         why = f": {self.why}" if self.why else ""
         yield "backend", [self.backend + why]
+        if self.config:
+            yield "config", [self.config]
         if self.split:
             yield "split", [self.split]
         if self.fused:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from pallasite.configured import kept
 from pallasite.errors import PallasError, SpecError
 from pallasite.ir.nodes import Loc
 from pallasite.ir.types import DTYPES
@@ -41,7 +42,7 @@ def trace_of(source: str, operands: str = "") -> Trace:
     if function:
         found, *arguments = _function(path, function, operands)
         return partial(_traced, path, found, *arguments)
-    with recorded() as calls, contextlib.suppress(SystemExit):  # as scripts end
+    with recorded() as calls, kept(), contextlib.suppress(SystemExit):  # as scripts end
         _run(path, "__main__")
     if not calls:
         raise SpecError(

@@ -45,11 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--again", action="store_true", help="search again even if a result is stored"
     )
+    parser.add_argument(
+        "--forget",
+        action="store_true",
+        help="remove what is stored, of FUNCTION or of everything, and tune nothing",
+    )
     parser.add_argument("--output", help="also write the results to this file")
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit status."""
+    if options.forget:
+        return _forget(options.function)
     if options.function is None:
         return _list()
     try:
@@ -92,6 +99,18 @@ def _tune(options: argparse.Namespace) -> int:
     if found.interrupted:
         print("interrupted: the results so far are kept", file=sys.stderr)
         return 130
+    return 0
+
+
+def _forget(function: str | None) -> int:
+    name = function and function.rpartition(":")[2]
+    count = tables.forget(name)
+    what = f" of {name}" if name else ""
+    print(f"removed {count} configurations{what} from {tables.user_path()}")
+    if name and not count:
+        known = sorted({e.site.kernel for e in tables.user_table().entries})
+        print(f"stored are those of: {', '.join(known) or 'nothing'}", file=sys.stderr)
+        return 1
     return 0
 
 
