@@ -19,6 +19,7 @@ from pallasite.tools.roofline import Peaks, Roofline
 
 MOST = 2
 LEAST_GAIN = 0.1
+FIRST = 1.0  # a gain that no other hint has: what it says may make the others void
 STEP_SECONDS = {"cpu": 2e-8, "tpu": 2.5e-7}  # overhead of one grid step
 LEAST_SECONDS = 2e-5  # of work worth waking other cores for
 MANY_SPILLS = 64
@@ -37,10 +38,19 @@ class Facts:
     scheduled: Kernel | None = None  # after the backend's passes
     scheduled_work: Work | None = None  # where there is still one grid
     warnings: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()  # faster ways to run it that were refused, and why
     spills: int | None = None
     shared: bool = False  # the backend itself splits the work among cores
     tuned: bool = False  # a tuner has measured other blocks for these shapes
     why_small: str = ""  # why the backend keeps the author's steps, if it does
+
+    @property
+    def programs(self) -> int:
+        """How many programs can run at once."""
+        written = prod(axis.size or 1 for axis in self.axes if axis.parallel)
+        if self.platform != "cuda" or self.pipeline is None:
+            return max(written, 1)
+        return max(prod(n or 1 for n in self.pipeline.grid), 1)
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -62,6 +72,12 @@ def hints(facts: Facts) -> tuple[str, ...]:
     return tuple(text for _, text in best)
 
 
+def lost_paths(facts: Facts) -> Iterator[Hint]:
+    """Backends that would have been tried first."""
+    for text in facts.lost:
+        yield FIRST, " ".join(text.split())
+
+
 def refused_tiles(facts: Facts) -> Iterator[Hint]:
     """What the backend has warned about."""
     for text in facts.warnings:
@@ -69,14 +85,17 @@ def refused_tiles(facts: Facts) -> Iterator[Hint]:
 
 
 def idle_cores(facts: Facts) -> Iterator[Hint]:
-    cores = _cores(facts.chip)
-    programs = prod(axis.size or 1 for axis in facts.axes if axis.parallel)
-    enough = facts.shared or programs >= cores
-    if enough or facts.bound.seconds < LEAST_SECONDS:
+    cores, programs = _cores(facts.chip), facts.programs
+    if facts.shared or programs >= cores:
+        return
+    least = LEAST_SECONDS
+    if isinstance(facts.chip, Gpu):
+        least = facts.chip.launch_seconds
+    if facts.bound.seconds * cores / programs < least:
         return
     unit = "threads" if facts.platform == "cpu" else "cores"
     many = f"{programs} program{'s' * (programs != 1)} can run concurrently on"
-    gain = 1 - programs / cores
+    gain = FIRST if programs == 1 else 1 - programs / cores
     for number, axis in enumerate(facts.axes):
         if not axis.parallel and axis.size != 1:
             yield (
@@ -135,13 +154,16 @@ def small_steps(facts: Facts) -> Iterator[Hint]:
 
 def wide_products(facts: Facts) -> Iterator[Hint]:
     rates = facts.peaks.products
-    if facts.bound.limit not in ("matrix", "arithmetic") or "bf16" not in rates:
+    wide_kinds = [n for n in facts.work.products if n.partition(":")[0] == "f32"]
+    computes = facts.bound.limit in ("matrix", "vector", "arithmetic")
+    if not computes or not wide_kinds or "bf16" not in rates:
         return
-    wide, narrow = facts.peaks.product_rate("f32"), rates["bf16"]
-    if facts.work.products.get("f32") and narrow > wide:
+    slowest = min(wide_kinds, key=facts.peaks.product_rate)
+    wide, narrow = facts.peaks.product_rate(slowest), rates["bf16"]
+    if narrow > wide:
         yield (
             1 - wide / narrow,
-            "matmul operands are f32: in bf16, with "
+            f"matmul operands are {facts.peaks.name_of(slowest)}: in bf16, with "
             f"preferred_element_type=jnp.float32, they take 1/{narrow / wide:.3g} of "
             "the time",
         )
@@ -192,6 +214,7 @@ def spilled(facts: Facts) -> Iterator[Hint]:
 
 
 RULES: Sequence[Callable[[Facts], Iterator[Hint]]] = (
+    lost_paths,
     refused_tiles,
     idle_cores,
     copied_again,

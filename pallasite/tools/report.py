@@ -154,7 +154,9 @@ class KernelReport:
     def _work_line(self, work: Work) -> str:
         parts = [f"{short(work.flops)}flop"]
         if work.products:
-            by = ", ".join(f"{short(n)}{d}" for d, n in work.products.items())
+            by = ", ".join(
+                f"{short(n)}{d.replace(':', ' ')}" for d, n in work.products.items()
+            )
             parts[0] += f" (matmuls {by})"
         if work.transcendentals:
             parts.append(f"{short(work.transcendentals).strip()} transcendentals")

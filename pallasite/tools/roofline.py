@@ -5,7 +5,7 @@ since the last call: no run is faster than `Roofline.seconds`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from pallasite.passes.analysis.work import Work
@@ -22,6 +22,31 @@ CPU_PRODUCTS = {
     "i8": (8.0, ("dotprod", "i8mm", "avx512vnni", "avxvnni")),
     "u8": (8.0, ("dotprod", "i8mm", "avx512vnni", "avxvnni")),
 }
+# What multiplies f32 on a GPU, by the precision asked for: the type of the chip's table
+# whose rate holds (there "f32" is TF32) and how many products of it are taken.
+VECTOR = "vector"
+GPU_F32 = {
+    "": (VECTOR, 1),
+    "highest": (VECTOR, 1),
+    "ieee": (VECTOR, 1),
+    "f32_f32_f32": (VECTOR, 1),
+    "tf32": ("f32", 1),
+    "tf32_tf32_f32": ("f32", 1),
+    "high": ("f32", 3),
+    "tf32x3": ("f32", 3),
+    "tf32_tf32_f32_x3": ("f32", 3),
+    "f64_f64_f64": ("f64", 1),
+    "f16_f16_f16": ("f16", 1),
+    "f16_f16_f32": ("f16", 1),
+    "bf16_bf16_bf16": ("bf16", 1),
+    "bf16_bf16_f32": ("bf16", 1),
+    "bf16_bf16_f32_x3": ("bf16", 3),
+    "bf16_bf16_f32_x6": ("bf16", 6),
+    "bf16_bf16_f32_x9": ("bf16", 9),
+}
+# A TPU rounds f32 to bf16, or multiplies it in six products of bf16.
+TPU_F32 = {"": ("bf16", 1), "high": ("bf16", 6), "highest": ("bf16", 6)}
+TPU_F32 |= {"f32_f32_f32": ("bf16", 6), "float32": ("bf16", 6)}
 CPU_TILES = {"bf16": 16.0, "f16": 16.0, "i8": 32.0, "u8": 32.0}  # AMX
 
 
@@ -36,6 +61,7 @@ class Peaks:
         bytes: to and from main memory.
         cached: bytes that may already be on chip when a kernel starts.
         one_unit: whether matmuls, vectors and exponentials share one unit.
+        f32: what multiplies f32, by precision; none: the chip's own f32.
     """
 
     products: Mapping[str, float]
@@ -44,6 +70,7 @@ class Peaks:
     bytes: float
     cached: int = 0
     one_unit: bool = False
+    f32: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     @staticmethod
     def of(chip: Chip | Host) -> "Peaks":
@@ -52,18 +79,40 @@ class Peaks:
         bandwidth = chip.main.bytes_per_second or inf
         if isinstance(chip, Tpu):
             lanes = chip.lanes * chip.sublanes * chip.clock
-            return Peaks(chip.rates, chip.vector_units * lanes, lanes, bandwidth)
+            vector = chip.vector_units * lanes
+            return Peaks(chip.rates, vector, lanes, bandwidth, f32=TPU_F32)
         assert isinstance(chip, Gpu), chip
         cycles = chip.cores * GPU_CLOCK
         rates = (2 * GPU_LANES * cycles, GPU_SPECIAL * cycles)
-        return Peaks(chip.rates, *rates, bandwidth, chip.cache.bytes)
+        return Peaks(chip.rates, *rates, bandwidth, chip.cache.bytes, f32=GPU_F32)
 
-    def product_rate(self, dtype: str) -> float:
-        """The matmul rate; a type without its own uses that of bf16 or f32."""
+    def runs_as(self, kind: str) -> tuple[str, int]:
+        """The unit or type that multiplies a kind of `Work.products`, and how often."""
+        dtype, _, precision = kind.partition(":")
+        if dtype == "f32" and self.f32:
+            return self.f32.get(precision) or self.f32[""]
         if dtype in self.products:
-            return self.products[dtype]
-        wide = self.products.get("bf16") or self.products.get("f32")
-        return wide or max(self.products.values())
+            return dtype, 1
+        return next((name for name in ("bf16", "f32") if name in self.products), ""), 1
+
+    def name_of(self, kind: str) -> str:
+        """A kind of products, and what multiplies it, if that is another type."""
+        dtype = kind.partition(":")[0]
+        name, times = self.runs_as(kind)
+        if name == VECTOR:
+            return f"{dtype} on the vector units"
+        if name == "f32" and self.f32:
+            name = "tf32"
+        many = f"{times} times " if times > 1 else ""
+        return dtype if name in (dtype, "") else f"{dtype} as {many}{name}"
+
+    def product_rate(self, kind: str) -> float:
+        """The rate of a kind of products, by what multiplies them on this chip; a type
+        without its own rate uses that of bf16 or f32."""
+        name, times = self.runs_as(kind)
+        if name == VECTOR:
+            return self.vector
+        return self.products.get(name, max(self.products.values())) / times
 
 
 def _of_host(chip: Host) -> Peaks:
@@ -111,8 +160,11 @@ def roofline(work: Work, peaks: Peaks, repeated_bytes: int = 0) -> Roofline:
     # Elements of a block outside its array need not be computed.
     needed = min((row.inside for row in work.traffic), default=1.0)
     rates = {name: peaks.product_rate(name) for name in work.products}
-    products = needed * sum(n / rates[name] for name, n in work.products.items())
+    seconds = {name: n / rates[name] for name, n in work.products.items()}
+    on_vectors = {name for name in seconds if peaks.runs_as(name)[0] == VECTOR}
+    products = needed * sum(seconds[n] for n in seconds if n not in on_vectors)
     vector = needed * work.arithmetic / peaks.vector
+    vector += needed * sum(seconds[name] for name in on_vectors)
     special = needed * work.transcendentals / peaks.special
     least = max(work.distinct_bytes - repeated_bytes - peaks.cached, 0)
     memory = least / peaks.bytes
