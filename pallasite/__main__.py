@@ -1,4 +1,4 @@
-"""Command line: `pallasite run`, `check`, `explain`, `explore`, `tune` and others.
+"""Command line: `pallasite run`, `check`, `explain`, `profile`, `tune` and others.
 
 Also as `python -m pallasite ...`.
 """
@@ -12,6 +12,7 @@ import sys
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `pallasite` command; the exit status."""
+    from pallasite.errors import one_of
     from pallasite.tools import command as judge
     from pallasite.tune import command as tuner
 
@@ -38,11 +39,14 @@ def main(argv: list[str] | None = None) -> int:
     tune = commands.add_parser("tune", help="autotune: find fast kernel configurations")
     tuner.add_arguments(tune)
     judge.add_parsers(commands)
-    options = parser.parse_args(argv)
-    if options.command in ("check", "explain", "explore"):
+    given = sys.argv[1:] if argv is None else argv
+    if given and not given[0].startswith("-") and given[0] not in commands.choices:
+        parser.error(f"no command {given[0]!r}: {one_of(given[0], commands.choices)}")
+    options = parser.parse_args(given)
+    if options.command in ("check", "explain", "explore", "profile"):
         if options.in_child:
             _install()  # kernels written for upstream are checked, too
-        return judge.run(options, sys.argv[1:] if argv is None else argv)
+        return judge.run(options, given)
     if options.command == "run":
         return _run(options.script, options.args)
     if options.command == "tune":

@@ -5,6 +5,7 @@ class also inherits from the built-in exception a JAX user expects, so that libr
 can catch it, and from both where JAX itself raises either.
 """
 
+import difflib
 import os
 import sys
 import warnings
@@ -29,6 +30,14 @@ def compose(what: str, facts: Facts = (), at: Any = None, fix: str = "") -> str:
         for label, value in rows
     ]
     return "\n".join([what, *lines])
+
+
+def one_of(name: str, known: Iterable[str]) -> str:
+    """A fix for an unknown name: those that are known, a similar one first."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, 1)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    return f"{meant}one of {', '.join(known)}"
 
 
 # Modules whose frames are not the user's.

@@ -1,4 +1,4 @@
-"""The commands `pallasite check`, `pallasite explain` and `pallasite explore`.
+"""The commands `pallasite check`, `explain`, `explore` and `profile`.
 
 A command runs in a child process: whatever ends that process (a compiler's abort, a
 signal) is reported like any other result, with its own exit status.
@@ -44,6 +44,12 @@ EXPLORE = f"""examples:
   pallasite explore kernels.py::softmax --args 'f32[8192,2048]' --serve
 
 {STATUS}"""
+PROFILE = """examples:
+  pallasite profile kernels.py::softmax --args 'f32[8192,2048]'
+  pallasite profile train.py::step --args 'f32[8,128]' --runs 5 --trace trace.json
+
+exit status: 0; 2 if the command is wrong, or this device cannot be recorded
+"""
 PORT = 8765
 
 
@@ -88,6 +94,17 @@ def add_parsers(commands: Any) -> None:
         metavar="PORT",
         help=f"show the page at http://localhost:{PORT}, regenerated on reload",
     )
+    timed = _parser(
+        commands,
+        "profile",
+        PROFILE,
+        "run a function and show which of its kernels take the time",
+        targets=False,
+    )
+    timed.add_argument("--runs", type=int, help="default: for half a second")
+    timed.add_argument(
+        "--trace", metavar="FILE", help="also write a trace for Perfetto to this file"
+    )
     for parser in (explain, explore):
         parser.add_argument(
             "--no-measure",
@@ -96,7 +113,9 @@ def add_parsers(commands: Any) -> None:
         )
 
 
-def _parser(commands: Any, name: str, epilog: str, text: str) -> Any:
+def _parser(
+    commands: Any, name: str, epilog: str, text: str, targets: bool = True
+) -> Any:
     parser = commands.add_parser(
         name,
         help=text,
@@ -104,14 +123,35 @@ def _parser(commands: Any, name: str, epilog: str, text: str) -> Any:
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", metavar="FILE[::FUNCTION]")
-    parser.add_argument("--target", help="cpu, tpu:v6e, gpu:h200, ...; comma-separated")
-    parser.add_argument(
-        "--args", default="", help="operands of FUNCTION: 'f32[8,128], i32[4]'"
-    )
+    add_source(parser)
+    if targets:
+        parser.add_argument(
+            "--target", help="cpu, tpu:v6e, gpu:h200, ...; comma-separated"
+        )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--in-child", action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+def add_source(parser: Any, nargs: Any = None) -> None:
+    """Add the arguments that name a function and its operands, alike everywhere."""
+    parser.add_argument(
+        "source",
+        nargs=nargs,
+        metavar="FILE[::FUNCTION]",
+        help="a script, a function in a file or module, or an operation of "
+        "pallasite.kernels by its name",
+    )
+    parser.add_argument(
+        "operands", nargs="*", help="the same as --args, one argument each"
+    )
+    parser.add_argument(
+        "--args", default="", help="operands of FUNCTION: 'f32[8,128], i32[4]'"
+    )
+
+
+def operands_of(options: argparse.Namespace) -> str:
+    return ", ".join(filter(None, [options.args, *options.operands]))
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -146,6 +186,8 @@ def _here(options: argparse.Namespace) -> int:
     try:
         if options.command == "explore":
             return _explore(options, line)
+        if options.command == "profile":
+            return _profile(options, line)
         report = _report(options, line)
     except (PallasError, OSError) as error:  # or a file that cannot be written
         line.clear()
@@ -168,7 +210,7 @@ def _report(options: argparse.Namespace, line: "_Line") -> Any:
     targets = [t for t in (options.target or "").split(",") if t]
     _known(targets)
     line.show(f"reading {options.source}")
-    trace = trace_of(options.source, options.args)
+    trace = trace_of(options.source, operands_of(options))
     if options.command == "explain":
         wanted = False if options.no_measure else None
         return explain_sites(trace, targets, wanted)
@@ -198,7 +240,7 @@ def _explore(options: argparse.Namespace, line: "_Line") -> int:
         )
     line.show(f"reading {options.source}")
     with jaxprs_kept() as jaxprs:
-        trace = trace_of(options.source, options.args)
+        trace = trace_of(options.source, operands_of(options))
         # A page has one list of kernels: those of the first target.
         first = named(targets[0]) if targets else this_computer()
         sites = traced_for(first, trace)
@@ -209,6 +251,21 @@ def _explore(options: argparse.Namespace, line: "_Line") -> int:
     data = {"ok": page.ok, "page": str(path), "bytes": path.stat().st_size}
     print(json.dumps(data) if options.json else f"{path}: {data['bytes']:,} bytes")
     return OK if page.ok else REFUSED
+
+
+def _profile(options: argparse.Namespace, line: "_Line") -> int:
+    from pallasite.tools.profile import profile
+    from pallasite.tools.sources import function_of
+
+    line.show(f"reading {options.source}")
+    function, operands = function_of(options.source, operands_of(options))
+    line.show("running it")
+    found = profile(function, options.runs)(*operands)
+    line.clear()
+    if options.trace:
+        found.save(options.trace)
+    print(json.dumps(found.as_json()) if options.json else found)
+    return OK
 
 
 def _known(targets: list[str]) -> None:

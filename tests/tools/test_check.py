@@ -12,11 +12,11 @@ import pytest
 
 import pallasite as pl
 from pallasite import __main__ as command_line
-from pallasite import config
+from pallasite import config, kernels
 from pallasite.errors import SpecError
 from pallasite.tools import command, measure
 from pallasite.tools.report import KernelReport
-from pallasite.tools.sources import arrays, trace_of
+from pallasite.tools.sources import arrays, function_of, split, trace_of
 from tests.runtime.test_aot import answer, stand_in
 
 S = jax.ShapeDtypeStruct
@@ -222,6 +222,57 @@ def test_operands_as_text():
     assert arrays("") == []
     with pytest.raises(SpecError, match="cannot parse operands from 'q7"):
         arrays("f32[8], q7[2]")
+
+
+def test_one_syntax_names_a_function_everywhere(script):
+    for source in (f"{script}::double", f"{script}:double"):
+        assert split(source) == (str(script), "double")
+    assert split("softmax") == ("pallasite.kernels", "softmax")
+    assert split("a.b::f") == split("a.b:f") == ("a.b", "f")
+    assert split("train.py") == ("train.py", "")
+    function, operands = function_of("softmax", "f32[8,128]")
+    assert function is kernels.softmax and operands[0].shape == (8, 128)
+    for wrong, meant in [
+        (f"{script}::duoble", "'double'"),
+        ("sotfmax", "'softmax'"),
+        (str(script.with_name("scripts.py")) + "::double", repr(str(script))),
+    ]:
+        with pytest.raises(SpecError, match="did you mean") as refused:
+            function_of(wrong)
+        assert f"did you mean {meant}?" in str(refused.value)
+    with pytest.raises(SpecError, match=r"did you mean 'f32'\? write"):
+        arrays("float32[8]")
+    with pytest.raises(SpecError, match="did you mean 'tpu:v6e'"):
+        pl.aot(double, X).compile("tpu:v6")
+
+
+@pytest.mark.parametrize("name", ["check", "explain", "explore", "profile", "tune"])
+def test_commands_take_the_same_arguments(name, script, capsys, tmp_path):
+    """Operands by --args or one by one; a wrong name ends with what was meant."""
+    given = [name, f"{script}::duoble", "--args", "f32[8,128]"]
+    in_child = [] if name == "tune" else ["--in-child"]
+    assert command_line.main([*given, *in_child]) in (1, command.USAGE)
+    assert "did you mean 'double'?" in capsys.readouterr().err
+    given = [name, f"{script}::double", "f32[8,128]", "q7[1]"]
+    assert command_line.main([*given, *in_child]) in (1, command.USAGE)
+    assert "cannot parse operands from 'q7[1]'" in capsys.readouterr().err
+
+
+def test_a_wrong_command_is_said_with_what_was_meant(capsys):
+    with pytest.raises(SystemExit):
+        command_line.main(["profle"])
+    assert "did you mean 'profile'?" in capsys.readouterr().err
+
+
+def test_profile_as_a_command(script, capsys, tmp_path):
+    trace = tmp_path / "trace.json"
+    given = ("profile", f"{script}::double", "--args", "f32[8,128]", "--runs", "2")
+    status, out, _ = run(capsys, *given, "--trace", str(trace))
+    assert status == command.OK and "double_kernel" in out and trace.exists()
+    status, out, _ = run(capsys, *given, "--json")
+    assert status == command.OK and json.loads(out)["kernels"]
+    status, _, err = run(capsys, "profile", str(script))
+    assert status == command.USAGE and "FILE.py::FUNCTION" in err
 
 
 def resize(script, shape: str) -> str:
