@@ -48,12 +48,13 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 def warn(message: str, category: type[Warning]) -> None:
     """Warns with the line of the innermost frame that is the user's."""
     frame, level = sys._getframe(1), 2
-    while frame is not None and not _is_users(frame):
+    while frame is not None and not is_users(frame):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 
 
-def _is_users(frame: FrameType) -> bool:
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame is of the user's code: not ours, JAX's or a helper's."""
     file = frame.f_code.co_filename
     if file.startswith((_PACKAGE, "<frozen")):
         return False
@@ -67,6 +68,12 @@ class PallasError(Exception):
     def __init__(self, what: str, facts: Facts = (), at: Any = None, fix: str = ""):
         self.what, self.facts, self.at, self.fix = what, tuple(facts), at, fix
         super().__init__(compose(what, self.facts, at, fix))
+
+    def add_note(self, note: str) -> None:
+        """Notes come after the message; JAX's, on the frames it hides, would stand
+        where the fix is to be read."""
+        if "has removed its internal frames" not in note:
+            super().add_note(note)
 
 
 class SpecError(PallasError, ValueError):

@@ -112,7 +112,7 @@ def _file(place: str) -> Path:
 
 def _module(place: str) -> dict[str, Any]:
     try:
-        return vars(importlib.import_module(place))
+        return importlib.import_module(place).__dict__
     except ImportError as error:
         raise SpecError(
             f"no such module: {place}",
