@@ -58,7 +58,9 @@ def public(module: str) -> None:
 def missing_name(name: str, known: Iterable[str]) -> AttributeError:
     """The error of a name that a module does not have."""
     meant = OTHER_NAMES.get(name)
-    hint = f"kernels.{meant}" if meant else one_of(name, known)
+    hint = (
+        f"kernels.{meant}" if meant else one_of(name, [n for n in known if n[0] != "_"])
+    )
     return AttributeError(f"pallasite.kernels has no {name!r}: {hint}")
 
 

@@ -23,7 +23,8 @@ def folds(function: F) -> F:
         try:
             return function(*args, **kwargs)
         except PallasError as error:
-            if jax.config.jax_traceback_filtering == "off":
+            mode = getattr(jax.config, "jax_traceback_filtering", "")
+            if mode == "off":
                 raise
             raise error.with_traceback(_folded(error.__traceback__)) from (
                 error.__cause__

@@ -101,7 +101,8 @@ def source_of(function: Callable[..., Any]) -> str:
     that was tuned.
     """
     function, texts, seen = inspect.unwrap(function), [], set[Any]()
-    module, waiting = getattr(function, "__module__", None), [function]
+    module = getattr(function, "__module__", None)
+    waiting: list[Any] = [function]
     while waiting:
         each = waiting.pop()
         code = getattr(each, "__code__", None)
