@@ -263,7 +263,23 @@ _MOST_REDUCTIONS = 5
 
 
 def _suits_cuda(kernel: Kernel) -> bool:
-    """Whether `cuda` is the faster backend, by measurement (benchmarks/gpu.py).
+    """Whether `cuda` is the faster backend; asked of the normal form, because spelling
+    is not to decide. The answer is kept, so that a cached kernel runs no passes."""
+    from pallasite.passes.run import run
+
+    if any(op.name in _FOR_CUDA for op in walk(kernel.body)):
+        return True
+    code = sources.hash_of("ir", "ops", "passes", "backends/base.py")
+    key = "\n".join(["suits cuda", code, kernel.text])
+    kept = cache.load(key)
+    if kept is None:
+        kept = b"yes" if _is_for_cuda(run(kernel)) else b""
+        cache.store(key, kept)
+    return bool(kept)
+
+
+def _is_for_cuda(kernel: Kernel) -> bool:
+    """Whether a normal form is faster through `cuda`, by benchmarks/gpu.py.
 
     It is for matmuls, and for rows that each program reads once and reduces a few
     times. Triton prefetches loads in loops iterations ahead; it is also faster for

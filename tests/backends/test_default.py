@@ -113,6 +113,20 @@ def test_rows_of_many_reductions_ask_triton_first(times, first):
     assert base.defaults("cuda", kernel)[0] == first
 
 
+def test_rows_in_parts_ask_as_whole_rows_do():
+    def centred(x):
+        def kernel(x_ref, o_ref):
+            part = lambda j: (slice(None), pl.ds(j * 64, 64))
+            add = lambda j, total: total + x_ref[part(j)].sum(-1, keepdims=True)
+            total = jax.lax.fori_loop(0, 2, add, jnp.zeros((x.shape[0], 1)))
+            o_ref[...] = x_ref[...] - total / x.shape[1]
+
+        return pl.pallas_call(kernel, out_shape=x)(x)
+
+    (kernel,) = pl.lower(centred)(jax.ShapeDtypeStruct((8, 128), jnp.float32)).kernels
+    assert base.defaults("cuda", kernel) == ("cuda", "triton")
+
+
 def test_products_and_rows_ask_cuda_first_and_loops_triton():
     (rows,) = pl.lower(double)(X).kernels
     (odd,) = pl.lower(double)(jnp.ones((8, 127))).kernels

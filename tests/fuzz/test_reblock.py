@@ -11,12 +11,12 @@ from pallasite.ir.nodes import Kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.analysis.loop_dims import LoopDim, loop_dims
 from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.schedule.choose_blocks import for_threads
 from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.loop_over_k import loop_over_k
 from pallasite.passes.schedule.merge_k_steps import split_k_steps
 from pallasite.passes.schedule.reblock import cut, grow
-from pallasite.passes.schedule.resized_code import CannotReblock
 from pallasite.passes.schedule.separate_uses import separate_uses
 from pallasite.passes.schedule.tpu_blocks import for_tpu
 from pallasite.target import GPUS, TPUS, Memory

@@ -7,8 +7,8 @@ from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.schedule.cut_sums import cut_sums
-from pallasite.passes.schedule.resized_code import CannotReblock
 from tests.passes.test_same_meaning import outputs
 
 # Sums over blocks of rows of x: of tanh(x + row) times y, from 1, doubled at the end.

@@ -8,8 +8,8 @@ from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.known_comparisons import known_comparisons
+from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.schedule.gather_steps import gather_programs, gather_steps
-from pallasite.passes.schedule.resized_code import CannotReblock
 from tests.passes.test_promote import expect
 from tests.passes.test_row_strips import code
 from tests.passes.test_same_meaning import outputs

@@ -14,11 +14,11 @@ from pallasite.ir.verify import verify
 from pallasite.passes.analysis.grid import analyze, find_pipeline
 from pallasite.passes.analysis.loop_dims import loop_dims
 from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.run import run
 from pallasite.passes.schedule.loop_over_k import loop_over_k
 from pallasite.passes.schedule.merge_k_steps import split_k_steps
 from pallasite.passes.schedule.reblock import cut, grow
-from pallasite.passes.schedule.resized_code import CannotReblock
 from pallasite.sites import kernels_in
 from tests.passes.test_promote import MATMUL, expect
 from tests.passes.test_row_strips import code

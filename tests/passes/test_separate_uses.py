@@ -17,10 +17,10 @@ from pallasite.ir.verify import verify
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.loop_dims import loop_dims
 from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.schedule.choose_blocks import for_threads
 from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.reblock import cut
-from pallasite.passes.schedule.resized_code import CannotReblock
 from pallasite.passes.schedule.separate_uses import separate_uses
 from pallasite.sites import kernels_in
 from pallasite.target import GPUS, Memory

@@ -12,9 +12,9 @@ from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.known_comparisons import known_comparisons
+from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.run import run
 from pallasite.passes.schedule.reblock import grow
-from pallasite.passes.schedule.resized_code import CannotReblock
 from pallasite.passes.schedule.tpu_blocks import for_tpu
 from pallasite.passes.schedule.widen_steps import widen_steps
 from pallasite.sites import kernels_in

@@ -22,6 +22,7 @@ from pallasite.passes.normal.program_order import program_order
 from pallasite.passes.normal.replicated import replicated
 from pallasite.passes.normal.rows_in_place import rows_in_place
 from pallasite.passes.normal.unit_dims import unit_dims
+from pallasite.passes.normal.whole_loops import whole_loops
 
 RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("canonicalize", canonicalize),
@@ -42,6 +43,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("replicated", replicated),
     ("columns", columns),
     ("products", products),
+    ("whole_loops", whole_loops),
     ("order", order),
 )
 

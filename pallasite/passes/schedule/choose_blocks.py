@@ -15,11 +15,11 @@ from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.rewrite import dead_code
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place, loop_dims
+from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.schedule.cut_sums import cut_sums
 from pallasite.passes.schedule.loop_over_k import loop_over_k
 from pallasite.passes.schedule.merge_k_steps import split_k_steps
 from pallasite.passes.schedule.reblock import cut, grow, in_pipeline, may_cut
-from pallasite.passes.schedule.resized_code import CannotReblock
 from pallasite.passes.schedule.separate_uses import separate_uses
 
 LEAST_ROW = 64  # contiguous elements, so that accesses stay wide

@@ -16,9 +16,9 @@ from pallasite.ir.opdef import table
 from pallasite.ir.rewrite import writes
 from pallasite.ir.roles import Cond
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place
+from pallasite.passes.normal.resized_code import CannotReblock, Part
 from pallasite.passes.schedule.loop_over_k import why_not_in_rounds
 from pallasite.passes.schedule.reblock import Divided, in_pipeline
-from pallasite.passes.schedule.resized_code import CannotReblock, Part
 
 
 def cut_sums(kernel: Kernel, place: Place, parts: int) -> Kernel:

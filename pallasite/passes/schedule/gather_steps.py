@@ -22,7 +22,7 @@ from pallasite.ir.rewrite import clone, is_pure
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.passes.analysis.grid import analyze, find_pipeline
 from pallasite.passes.analysis.memory import Roots, written_refs
-from pallasite.passes.schedule.resized_code import CannotReblock
+from pallasite.passes.normal.resized_code import CannotReblock
 
 
 def gather_steps(kernel: Kernel, factor: int) -> Kernel:

@@ -16,6 +16,7 @@ from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim
+from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.normal.unit_dims import unit_dims
 from pallasite.passes.schedule.choose_blocks import (
     LEAST_ROW,
@@ -27,7 +28,6 @@ from pallasite.passes.schedule.choose_blocks import (
 )
 from pallasite.passes.schedule.loop_over_k import why_not_in_rounds
 from pallasite.passes.schedule.merge_k_steps import merge_k_steps
-from pallasite.passes.schedule.resized_code import CannotReblock
 from pallasite.target import Gpu
 
 # Shares of an SM's resources: the rest is for addresses, masks and data in flight.

@@ -17,8 +17,8 @@ from pallasite.ir.rewrite import dead_code, users_of, with_regions
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.grid import with_pipeline
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place
+from pallasite.passes.normal.resized_code import CannotReblock, Part
 from pallasite.passes.schedule.reblock import in_pipeline
-from pallasite.passes.schedule.resized_code import CannotReblock, Part
 from pallasite.passes.schedule.widen_k import adds_up, only_user
 
 

@@ -26,7 +26,7 @@ from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.block_table import last_number
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place, loop_dims
 from pallasite.passes.lower.place_windows import number_facts, unclamped
-from pallasite.passes.schedule.resized_code import CannotReblock, Joined, Part, Resized
+from pallasite.passes.normal.resized_code import CannotReblock, Joined, Part, Resized
 
 
 def cut(kernel: Kernel, place: Place, parts: int) -> Kernel:

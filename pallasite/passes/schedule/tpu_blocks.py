@@ -20,6 +20,7 @@ from pallasite.passes.analysis.grid import WindowMoves
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.known_comparisons import known_comparisons
+from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.schedule.choose_blocks import Blocks, blocks_of
 from pallasite.passes.schedule.gather_steps import (
     followed_dim,
@@ -28,7 +29,6 @@ from pallasite.passes.schedule.gather_steps import (
 )
 from pallasite.passes.schedule.merge_k_steps import merge_k_steps, split_k_steps
 from pallasite.passes.schedule.reblock import axis_of, cut, grow
-from pallasite.passes.schedule.resized_code import CannotReblock
 from pallasite.passes.schedule.unroll_rounds import MOST_ROUNDS, unroll_rounds
 from pallasite.passes.schedule.widen_steps import widen_steps
 from pallasite.target import Tpu
