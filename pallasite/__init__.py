@@ -30,6 +30,7 @@ from pallasite.language.helpers import strides_from_shape as strides_from_shape
 from pallasite.language.helpers import when as when
 from pallasite.language.memory_spaces import MemoryRef as MemoryRef
 from pallasite.language.memory_spaces import MemorySpace as MemorySpace
+from pallasite.language.ref_type import Ref as Ref
 from pallasite.language.refs import Slice as Slice
 from pallasite.language.refs import atomic_add as atomic_add
 from pallasite.language.refs import atomic_and as atomic_and
@@ -104,3 +105,5 @@ __getattr__ = _missing.names(
         "pl.Checked() reports what uses it",
     },
 )
+
+__dir__ = _missing.listed(__name__)

@@ -12,6 +12,7 @@ import sys
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `pallasite` command; the exit status."""
+    from pallasite.errors import one_of
     from pallasite.tools import command as judge
     from pallasite.tune import command as tuner
 
@@ -28,17 +29,24 @@ def main(argv: list[str] | None = None) -> int:
         help="print versions and the available backends, or why one is not available",
     )
     cache = commands.add_parser(
-        "cache", help="show the on-disk cache of compiled kernels"
+        "cache", help="show the on-disk cache of compiled kernels and configurations"
     )
-    cache.add_argument("--clear", action="store_true", help="delete everything in it")
+    cache.add_argument(
+        "--clear",
+        action="store_true",
+        help="delete all of it, and what was tuned",
+    )
     tune = commands.add_parser("tune", help="autotune: find fast kernel configurations")
     tuner.add_arguments(tune)
     judge.add_parsers(commands)
-    options = parser.parse_args(argv)
-    if options.command in ("check", "explain", "explore", "prove"):
+    given = sys.argv[1:] if argv is None else argv
+    if given and not given[0].startswith("-") and given[0] not in commands.choices:
+        parser.error(f"no command {given[0]!r}: {one_of(given[0], commands.choices)}")
+    options = parser.parse_args(given)
+    if options.command in ("check", "explain", "explore", "profile", "prove"):
         if options.in_child:
             _install()  # kernels written for upstream are checked, too
-        return judge.run(options, sys.argv[1:] if argv is None else argv)
+        return judge.run(options, given)
     if options.command == "run":
         return _run(options.script, options.args)
     if options.command == "tune":
@@ -52,6 +60,7 @@ def _cache(clear: bool) -> int:
     """The location and size of the cache of compiled code; clears it if asked."""
     from pallasite import config
     from pallasite.runtime import cache
+    from pallasite.tune import table
 
     place = cache.folder()
     if place is None:
@@ -62,8 +71,11 @@ def _cache(clear: bool) -> int:
     limit = config.get("cache_bytes") / 2**20
     print(f"{'folder':<8} {place}")
     print(f"{'holds':<8} {len(found)} kernels, {size:.1f} of at most {limit:.0f} MiB")
+    print(f"{'':<8} {len(table.user_table().entries)} tuned configurations")
     if clear:
-        print(f"{'removed':<8} {cache.clear()} kernels")
+        kernels, configurations = cache.clear(), table.forget()
+        text = f"{kernels} kernels, {configurations} tuned configurations"
+        print(f"{'removed':<8} {text}")
     return 0
 
 
@@ -175,12 +187,14 @@ def _state(name: str, present: set[str]) -> str:
         backend = base.get(name)
     except (ImportError, AttributeError, SpecError) as error:
         return f"not available: {error}"
-    needs = {"cpu": "llvmlite"}.get(name)
-    if needs and _version(needs) is None:
-        return f"not available: {needs} is not installed"
-    if present & set(backend.platforms):
+    here = bool(present & set(backend.platforms))
+    wanted, lacking = " or ".join(backend.platforms), backend.missing(here)
+    if here and lacking:
+        return f"not available: {lacking}"
+    if here:
         return f"ready: {backend.version()}"
-    wanted = " or ".join(backend.platforms)
+    if lacking:
+        return f"generates text only; no {wanted} device, and {lacking}"
     return f"compiles ahead of time; no {wanted} device to run on"
 
 

@@ -5,7 +5,12 @@ class also inherits from the built-in exception a JAX user expects, so that libr
 can catch it, and from both where JAX itself raises either.
 """
 
+import difflib
+import os
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 Facts = Iterable[tuple[str, Any]]
@@ -27,12 +32,48 @@ def compose(what: str, facts: Facts = (), at: Any = None, fix: str = "") -> str:
     return "\n".join([what, *lines])
 
 
+def one_of(name: str, known: Iterable[str]) -> str:
+    """A fix for an unknown name: those that are known, a similar one first."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, 1)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    return f"{meant}one of {', '.join(known)}"
+
+
+# Modules whose frames are not the user's.
+_LIBRARIES = ("pallasite", "jax", "jaxlib", "contextlib", "functools", "threading")
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warns with the line of the innermost frame that is the user's."""
+    frame, level = sys._getframe(1), 2
+    while frame is not None and not is_users(frame):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame is of the user's code: not ours, JAX's or a helper's."""
+    file = frame.f_code.co_filename
+    if file.startswith((_PACKAGE, "<frozen")):
+        return False
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.partition(".")[0] not in _LIBRARIES
+
+
 class PallasError(Exception):
     """Root of all Pallasite errors."""
 
     def __init__(self, what: str, facts: Facts = (), at: Any = None, fix: str = ""):
         self.what, self.facts, self.at, self.fix = what, tuple(facts), at, fix
         super().__init__(compose(what, self.facts, at, fix))
+
+    def add_note(self, note: str) -> None:
+        """Notes come after the message; JAX's, on the frames it hides, would stand
+        where the fix is to be read."""
+        if "has removed its internal frames" not in note:
+            super().add_note(note)
 
 
 class SpecError(PallasError, ValueError):

@@ -284,9 +284,10 @@ def user_frame(source_info: Any) -> tuple[str, int, str] | None:
 
 def exclude_from_tracebacks(path: str) -> None:
     """Do not count files under `path` as the user's code."""
-    from jax._src import source_info_util
+    from jax._src import source_info_util, traceback_util
 
     source_info_util.register_exclusion(path)
+    traceback_util.register_exclusion(path)
 
 
 def keep_out_of_callback_log(kind: type[BaseException]) -> None:

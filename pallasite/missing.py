@@ -5,7 +5,9 @@ that importing a missing name works and using it raises an error with the replac
 """
 
 import functools
+import sys
 from collections.abc import Callable, Collection, Mapping
+from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
 from pallasite.errors import Facts, UnsupportedError
@@ -107,3 +109,14 @@ def names(
 def hints(text: str, hint: str) -> dict[str, str]:
     """One hint for several names, given as words."""
     return dict.fromkeys(text.split(), hint)
+
+
+def listed(module: str) -> Callable[[], list[str]]:
+    """A module's `__dir__`: what authors use, without the package's own modules."""
+
+    def names() -> list[str]:
+        public = sys.modules[module].__dict__.items()
+        own = [n for n, x in public if not isinstance(x, ModuleType) or n == "masks"]
+        return sorted(n for n in own if n[0] != "_" or n[:2] == "__")
+
+    return names

@@ -10,7 +10,7 @@ import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -24,6 +24,7 @@ from pallasite.checking import Checked as Checked
 from pallasite.checking import CheckedElsewhere as CheckedElsewhere
 from pallasite.checking import Machine as Machine
 from pallasite.checking import interpreted as interpreted
+from pallasite.configured import Configured, of_call
 from pallasite.errors import (
     CheckError,
     ChipMemoryError,
@@ -34,6 +35,7 @@ from pallasite.errors import (
     UnknownBackendError,
     UnsupportedError,
     compose,
+    warn,
 )
 from pallasite.ir.nodes import Kernel, Loc, walk
 from pallasite.passes.transform.batch import (
@@ -70,6 +72,7 @@ class Call:
     partition: bool | Partition | None = None  # under sharded jit; False: not split
     fused: tuple[str, ...] = ()  # what `pl.fuse` did, and why not more
     own: bool = False  # one of the package's kernels, whose users do not choose blocks
+    configured: Configured | None = field(default=None, compare=False)  # for tools
 
     def __repr__(self) -> str:
         return f"Call({self.kernel.name})"
@@ -124,6 +127,9 @@ def bind_call(call: Call, operands: Sequence[Any]) -> list[Any]:
     if call.backend is not None and call.backend not in (*base.names(), "interpret"):
         known = (*base.names(), "interpret")
         raise UnknownBackendError(call.backend, known, call.kernel.loc)
+    configured = of_call()
+    if configured is not None:
+        call = replace(call, configured=configured)
     return call_p.bind(*operands, call=call)
 
 
@@ -422,12 +428,11 @@ def _report_failures(chosen: Choice, kernel: Kernel) -> None:
     if not errors or "failure" + kernel.text in _warned:
         return
     _warned.add("failure" + kernel.text)
-    warnings.warn(
+    warn(
         f"kernel '{kernel.name}' runs on backend '{chosen.backend}', because another "
         "backend's code for it does not compile; please report it:\n"
         + "\n".join(map(str, errors)),
         FallbackWarning,
-        stacklevel=2,
     )
 
 
@@ -515,12 +520,11 @@ def _asked_backend(call: Call, platform: str | None) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def _warn_no_default(platforms: tuple[str, ...]) -> None:
-    warnings.warn(
+    warn(
         f"no native backend is the default on {'/'.join(platforms)} yet: kernels run "
         "in the emulation (shown once; interpret=True asks for it, backend='triton' "
         "or 'tpu' for a native one)",
         FallbackWarning,
-        stacklevel=2,
     )
 
 
@@ -533,11 +537,10 @@ def warn_fallback(kernel: Kernel, *errors: Exception, what: str = "kernel") -> N
         return
     _warned.add(what + kernel.text)
     reason = "\n".join(map(str, errors))
-    warnings.warn(
+    warn(
         f"{what} '{kernel.name}' falls back to the emulation, which is slow "
         f"(interpret=True asks for it and silences this); reason:\n{reason}",
         FallbackWarning,
-        stacklevel=2,
     )
 
 

@@ -109,6 +109,26 @@ def test_doctor_lists_versions_and_backends(capsys):
     assert "on cuda      cuda, else triton, else the emulation" in out
 
 
+def test_doctor_says_which_compilers_are_missing(monkeypatch, capsys):
+    from pallasite import __main__ as command_line
+    from pallasite.backends.cuda import nvrtc
+    from pallasite.runtime import aot
+
+    monkeypatch.setattr(nvrtc, "_found", lambda: None)
+    monkeypatch.setattr(aot, "missing", lambda: "libtpu is not installed: pip")
+    monkeypatch.setattr(command_line, "_present_platforms", lambda: {"cpu"})
+    states = dict(command_line.backend_states())
+    text = "generates text only; no {} device, and "
+    assert states["tpu"] == text.format("tpu") + "libtpu is not installed: pip"
+    assert states["cuda"].startswith(text.format("cuda") + "NVRTC, which compiles")
+    assert states["triton"].endswith("only where there is an NVIDIA GPU")
+    assert states["cpu"].startswith("ready")
+    monkeypatch.setattr(command_line, "_present_platforms", lambda: {"cuda", "tpu"})
+    states = dict(command_line.backend_states())
+    assert states["cuda"].startswith("not available: NVRTC")
+    assert states["triton"].startswith("ready") and states["tpu"].startswith("ready")
+
+
 def test_doctor_says_what_the_knob_has_changed(capsys):
     from pallasite import config
     from pallasite.__main__ import main

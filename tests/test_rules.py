@@ -31,6 +31,7 @@ LAYERS: list[set[str]] = [
     {"importer"},
     {"emulation"},
     {"sharding"},
+    {"configured"},
     {"primitive"},
     {"sites"},
     {"autodiff"},

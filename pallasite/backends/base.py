@@ -130,6 +130,11 @@ class Backend(Protocol):
         """Enters every cache key: code generator and tool versions."""
         ...
 
+    def missing(self, has_device: bool) -> str:
+        """What a computer with or without a device of this backend lacks to compile the
+        text of the last stage, and where to get it; empty if nothing."""
+        ...
+
     def resources(self, compiled: "Compiled") -> Sequence[Resource]:
         """What one program takes of the chip's resources, as far as known."""
         ...

@@ -44,6 +44,7 @@ from pallasite.language.trace import (
     name_of,
     user_location,
 )
+from pallasite.language.tracebacks import folds
 from pallasite.primitive import Call, bind_call, interpret_mode
 from pallasite.sharding import rule
 
@@ -200,6 +201,7 @@ def pallas_call(
             raise
         return jax.tree.unflatten(request.out_tree, results)
 
+    call = folds(call)
     call.__name__ = request.name
     call.__wrapped__ = kernel  # type: ignore[attr-defined]
     return call
@@ -396,6 +398,14 @@ def _as_array(x: Any, n: int, request: Request) -> Any:
             [("kernel", request.name), ("ref", jaxcompat.aval_of(x))],
             user_location(),
             "pass its value, ref[...]",
+        )
+    if type(x).__module__.partition(".")[0] == "torch":
+        raise KernelTypeError(
+            f"operand {n} is a torch tensor",
+            [("kernel", request.name)],
+            request.at,
+            "pallasite.torch.wrap(f) takes tensors; jax.dlpack.from_dlpack(x) makes an "
+            "array of one",
         )
     try:
         array = x if isinstance(x, jax.Array) else _staged(x)

@@ -4,14 +4,13 @@ The Monitor follows the current op and program, numbers the origins of undefined
 elements, names refs as the author does, and raises CheckError.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from pallasite.errors import CheckError, Facts
+from pallasite.errors import CheckError, Facts, warn
 from pallasite.interpret.schedule import Order
 from pallasite.ir.nodes import Kernel, Loc, Op, Value, walk
 from pallasite.ir.roles import Pipeline
@@ -196,7 +195,7 @@ class Monitor:
         facts = [("kernel", self.kernel.name), *facts, *where]
         found = CheckError(what, facts, at or self.kernel.loc, fix, kind)
         if kind == "races" and self.options.machine.warns_of_races:
-            warnings.warn(str(found), RuntimeWarning, stacklevel=2)
+            warn(str(found), RuntimeWarning)
             return
         raise found
 

@@ -4,6 +4,8 @@ Each is an ordinary JAX function: it works under jit, vmap and grad, on sharded 
 and on every chip the language supports. This file lists the public names.
 """
 
+from pallasite import missing as _missing
+from pallasite.kernels import entry as _entry
 from pallasite.kernels import masks as masks
 from pallasite.kernels.attention import AttentionConfig as AttentionConfig
 from pallasite.kernels.attention import attention as attention
@@ -68,3 +70,11 @@ from pallasite.kernels.scans import StateSpaceConfig as StateSpaceConfig
 from pallasite.kernels.scans import linear_recurrence as linear_recurrence
 from pallasite.kernels.scans import state_space_scan as state_space_scan
 from pallasite.kernels.softmax import softmax as softmax
+
+_missing_name = _entry.missing_name
+__dir__ = _missing.listed(__name__)
+_entry.public(__name__)
+
+
+def __getattr__(name: str) -> object:
+    raise _missing_name(name, __dir__())

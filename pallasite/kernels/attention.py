@@ -15,7 +15,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.errors import SpecError
+from pallasite.errors import KernelWarning, SpecError, warn
 from pallasite.kernels import common, configs, dropout, masks
 from pallasite.target import Gpu
 
@@ -23,6 +23,7 @@ from pallasite.target import Gpu
 # has seen no allowed key yet, even times log2(e). Below the numbers that stand for
 # -inf in a bias (-1e9, -1e30): a query with such scores alone has equal weights.
 LOWEST = -2e38
+MANY_HEADS = 64  # more than most models have: may be the length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +239,15 @@ def _check(sizes: _Sizes, query, key, value, bias, sinks) -> None:
         raise SpecError(
             "attention: the number of key heads does not divide the query's",
             [("query heads", s.heads), ("key heads", s.kv_heads)],
-            fix="repeat or regroup heads so that it does",
+            fix="repeat or regroup heads so that it does; operands are (batch, length, "
+            "heads, width): jnp.swapaxes(x, 1, 2) if heads come first",
+        )
+    if s.heads >= MANY_HEADS and s.heads >= 8 * max(s.queries, s.keys) > 0:
+        warn(
+            f"attention of {s.heads} heads with {s.queries} queries and {s.keys} keys: "
+            "are heads and length swapped? Operands are (batch, length, heads, width): "
+            "jnp.swapaxes(x, 1, 2)",
+            KernelWarning,
         )
     if bias is not None:
         wanted = (s.batch, s.heads, s.queries, s.keys)

@@ -270,8 +270,14 @@ def check_shape(operation: str, name: str, x: Any, wanted: Sequence[int]) -> Non
         raise SpecError(
             f"{operation}: {name} does not match the other operands",
             [("has shape", _shape(x)), ("needs shape", tuple(wanted))],
-            fix=f"pass {name} with shape {tuple(wanted)}",
+            fix=_shape_fix(name, _shape(x), tuple(wanted)),
         )
+
+
+def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    if len(shape) > 1 and shape == (*wanted[:-2], *wanted[-2:][::-1]):
+        return f"pass jnp.swapaxes({name}, -2, -1), of shape {wanted}"
+    return f"pass {name} with shape {wanted}"
 
 
 def check_rank(operation: str, name: str, x: Any, layout: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 import pallasite as pl
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
-from pallasite.kernels.glu import ACTIVATIONS
+from pallasite.kernels.glu import ACTIVATIONS, activation_of
 from pallasite.target import Gpu
 
 
@@ -49,7 +49,16 @@ def causal_conv1d(
     *_, channels = common.check_rank(operation, "x", x, "batch, length, channels")
     taps, _ = common.check_rank(operation, "weights", weights, "taps, channels")
     common.check_floats(operation, x=x, weights=weights, bias=bias)
-    common.check_shape(operation, "weights", weights, (taps, channels))
+    if weights.shape[1] != channels:
+        shapes = [("x has shape", x.shape), ("weights have shape", weights.shape)]
+        fix = "pass x (batch, length, channels) and weights (taps, channels)"
+        if weights.shape[0] == channels:
+            fix = f"pass weights.T, of shape {weights.shape[::-1]}: (taps, channels)"
+        elif weights.shape[1] == x.shape[1]:
+            fix = "pass jnp.swapaxes(x, 1, 2): x is (batch, length, channels)"
+        raise SpecError(
+            f"{operation}: x and weights differ in their channels", shapes, fix=fix
+        )
     if not taps:
         raise SpecError(
             f"{operation}: weights have no taps",
@@ -57,7 +66,7 @@ def causal_conv1d(
             fix="pass weights (taps, channels) with at least one tap",
         )
     common.check_shape(operation, "bias", bias, (channels,))
-    common.check_option(operation, "activation", activation, [*ACTIVATIONS])
+    activation = activation_of(operation, activation)
     compute = common.choose(implementation, _by_blocks, _plain)
     bias = (
         jnp.zeros(channels, common.result_dtype(None, weights))

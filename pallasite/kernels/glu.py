@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
 from pallasite.target import Gpu
 
@@ -16,11 +17,38 @@ ACTIVATIONS: dict[str, Callable] = {
 }
 
 
+_SPELLINGS = {
+    "silu": "swish",
+    jax.nn.silu: "swish",
+    jax.nn.swish: "swish",
+    jax.nn.gelu: "gelu",
+    jax.nn.relu: "relu",
+    jax.nn.sigmoid: "sigmoid",
+}
+
+
+def activation_of(operation: str, given: str | Callable) -> str:
+    """The name of an activation, which may be given as JAX's function."""
+    try:
+        name = _SPELLINGS.get(given, given)
+    except TypeError:  # not hashable
+        name = given
+    if callable(name):
+        raise SpecError(
+            f"{operation} has no activation {getattr(given, '__name__', given)}",
+            fix=f"one of {', '.join(map(repr, ACTIVATIONS))}, or JAX's functions of "
+            "these names; another one goes around the call: pl.fuse moves it into the "
+            "kernel",
+        )
+    common.check_option(operation, "activation", name, [*ACTIVATIONS])
+    return str(name)
+
+
 def gated_linear_unit(
     gate: jax.Array,
     value: jax.Array,
     *,
-    activation: str = "swish",
+    activation: str | Callable = "swish",
     implementation: common.Implementation = "pallasite",
     config: common.RowConfig | None = None,
 ) -> jax.Array:
@@ -29,12 +57,12 @@ def gated_linear_unit(
     Args:
         gate, value: (..., width), of the same shape.
         activation: "swish" (SwiGLU), "gelu" (GEGLU, tanh form), "relu", "sigmoid" or
-            "identity".
+            "identity"; or JAX's function of one of these names.
     """
     common.check_rows("gated_linear_unit", "gate", gate)
     common.check_rows("gated_linear_unit", "value", value)
     common.check_shape("gated_linear_unit", "value", value, gate.shape)
-    common.check_option("gated_linear_unit", "activation", activation, [*ACTIVATIONS])
+    activation = activation_of("gated_linear_unit", activation)
     compute = common.choose(implementation, _glu_rows, _plain_glu)
     config = configs.tuned_rows(
         "gated_linear_unit", config, gate, default=_default(gate.shape)

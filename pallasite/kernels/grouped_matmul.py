@@ -17,7 +17,7 @@ from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
 from pallasite.kernels.derivatives import Differentiable
-from pallasite.kernels.glu import ACTIVATIONS, gated_linear_unit
+from pallasite.kernels.glu import ACTIVATIONS, activation_of, gated_linear_unit
 from pallasite.kernels.grouped_quantized import quantized_product
 from pallasite.kernels.matmul import MatmulConfig, fitted
 from pallasite.kernels.quantized import QuantizedWeights, check_quantized
@@ -67,7 +67,7 @@ def grouped_matmul(
     common.check_shape("grouped_matmul", "y", y, (groups, k, n))
     common.check_shape("grouped_matmul", "group_sizes", group_sizes, (groups,))
     common.check_shape("grouped_matmul", "gate", gate, y.shape)
-    common.check_option("grouped_matmul", "activation", activation, [*ACTIVATIONS])
+    activation = activation_of("grouped_matmul", activation)
     compute = common.choose(implementation, _grouped, _plain)
     default = _default(len(x), groups, gate is not None)
     # On a TPU a program costs hundreds of cycles, and memory for blocks is ample.

@@ -17,9 +17,9 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.errors import KernelTypeError
+from pallasite.errors import KernelTypeError, SpecError
 from pallasite.kernels import common, configs
-from pallasite.kernels.glu import ACTIVATIONS
+from pallasite.kernels.glu import ACTIVATIONS, activation_of
 from pallasite.target import Gpu, Host
 
 IDENTITY = ACTIVATIONS["identity"]
@@ -49,7 +49,7 @@ def matmul(
     gate: jax.Array | None = None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
-    activation: str = "identity",
+    activation: str | Callable = "identity",
     prologue: Callable[[jax.Array], jax.Array] | None = None,
     out_dtype: Any = None,
     implementation: common.Implementation = "pallasite",
@@ -76,11 +76,19 @@ def matmul(
     k, n = common.check_rank("matmul", "y", y, "k, n")
     common.check_array("matmul", "x", x)
     common.check_floats("matmul", x=x, y=y, gate=gate, bias=bias, residual=residual)
-    common.check_shape("matmul", "x", x, (*x.shape[:-1], k))
+    if x.shape[-1] != k:
+        swapped = x.shape[-1] == n
+        raise SpecError(
+            "matmul: the columns of x and the rows of y differ",
+            [("x has shape", x.shape), ("y has shape", y.shape)],
+            fix=f"pass y.T, of shape {(n, k)}: y is (k, n)"
+            if swapped
+            else "pass x (..., k) and y (k, n) with one k",
+        )
     common.check_shape("matmul", "gate", gate, (k, n))
     common.check_shape("matmul", "bias", bias, (n,))
     common.check_shape("matmul", "residual", residual, (*x.shape[:-1], n))
-    common.check_option("matmul", "activation", activation, [*ACTIVATIONS])
+    activation = activation_of("matmul", activation)
     if prologue is not None:
         if not callable(prologue):
             raise KernelTypeError(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
@@ -189,6 +189,22 @@ def _check_bounds(*bounds: Any) -> None:
             at=user_location(),
             fix="use a step of 1 or more",
         )
+
+
+@overload
+def cdiv(a: int, b: int) -> int: ...
+
+
+@overload
+def cdiv(a: jax.Array, b: int | jax.Array) -> jax.Array: ...
+
+
+@overload
+def cdiv(a: int, b: jax.Array) -> jax.Array: ...
+
+
+@overload
+def cdiv(a: Any, b: Any) -> Any: ...
 
 
 def cdiv(a: Any, b: Any) -> Any:

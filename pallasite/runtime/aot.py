@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import platform
 import queue
 import re
 import shutil
@@ -42,10 +43,21 @@ ENVIRONMENT = {
 }
 
 
-def is_usable() -> bool:
-    """Whether a libtpu to compile with is available."""
+def missing() -> str:
+    """Why there is no libtpu to compile with, and what to do; empty if there is one."""
     named = config.get("libtpu_python")
-    return bool(named) or importlib.util.find_spec("libtpu") is not None
+    if named:
+        lacks = f"PALLASITE_LIBTPU_PYTHON names {named}: no such program"
+        return "" if shutil.which(named) else lacks
+    if importlib.util.find_spec("libtpu") is not None:
+        return ""
+    system, machine = platform.system(), platform.machine()
+    if (system, machine) != ("Linux", "x86_64"):
+        return (
+            f"there is no libtpu for {system} on {machine}, only for Linux on x86_64: "
+            "compile there"
+        )
+    return "libtpu is not installed: pip install 'pallasite[tpu]'"
 
 
 GIVE_UP = 5.0  # seconds to wait for the pipes of an ended process
@@ -157,6 +169,9 @@ def compile_all(
     Raises:
         CompileError: libtpu cannot be used at all.
     """
+    lacking = missing()
+    if lacking:
+        raise CompileError(f"cannot compile for {chip}: {lacking}")
     done: list[Compiled] = []
     with tempfile.TemporaryDirectory(prefix="pallasite-aot-") as folder:
         dumps = Path(folder) / "dumps"

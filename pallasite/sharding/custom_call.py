@@ -11,7 +11,6 @@ needs no mesh and no devices.
 import hashlib
 import math
 import secrets
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallasite import jaxcompat
-from pallasite.errors import PartitionWarning, compose
+from pallasite.errors import PartitionWarning, compose, warn
 from pallasite.passes.analysis.partition import WHOLE, PartitionRule
 from pallasite.passes.transform.shard import local_shape, shard
 from pallasite.sharding.rule import Partition, local_of, rule_of
@@ -449,7 +448,7 @@ def _warn_gathered(task: Task, tiles: Mapping[int, np.ndarray], at: Placement) -
         task.loc,
         "shard them along dimensions that follow the grid, or call it in a shard_map",
     )
-    warnings.warn(message, PartitionWarning, stacklevel=2)
+    warn(message, PartitionWarning)
 
 
 def _why_gathered(

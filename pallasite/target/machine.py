@@ -27,6 +27,31 @@ CPU_PRODUCTS = {
     "i8": (8.0, ("dotprod", "i8mm", "avx512vnni", "avxvnni")),
     "u8": (8.0, ("dotprod", "i8mm", "avx512vnni", "avxvnni")),
 }
+# What multiplies f32 on a GPU, by the precision asked for: the type of the chip's table
+# whose rate holds (there "f32" is TF32) and how many products of it are taken.
+VECTOR = "vector"
+GPU_F32 = {
+    "": (VECTOR, 1),
+    "highest": (VECTOR, 1),
+    "ieee": (VECTOR, 1),
+    "f32_f32_f32": (VECTOR, 1),
+    "tf32": ("f32", 1),
+    "tf32_tf32_f32": ("f32", 1),
+    "high": ("f32", 3),
+    "tf32x3": ("f32", 3),
+    "tf32_tf32_f32_x3": ("f32", 3),
+    "f64_f64_f64": ("f64", 1),
+    "f16_f16_f16": ("f16", 1),
+    "f16_f16_f32": ("f16", 1),
+    "bf16_bf16_bf16": ("bf16", 1),
+    "bf16_bf16_f32": ("bf16", 1),
+    "bf16_bf16_f32_x3": ("bf16", 3),
+    "bf16_bf16_f32_x6": ("bf16", 6),
+    "bf16_bf16_f32_x9": ("bf16", 9),
+}
+# A TPU rounds f32 to bf16, or multiplies it in six products of bf16.
+TPU_F32 = {"": ("bf16", 1), "high": ("bf16", 6), "highest": ("bf16", 6)}
+TPU_F32 |= {"f32_f32_f32": ("bf16", 6), "float32": ("bf16", 6)}
 CPU_TILES = {"bf16": 16.0, "f16": 16.0, "i8": 32.0, "u8": 32.0}  # AMX
 
 
@@ -40,6 +65,7 @@ class Machine:
             after another. Rates are those of all of them together.
         products: operations of matmuls, by operand type.
         wide: the same for types without their own rate.
+        f32: what multiplies f32, by precision; none: the chip's own f32.
         vector: operations on 32-bit floats.
         special: exponentials and the like.
         bytes: to and from main memory.
@@ -85,13 +111,16 @@ class Machine:
     sums_in_memory: float = 1.0
     cuts_rows: bool = False
     enough_programs: int = 16
+    f32: Mapping[str, tuple[str, int]] = field(default_factory=dict, hash=False)
 
     @staticmethod
     def peak(chip: Chip | Host) -> "Machine":
         """Rates that no run exceeds. Those of a CPU are measured."""
         if isinstance(chip, Host):
             return _peak_host(chip)
-        return _peak_tpu(chip) if isinstance(chip, Tpu) else _gpu(chip)
+        if isinstance(chip, Tpu):
+            return replace(_peak_tpu(chip), f32=TPU_F32)
+        return replace(_gpu(chip), f32=GPU_F32)
 
     @staticmethod
     def usual(chip: Chip | Host) -> "Machine":
@@ -102,10 +131,37 @@ class Machine:
 
     # --- rates ---
 
-    def product_rate(self, *types: str) -> float:
-        """Of matmuls of such operands; those without rates do not count, if any has."""
-        known = (self.products[name] for name in types if name in self.products)
+    def product_rate(self, *kinds: str) -> float:
+        """Of matmuls of such operands (`Work.products`), by what multiplies them; those
+        without rates do not count, if any has."""
+        runs = [self.runs_as(kind) for kind in kinds]
+        known = (self._rate(name) / times for name, times in runs if name)
         return min(known, default=self.wide)
+
+    def _rate(self, name: str) -> float:
+        return self.vector if name == VECTOR else self.products[name]
+
+    def runs_as(self, kind: str) -> tuple[str, int]:
+        """The unit or type that multiplies a kind of operands, and how often; no name
+        if it has no rate."""
+        dtype, _, precision = kind.partition(":")
+        if dtype == "f32" and self.f32:
+            return self.f32.get(precision) or self.f32[""]
+        return (dtype if dtype in self.products else ""), 1
+
+    def on_vectors(self, kind: str) -> bool:
+        return self.runs_as(kind)[0] == VECTOR
+
+    def name_of(self, kind: str) -> str:
+        """A kind of operands, and what multiplies it, if that is another type."""
+        dtype = kind.partition(":")[0]
+        name, times = self.runs_as(kind)
+        if name == VECTOR:
+            return f"{dtype} on the vector units"
+        if name == "f32" and self.f32:
+            name = "tf32"
+        many = f"{times} times " if times > 1 else ""
+        return dtype if name in (dtype, "") else f"{dtype} as {many}{name}"
 
     @property
     def fastest(self) -> tuple[str]:

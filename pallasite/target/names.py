@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from pallasite.errors import SpecError
+from pallasite.errors import SpecError, one_of
 from pallasite.target.chip import Chip, Gpu, Tpu
 from pallasite.target.cpu import Host, host
 from pallasite.target.table import chips
@@ -42,7 +42,7 @@ def named(text: str) -> Named:
             return of_chip(found[0])
     if text in chips():
         return of_chip(chips()[text])
-    raise SpecError(f"unknown target {text!r}", fix=f"one of {', '.join(known())}")
+    raise SpecError(f"unknown target {text!r}", fix=one_of(text, known()))
 
 
 def of_chip(chip: Chip) -> Named:

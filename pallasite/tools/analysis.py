@@ -30,8 +30,12 @@ from pallasite.tools.report import KernelReport
 from pallasite.tools.roofline import Roofline, roofline
 
 EMULATION = "interpret"
+EMULATED = (
+    "the emulation computes it with XLA's operations, one program after another: "
+    "without interpret= (and PALLASITE_INTERPRET) a backend compiles it"
+)
 # Passes that split the work among a chip's cores.
-_SHARE = ("share_programs", "specialize", "launch")
+_SHARE = ("share_programs",)
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,13 @@ def analyse(site: Site, target: Named) -> Analysis:
         bound=bound,
         fused=call.fused,
         split=site.split,
+        config=call.configured.text if call.configured is not None else "",
     )
-    made, why, said, error = _compile(call, target)
+    made, why, said, error, lost = _compile(call, target)
     report = replace(report, why=why, error=error)
     if made is None:
+        if not error:
+            report = replace(report, hints=(EMULATED,))
         return Analysis(site, target, report)
     compiled, launch = made
     scheduled = _scheduled_work(compiled.scheduled)
@@ -90,7 +97,9 @@ def analyse(site: Site, target: Named) -> Analysis:
         compiled.scheduled,
         scheduled,
         said,
+        lost,
         shared=any(s.name in _SHARE and s.changed for s in compiled.steps),
+        tuned=call.configured is not None and call.configured.tuned,
         why_small=why_small(compiled.imported) if target.platform == "tpu" else "",
     )
     report = replace(
@@ -134,12 +143,12 @@ Made = tuple[base.Compiled, base.Launch]
 
 def _compile(
     call: Call, target: Named
-) -> tuple[Made | None, str, tuple[str, ...], str]:
+) -> tuple[Made | None, str, tuple[str, ...], str, tuple[str, ...]]:
     """Compiles a call with the target's backends: the result, why that backend, its
-    warnings, and why there is no result."""
+    warnings, why there is no result, and why not an earlier backend."""
     call = for_platform(call, target.platform)
     if wants_emulation(call):
-        return None, "the call asks for it", (), ""
+        return None, "the call asks for it", (), "", ()
     order, why = backends_for(call, target)
     refusals: list[tuple[str, Exception]] = []
     for name in order:
@@ -155,9 +164,13 @@ def _compile(
                 refusals.append((name, _broken(name, call, error)))
                 continue
         texts = [str(w.message) for w in said if w.category is PerformanceWarning]
-        return made, _reason(why, refusals), tuple(texts), ""
-    error = "\n".join(str(error) for _, error in refusals)
-    return None, "no native backend supports it", (), error or "no backend for it"
+        lost = tuple(
+            f"it runs on {name}, because {earlier} refuses: {_brief(error)}"
+            for earlier, error in refusals
+        )
+        return made, _reason(why, refusals), tuple(texts), "", lost
+    error = "\n".join(str(error) for _, error in refusals) or "no backend for it"
+    return None, "no native backend supports it", (), error, ()
 
 
 def _broken(name: str, call: Call, error: Exception) -> InternalError:
@@ -199,6 +212,14 @@ def backends_for(call: Call, target: Named) -> tuple[Sequence[str], str]:
     if named and target.platform in base.get(named).platforms:
         return [named], "PALLASITE_BACKEND names it"
     return base.defaults(target.platform, call.kernel), "the default"
+
+
+def _brief(error: Exception) -> str:
+    """What is wrong and why, without the fix: that may be what was done."""
+    if not isinstance(error, PallasError):
+        return str(error)
+    why = [str(value) for label, value in error.facts if label == "why"]
+    return ": ".join([error.what, *why])
 
 
 def _reason(why: str, refusals: Sequence[tuple[str, Exception]]) -> str:

@@ -16,11 +16,11 @@ from pallasite.runtime import aot as libtpu
 from pallasite.sites import Site, in_parts
 from pallasite.target import Machine, Named, Tpu
 from pallasite.tools.analysis import Analysis, analyse
+from pallasite.tools.measure import is_here, refusal
 from pallasite.tools.report import Estimate, KernelReport
 from pallasite.tools.tpu_words import in_words
 
 TIMEOUT = 600.0  # seconds for libtpu, per kernel
-NO_LIBTPU = "libtpu is not installed: the Mosaic module was generated, but not compiled"
 # libtpu's names of units, and our names.
 UNITS = {
     "MATMUL": "matrix",
@@ -58,9 +58,24 @@ def compile_sites(
             name = site.call.kernel.name
             tell(f"{target.name}: {number} of {len(sites)}, {name}")
             found.append(analyse(site, target))
+        found = [_compiled(each) for each in found]
         if isinstance(target.chip, Tpu):
             found = estimated(found, folder, timeout, tell)
     return [each.report for each in found]
+
+
+def _compiled(found: Analysis) -> Analysis:
+    """Says of a report whether a compiler has accepted the text of the last stage."""
+    if found.compiled is None:
+        return found  # refused, or left to the emulation
+    lacking = found.compiled.backend.missing(has_device=False)
+    if not lacking:
+        return found.with_report(compiled=True)
+    if not isinstance(found.target.chip, Tpu) and is_here(found.target):
+        error = refusal(found.site.call)
+        return found.with_report(compiled=not error, error=error)
+    text = f"not compiled, only the text for the compiler was generated: {lacking}"
+    return found.with_report(compiled=False, note=text)
 
 
 def native(site: Site, target: Named) -> Site:
@@ -79,8 +94,12 @@ def estimated(
     progress: Progress | None = None,
 ) -> list[Analysis]:
     """Adds libtpu's results for one TPU to the kernels' reports."""
-    if not libtpu.is_usable():
-        return [each.with_report(note=NO_LIBTPU) for each in found]
+    lacking = libtpu.missing()
+    if lacking:
+        note = f"no estimate: {lacking}"
+        return [
+            each if each.report.note else each.with_report(note=note) for each in found
+        ]
     jobs = {
         n: libtpu.Job.of(each.report.name, each.compiled.imported, each.launch)
         for n, each in enumerate(found)
@@ -119,7 +138,7 @@ def estimated(
 def _with_result(found: Analysis, chip: Tpu, result: libtpu.Compiled) -> Analysis:
     if not result.ok:
         error = in_words(result.error, found.site.call.kernel)
-        return found.with_report(error=str(error), hints=())
+        return found.with_report(error=str(error), compiled=None, hints=())
     estimate = _estimate(found, chip, result)
     spills = estimate.spills
     if found.facts is not None:

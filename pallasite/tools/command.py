@@ -1,4 +1,4 @@
-"""The commands `pallasite check`, `explain`, `explore` and `prove`.
+"""The commands `pallasite check`, `explain`, `explore`, `profile` and `prove`.
 
 A command runs in a child process: whatever ends that process (a compiler's abort, a
 signal) is reported like any other result, with its own exit status.
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-OK, REFUSED, USAGE, ENDED = 0, 1, 2, 3
+OK, REFUSED, USAGE, ENDED, NOT_COMPILED = 0, 1, 2, 3, 4
 
 STATUS = """exit status:
   0  every kernel compiles for every target
@@ -21,12 +21,16 @@ STATUS = """exit status:
      file that raises an error, or one that cannot be written
   3  the compiling process was killed by a signal
 """
+# `explain` and `explore` need no compiler of the target; `check` does.
+COMPILED = """  4  nothing was refused, but a target has no compiler on this computer
+     (libtpu for a TPU, NVRTC for a GPU's backend cuda, the GPU itself for triton)
+"""
 CHECK = f"""examples:
   pallasite check train.py --target tpu:v5e,tpu:v6e
   pallasite check kernels.py::matmul --args 'bf16[4096,4096], bf16[4096,4096]'
   pallasite check kernels.py::matmul --args 'f32[512,512]' --json --dump texts/
 
-{STATUS}"""
+{STATUS}{COMPILED}"""
 EXPLAIN = f"""examples:
   pallasite explain train.py
   pallasite explain kernels.py::softmax --args 'f32[8192,2048]'
@@ -50,6 +54,12 @@ exit status:
   1  some claim is; the report has a counterexample and the line
   2  the command is wrong: no such file, function or claim, no kernel in it, or a
      file that raises an error
+"""
+PROFILE = """examples:
+  pallasite profile kernels.py::softmax --args 'f32[8192,2048]'
+  pallasite profile train.py::step --args 'f32[8,128]' --runs 5 --trace trace.json
+
+exit status: 0; 2 if the command is wrong, or this device cannot be recorded
 """
 PORT = 8765
 
@@ -95,6 +105,17 @@ def add_parsers(commands: Any) -> None:
         metavar="PORT",
         help=f"show the page at http://localhost:{PORT}, regenerated on reload",
     )
+    timed = _parser(
+        commands,
+        "profile",
+        PROFILE,
+        "run a function and show which of its kernels take the time",
+        targets=False,
+    )
+    timed.add_argument("--runs", type=int, help="default: for half a second")
+    timed.add_argument(
+        "--trace", metavar="FILE", help="also write a trace for Perfetto to this file"
+    )
     for parser in (explain, explore):
         parser.add_argument(
             "--no-measure",
@@ -124,16 +145,35 @@ def _parser(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", metavar="FILE[::FUNCTION]")
+    add_source(parser)
     if targets:
-        what = "cpu, tpu:v6e, gpu:h200, ...; comma-separated"
-        parser.add_argument("--target", help=what)
-    parser.add_argument(
-        "--args", default="", help="operands of FUNCTION: 'f32[8,128], i32[4]'"
-    )
+        parser.add_argument(
+            "--target", help="cpu, tpu:v6e, gpu:h200, ...; comma-separated"
+        )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--in-child", action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+def add_source(parser: Any, nargs: Any = None) -> None:
+    """Add the arguments that name a function and its operands, alike everywhere."""
+    parser.add_argument(
+        "source",
+        nargs=nargs,
+        metavar="FILE[::FUNCTION]",
+        help="a script, a function in a file or module, or an operation of "
+        "pallasite.kernels by its name",
+    )
+    parser.add_argument(
+        "operands", nargs="*", help="the same as --args, one argument each"
+    )
+    parser.add_argument(
+        "--args", default="", help="operands of FUNCTION: 'f32[8,128], i32[4]'"
+    )
+
+
+def operands_of(options: argparse.Namespace) -> str:
+    return ", ".join(filter(None, [options.args, *options.operands]))
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -168,6 +208,8 @@ def _here(options: argparse.Namespace) -> int:
     try:
         if options.command == "explore":
             return _explore(options, line)
+        if options.command == "profile":
+            return _profile(options, line)
         report = _report(options, line)
     except (PallasError, OSError) as error:  # or a file that cannot be written
         line.clear()
@@ -177,7 +219,9 @@ def _here(options: argparse.Namespace) -> int:
         return USAGE
     line.clear()
     print(json.dumps(report.as_json(), indent=1) if options.json else report)
-    return OK if report.ok else REFUSED
+    if report.refused:
+        return REFUSED
+    return OK if report.ok else NOT_COMPILED
 
 
 def _report(options: argparse.Namespace, line: "_Line") -> Any:
@@ -190,7 +234,7 @@ def _report(options: argparse.Namespace, line: "_Line") -> Any:
     targets = [t for t in (options.target or "").split(",") if t]
     _known(targets)
     line.show(f"reading {options.source}")
-    trace = trace_of(options.source, options.args)
+    trace = trace_of(options.source, operands_of(options))
     if options.command == "explain":
         wanted = False if options.no_measure else None
         return explain_sites(trace, targets, wanted)
@@ -214,6 +258,7 @@ def _explore(options: argparse.Namespace, line: "_Line") -> int:
     from pallasite.target import named
     from pallasite.tools.explorer.page import page_of
     from pallasite.tools.sources import trace_of
+    from pallasite.tools.timing import this_computer
     from pallasite.tools.traces import traced_for
 
     targets = [t for t in (options.target or "").split(",") if t]
@@ -227,9 +272,10 @@ def _explore(options: argparse.Namespace, line: "_Line") -> int:
         )
     line.show(f"reading {options.source}")
     with jaxprs_kept() as jaxprs:
-        trace = trace_of(options.source, options.args)
+        trace = trace_of(options.source, operands_of(options))
         # A page has one list of kernels: those of the first target.
-        sites = traced_for(named(targets[0]), trace) if targets else trace()
+        first = named(targets[0]) if targets else this_computer()
+        sites = traced_for(first, trace)
     measure = False if options.no_measure else None
     page = page_of(options.source, sites, targets, jaxprs, measure, line.show)
     line.clear()
@@ -237,6 +283,21 @@ def _explore(options: argparse.Namespace, line: "_Line") -> int:
     data = {"ok": page.ok, "page": str(path), "bytes": path.stat().st_size}
     print(json.dumps(data) if options.json else f"{path}: {data['bytes']:,} bytes")
     return OK if page.ok else REFUSED
+
+
+def _profile(options: argparse.Namespace, line: "_Line") -> int:
+    from pallasite.tools.profile import profile
+    from pallasite.tools.sources import function_of
+
+    line.show(f"reading {options.source}")
+    function, operands = function_of(options.source, operands_of(options))
+    line.show("running it")
+    found = profile(function, options.runs)(*operands)
+    line.clear()
+    if options.trace:
+        found.save(options.trace)
+    print(json.dumps(found.as_json()) if options.json else found)
+    return OK
 
 
 def _known(targets: list[str]) -> None:

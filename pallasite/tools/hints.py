@@ -19,6 +19,7 @@ from pallasite.tools.roofline import Roofline
 
 MOST = 2
 LEAST_GAIN = 0.1
+FIRST = 1.0  # a gain that no other hint has: what it says may make the others void
 MANY_SPILLS = 64
 
 
@@ -35,9 +36,19 @@ class Facts:
     scheduled: Kernel | None = None  # after the backend's passes
     scheduled_work: Work | None = None  # where there is still one grid
     warnings: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()  # faster ways to run it that were refused, and why
     spills: int | None = None
     shared: bool = False  # the backend itself splits the work among cores
+    tuned: bool = False  # a tuner has measured other blocks for these shapes
     why_small: str = ""  # why the backend keeps the author's steps, if it does
+
+    @property
+    def programs(self) -> int:
+        """How many programs can run at once."""
+        written = prod(axis.size or 1 for axis in self.axes if axis.parallel)
+        if self.platform != "cuda" or self.pipeline is None:
+            return max(written, 1)
+        return max(prod(n or 1 for n in self.pipeline.grid), 1)
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -52,10 +63,17 @@ Hint = tuple[float, str]
 
 def hints(facts: Facts) -> tuple[str, ...]:
     """The most useful hints, best first."""
-    found = [hint for rule in RULES for hint in rule(facts)]
+    rules = [each for each in RULES if not (facts.tuned and each in BLOCKS)]
+    found = [hint for rule in rules for hint in rule(facts)]
     useful = [hint for hint in found if hint[0] >= LEAST_GAIN]
     best = sorted(useful, key=lambda hint: -hint[0])[:MOST]
     return tuple(text for _, text in best)
+
+
+def lost_paths(facts: Facts) -> Iterator[Hint]:
+    """Backends that would have been tried first."""
+    for text in facts.lost:
+        yield FIRST, " ".join(text.split())
 
 
 def refused_tiles(facts: Facts) -> Iterator[Hint]:
@@ -65,14 +83,16 @@ def refused_tiles(facts: Facts) -> Iterator[Hint]:
 
 
 def idle_cores(facts: Facts) -> Iterator[Hint]:
-    cores = Machine.usual(facts.chip).cores
-    programs = prod(axis.size or 1 for axis in facts.axes if axis.parallel)
-    enough = facts.shared or programs >= cores
-    if enough or facts.bound.seconds < Machine.usual(facts.chip).part:
+    machine, programs = Machine.usual(facts.chip), facts.programs
+    cores = machine.cores
+    if facts.shared or programs >= cores:
+        return
+    least = machine.launch if facts.platform == "cuda" else machine.part
+    if facts.bound.seconds * cores / programs < least:
         return
     unit = "threads" if facts.platform == "cpu" else "cores"
     many = f"{programs} program{'s' * (programs != 1)} can run concurrently on"
-    gain = 1 - programs / cores
+    gain = FIRST if programs == 1 else 1 - programs / cores
     for number, axis in enumerate(facts.axes):
         if not axis.parallel and axis.size != 1:
             yield (
@@ -131,13 +151,16 @@ def small_steps(facts: Facts) -> Iterator[Hint]:
 
 
 def wide_products(facts: Facts) -> Iterator[Hint]:
-    if facts.bound.limit not in ("matrix", "arithmetic"):
+    wide_kinds = [n for n in facts.work.products if n.partition(":")[0] == "f32"]
+    computes = facts.bound.limit in ("matrix", "vector", "arithmetic")
+    if not computes or not wide_kinds:
         return
-    narrow, wide = (facts.peak.multiplying(1, (name,)) for name in ("bf16", "f32"))
-    if facts.work.products.get("f32") and narrow < wide:
+    slowest = min(wide_kinds, key=facts.peak.product_rate)
+    narrow, wide = (facts.peak.multiplying(1, (kind,)) for kind in ("bf16", slowest))
+    if narrow < wide:
         yield (
             1 - narrow / wide,
-            "matmul operands are f32: in bf16, with "
+            f"matmul operands are {facts.peak.name_of(slowest)}: in bf16, with "
             f"preferred_element_type=jnp.float32, they take 1/{wide / narrow:.3g} of "
             "the time",
         )
@@ -188,6 +211,7 @@ def spilled(facts: Facts) -> Iterator[Hint]:
 
 
 RULES: Sequence[Callable[[Facts], Iterator[Hint]]] = (
+    lost_paths,
     refused_tiles,
     idle_cores,
     copied_again,
@@ -197,3 +221,5 @@ RULES: Sequence[Callable[[Facts], Iterator[Hint]]] = (
     over_the_edge,
     spilled,
 )
+# Rules that advise other blocks, of which a tuner knows more.
+BLOCKS = (copied_again, small_steps, half_empty_units, over_the_edge)

@@ -1,4 +1,4 @@
-"""How long a kernel call takes on this computer."""
+"""Whether a kernel call compiles on this computer, and how long it takes."""
 
 import time
 from collections.abc import Sequence
@@ -9,12 +9,35 @@ import numpy as np
 
 from pallasite.ir.nodes import walk
 from pallasite.primitive import Call, call_p
+from pallasite.target import Named, chip_of_device
 
 BATCHES = 5
 BATCH_SECONDS = 0.02
 MOST_CALLS = 1000
 # Whether these terminate depends on the operands, which are synthetic.
 _WAIT = {"while", "sem_wait", "roles"}
+
+
+def is_here(target: Named) -> bool:
+    """Whether JAX sees such a device."""
+    if target.platform == "cpu":
+        return jax.default_backend() == "cpu"
+    try:
+        devices = jax.devices(target.platform)
+    except RuntimeError:
+        return False
+    return any(chip_of_device(d.device_kind) is target.chip for d in devices)
+
+
+def refusal(call: Call) -> str:
+    """Why XLA does not compile a call for this computer; empty if it does."""
+    refs = [param.ref for param in call.kernel.inputs]
+    shapes = [jax.ShapeDtypeStruct(ref.shape, ref.dtype.np) for ref in refs]
+    try:
+        jax.jit(lambda *xs: call_p.bind(*xs, call=call)).lower(*shapes).compile()
+    except Exception as error:  # XLA's
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def cannot_measure(call: Call) -> str:

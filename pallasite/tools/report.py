@@ -48,6 +48,8 @@ class KernelReport:
         backend: what runs it; "interpret" is the emulation.
         why: why that backend.
         error: why it does not compile; empty if it does.
+        compiled: whether the target's compiler accepted it; False: that compiler is not
+            available here; None: it was not asked to.
         axes: the grid axes: parallel or sequential, and why.
         work: of one call: operations, and how often each block is copied.
         bound: a lower bound on the target's time.
@@ -58,6 +60,7 @@ class KernelReport:
         hints: what would make it faster, most useful first.
         note: further remarks, such as why numbers are missing.
         fused: what `pl.fuse` moved into the kernel, and why not more.
+        config: the configuration of a function that can be tuned, and where it is from.
         split: for one of the kernels that a call is run as: of which, and why.
     """
 
@@ -69,6 +72,7 @@ class KernelReport:
     inside: tuple[str, ...] = ()
     times: int | None = 1
     error: str = ""
+    compiled: bool | None = None
     axes: tuple[Axis, ...] = ()
     work: Work | None = None
     bound: Roofline | None = None
@@ -80,10 +84,11 @@ class KernelReport:
     note: str = ""
     fused: tuple[str, ...] = ()
     split: str = ""
+    config: str = ""
 
     @property
     def ok(self) -> bool:
-        return not self.error
+        return not self.error and self.compiled is not False
 
     @property
     def intensity(self) -> float | None:
@@ -97,6 +102,8 @@ class KernelReport:
         yield "target", [self.target]
         why = f": {self.why}" if self.why else ""
         yield "backend", [self.backend + why]
+        if self.config:
+            yield "config", [self.config]
         if self.split:
             yield "split", [self.split]
         if self.fused:
@@ -147,7 +154,9 @@ class KernelReport:
     def _work_line(self, work: Work) -> str:
         parts = [f"{short(work.flops)}flop"]
         if work.products:
-            by = ", ".join(f"{short(n)}{d}" for d, n in work.products.items())
+            by = ", ".join(
+                f"{short(n)}{d.replace(':', ' ')}" for d, n in work.products.items()
+            )
             parts[0] += f" (matmuls {by})"
         if work.transcendentals:
             parts.append(f"{short(work.transcendentals).strip()} transcendentals")
@@ -218,6 +227,16 @@ class Report:
     def ok(self) -> bool:
         return all(kernel.ok for kernel in self.kernels)
 
+    @property
+    def refused(self) -> bool:
+        """Whether some kernel was refused, by Pallasite or by the target's compiler."""
+        return any(kernel.error for kernel in self.kernels)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether every kernel was compiled, by the target's own compiler."""
+        return all(kernel.compiled for kernel in self.kernels)
+
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.kernels))
 
@@ -226,7 +245,8 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data that `json.dumps` accepts."""
-        return {"ok": self.ok, "kernels": [k.as_json() for k in self.kernels]}
+        kernels = [kernel.as_json() for kernel in self.kernels]
+        return {"ok": self.ok, "compiled": self.compiled, "kernels": kernels}
 
 
 def plain(value: Any) -> Any:

@@ -37,8 +37,11 @@ def roofline(work: Work, machine: Machine, repeated_bytes: int = 0) -> Roofline:
     """
     # Elements of a block outside its array need not be computed.
     needed = min((row.inside for row in work.traffic), default=1.0)
-    products = needed * machine.multiplying_all(work.products)
+    on_vectors = {k: n for k, n in work.products.items() if machine.on_vectors(k)}
+    others = {k: n for k, n in work.products.items() if k not in on_vectors}
+    products = needed * machine.multiplying_all(others)
     vector = needed * machine.computing(work.arithmetic)
+    vector += needed * machine.multiplying_all(on_vectors)
     special = needed * machine.computing(0, work.transcendentals)
     least = max(work.distinct_bytes - repeated_bytes - machine.cached, 0)
     memory = machine.copying(least)

@@ -10,9 +10,10 @@ from math import ceil, floor, inf, log10
 from typing import Any
 
 from pallasite.errors import SpecError
-from pallasite.passes.analysis.work import short
+from pallasite.passes.analysis.work import Work, short
 from pallasite.target import Machine, named
 from pallasite.tools.report import KernelReport
+from pallasite.tools.roofline import Roofline
 
 LEAST_DECADES = 3
 MEASURED, ESTIMATED, BOUND = "measured", "estimated", "bound"
@@ -35,13 +36,19 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Point:
-    """One kernel on one chip; `kind` says what its rate comes from."""
+    """One kernel on one chip; `kind` says what its rate comes from.
+
+    Operations are those of the unit that the kernel keeps busy the longest, at the rate
+    at which that unit runs. Bytes are those that the memory can have moved meanwhile,
+    if they are fewer than the kernel touches (`cached`): caches held the others.
+    """
 
     kernel: str
     chip: str
     intensity: float
     rate: float
     kind: str
+    cached: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,15 +100,14 @@ def chart_of(reports: Iterable[KernelReport]) -> Chart:
     """
     points: list[Point] = []
     left_out: list[str] = []
-    types: dict[str, set[str]] = {}
+    drawn: dict[str, list[KernelReport]] = {}
     for report in reports:
         found = _point(report)
         if found is None:
             left_out.append(report.name)
             continue
         points.append(found)
-        assert report.work is not None
-        types.setdefault(report.target, set()).update(report.work.products)
+        drawn.setdefault(report.target, []).append(report)
     if not points:
         given = ", ".join(left_out) or "none"
         raise SpecError(
@@ -109,29 +115,67 @@ def chart_of(reports: Iterable[KernelReport]) -> Chart:
             [("given", given)],
             fix="pass reports of pl.explain(f)(*args) or pl.profile(f)(*args)",
         )
-    ceilings = [c for chip, used in types.items() for c in _ceilings(chip, used)]
+    ceilings = [c for chip, used in drawn.items() for c in _ceilings(chip, used)]
     return Chart(tuple(ceilings), tuple(points), tuple(dict.fromkeys(left_out)))
 
 
 def _point(report: KernelReport) -> Point | None:
-    if report.work is None or not report.intensity:
+    if report.work is None or report.bound is None:
         return None
-    done = report.work.flops + report.work.transcendentals
+    peak = Machine.peak(named(report.target).chip)
+    done = _operations(report.work, report.bound, peak)
+    if not done or not report.work.distinct_bytes:
+        return None
     estimate = report.estimate and report.estimate.seconds
-    bound = report.bound and report.bound.seconds
-    times = ((report.measured, MEASURED), (estimate, ESTIMATED), (bound, BOUND))
+    times = (
+        (report.measured, MEASURED),
+        (estimate, ESTIMATED),
+        (report.bound.seconds, BOUND),
+    )
     for seconds, kind in times:
         if seconds:
-            rate = done / seconds
-            return Point(report.name, report.target, report.intensity, rate, kind)
+            rate, intensity = done / seconds, done / report.work.distinct_bytes
+            least = rate / peak.bytes
+            cached = least > intensity * (1 + 1e-9)
+            place = max(intensity, least)
+            return Point(report.name, report.target, place, rate, kind, cached)
     return None
 
 
-def _ceilings(chip: str, types: set[str]) -> list[Ceiling]:
+def _operations(work: Work, bound: Roofline, peak: Machine) -> float:
+    """Those that the unit busy the longest needs its time for, without others'.
+
+    Fewer than the kernel's where a part of its blocks is outside the arrays.
+    """
+    unit = _busiest(bound)
+    seconds = bound.units[unit]
+    if unit == "special":
+        return seconds * peak.special
+    if unit == "vector":
+        return seconds * peak.vector
+    total, flops = peak.multiplying_all(work.products), sum(work.products.values())
+    if unit == "arithmetic":  # of a CPU, which has one unit for all
+        total += peak.computing(work.arithmetic, work.transcendentals)
+        flops += work.arithmetic + work.transcendentals
+    return flops * seconds / total if total else 0.0
+
+
+def _busiest(bound: Roofline) -> str:
+    """The unit that computes the longest."""
+    units = {name: time for name, time in bound.units.items() if name != "memory"}
+    return max(units, key=lambda name: units[name])
+
+
+def _ceilings(chip: str, kernels: Sequence[KernelReport]) -> list[Ceiling]:
     peak = Machine.peak(named(chip).chip)
-    levels = {dtype: peak.product_rate(dtype) for dtype in sorted(types)}
+    works = [each.work for each in kernels if each.work is not None]
+    kinds = sorted({kind for work in works for kind in work.products})
+    levels = {peak.name_of(kind): peak.product_rate(kind) for kind in kinds}
     if peak.vector not in levels.values():
         levels["vector"] = peak.vector
+    units = [_busiest(each.bound) for each in kernels if each.bound is not None]
+    if "special" in units:
+        levels["special"] = peak.special
     found = [Ceiling(chip, name, rate) for name, rate in levels.items()]
     if peak.bytes != inf:
         found.append(Ceiling(chip, "memory", peak.bytes, slope=True))

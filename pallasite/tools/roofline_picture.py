@@ -50,6 +50,7 @@ def roofline(*reports: Any, axes: Any = None) -> Any:
             fill = color if point.kind == MEASURED else "none"
             style = {"marker": marker, "edgecolors": color, "facecolors": fill}
         text = f"{point.kernel} on {point.chip} ({point.kind})"
+        text += ", in cache" if point.cached else ""
         axes.scatter([point.intensity], [point.rate], zorder=3, label=text, **style)
     axes.legend(fontsize="small", loc="lower right")
     return axes.figure

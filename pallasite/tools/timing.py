@@ -15,7 +15,7 @@ from pallasite.target import Named, Tpu, chip_of_device, measured, named
 from pallasite.target.names import of_chip
 from pallasite.tools.analysis import Analysis, analyse, bound_of
 from pallasite.tools.check import estimated
-from pallasite.tools.measure import cannot_measure, measure
+from pallasite.tools.measure import cannot_measure, is_here, measure
 from pallasite.tools.report import Report
 from pallasite.tools.traces import Trace, traced_for
 
@@ -47,17 +47,6 @@ def this_computer() -> Named:
     device = jax.devices()[0]
     chip = chip_of_device(device.device_kind)
     return named("cpu") if chip is None else of_chip(chip)
-
-
-def is_here(target: Named) -> bool:
-    """Whether JAX sees such a device."""
-    if target.platform == "cpu":
-        return jax.default_backend() == "cpu"
-    try:
-        devices = jax.devices(target.platform)
-    except RuntimeError:
-        return False
-    return any(chip_of_device(d.device_kind) is target.chip for d in devices)
 
 
 def explain_site(site: Site, target: Named, wanted: bool | None) -> Analysis:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pallasite import config
+from pallasite import config, configured
 from pallasite.errors import SpecError
 from pallasite.ir.nodes import Loc
 from pallasite.language.trace import shorten, user_location
@@ -32,7 +32,7 @@ def traced_for(target: Named, trace: Trace) -> Sequence[Site]:
 
     `pallasite.kernels` and backward kernels choose blocks by the chip.
     """
-    with config.override(target=target.name):
+    with config.override(target=target.name), configured.kept():
         return trace()
 
 

@@ -49,6 +49,7 @@ class Candidate:
         identity: equal for candidates that are the same program.
         kernels: those kernels as scheduled by their backend.
         seconds: the measured time; None until then.
+        spread: of the last measurements, relative (`measure.spread`).
     """
 
     config: Config
@@ -60,6 +61,7 @@ class Candidate:
     estimate: float = inf
     bound: float = 0.0
     seconds: float | None = None
+    spread: float = 0.0
     run: Callable[[], Any] | None = field(default=None, repr=False)
 
     def __str__(self) -> str:

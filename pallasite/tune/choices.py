@@ -7,6 +7,7 @@ a configuration, and `recorded` to find what there is to tune.
 """
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -17,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallasite import config, target
+from pallasite import config, configured, target
 from pallasite.primitive import chip_for
 from pallasite.tune import table as tables
 from pallasite.tune.space import Space
@@ -50,12 +51,31 @@ def choose(site: Site, default: Config, space: Space) -> Config:
         return dict(default)
     sources = (*_active.value, tables.user_table(), tables.shipped())
     sources = [each for each in sources if each.entries]
-    answer = default
+    found = None
     if sources:
-        entry = tables.best_entry(sources, site, chip_name(), versions())
-        if entry is not None and _suits(entry, site, default, space):
-            answer = entry.config
+        found = tables.best_entry(sources, site, chip_name(), versions())
+    if found is not None and not _suits(found[0], site, default, space):
+        found = None
+    answer = default if found is None else found[0].config
+    configured.tell(_in_words(site, answer, found))
     return dict(answer)
+
+
+def _in_words(
+    site: Site, config: Config, found: tuple[Entry, Table] | None
+) -> configured.Configured:
+    values = ", ".join(f"{name}={value}" for name, value in config.items())
+    if found is None:
+        text = f"{values}: the default, not tuned for these shapes on this chip"
+        return configured.Configured(text)
+    entry, table = found
+    gain = entry.default_seconds / entry.seconds if entry.seconds else math.nan
+    times = "" if math.isnan(gain) else f", {gain:.3g} times the default's speed"
+    if entry.site == site:
+        text = f"{values}: tuned for these shapes{times}, from {table.place}"
+        return configured.Configured(text, tuned=True)
+    near = ", ".join(entry.site.operands)
+    return configured.Configured(f"{values}: tuned for {near}, from {table.place}")
 
 
 def _suits(entry: Entry, site: Site, default: Config, space: Space) -> bool:

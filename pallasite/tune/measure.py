@@ -7,6 +7,7 @@ and costs the same for all candidates."""
 import contextlib
 import functools
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -70,17 +71,39 @@ def interleaved(
     rounds: int = ROUNDS,
 ) -> list[float]:
     """Seconds per call of each function: the least of all rounds."""
+    return [min(times) for times in timings(runs, timed, rounds)]
+
+
+def timings(
+    runs: Sequence[Callable[[], Any]],
+    timed: Timer | None = None,
+    rounds: int = ROUNDS,
+) -> list[list[float]]:
+    """Seconds per call of each function, round by round."""
     timed = timed or timer()
     best = [float("inf")] * len(runs)
     repeats = [1] * len(runs)
+    found: list[list[float]] = [[] for _ in runs]
     for number in range(rounds):
         for n, run in enumerate(runs):
             if number > 1 and best[n] > HOPELESS * min(best):
                 continue
             took = timed(lambda run=run, n=n: _repeated(run, repeats[n]))
-            best[n] = min(best[n], took / repeats[n])
+            found[n].append(took / repeats[n])
+            best[n] = min(best[n], found[n][-1])
             repeats[n] = max(1, min(1000, int(VISIT_SECONDS / max(best[n], 1e-9))))
-    return best
+    return found
+
+
+def spread(times: Sequence[float]) -> float:
+    """How much longer than the least time the middle one is, relative to it.
+
+    The first round is left out: a single call may wake a clock or a thread.
+    """
+    kept = times[1:]
+    if len(kept) < 2 or min(kept) <= 0:
+        return 0.0
+    return statistics.median(kept) / min(kept) - 1
 
 
 def _repeated(run: Callable[[], Any], times: int) -> None:

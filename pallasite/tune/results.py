@@ -19,6 +19,7 @@ class Found:
     compiled: int  # candidates compiled; 0: it was already known
     considered: int  # the size of its space
     refused: tuple[tuple[str, str], ...] = ()  # configurations rejected, and why
+    noise: float = 0.0  # the spread of times, where it is too large to trust them
 
 
 @dataclass(eq=False)  # hashed by identity, as `jax.jit` requires
@@ -86,6 +87,8 @@ class Tuned:
             )
             work = f"{found.compiled} of {found.considered} compiled"
             lines.append(f"{entry.site}\n  {values}: {new}, default {old} ({work})")
+            if found.noise:
+                lines.append(f"  not to be trusted: times varied by {found.noise:.0%}")
             for config, reason in found.refused:
                 lines.append(f"  rejected {config}: {reason.splitlines()[0]}")
         return "\n".join(lines)

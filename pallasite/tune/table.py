@@ -12,7 +12,6 @@ import math
 import os
 import re
 import tempfile
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pallasite import config
-from pallasite.errors import KernelTypeError, PallasWarning, SpecError
+from pallasite.errors import KernelTypeError, PallasWarning, SpecError, warn
 from pallasite.runtime import cache as cache_files
 from pallasite.tune.locks import exclusive
 
@@ -28,6 +27,7 @@ FORMAT = 1
 FARTHEST = 2.0  # largest factor between a size and the tuned one
 SHIPPED = config.PACKAGE / "tune" / "tables"
 USER_FILE = "configs.json"
+SOURCE = "source"  # the option of a site that identifies an author's function
 
 Config = dict[str, Any]
 
@@ -47,7 +47,7 @@ class Site:
     options: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        options = [f"{name}={value}" for name, value in self.options]
+        options = [f"{name}={value}" for name, value in self.options if name != SOURCE]
         return f"{self.kernel}({', '.join((*self.operands, *options))})"
 
 
@@ -105,8 +105,8 @@ class Entry:
 class Table:
     """Entries, by kernel and chip. Equal only to itself (see the module)."""
 
-    def __init__(self, entries: Iterable[Entry] = ()):
-        self.entries = tuple(entries)
+    def __init__(self, entries: Iterable[Entry] = (), place: str = "pl.configs"):
+        self.entries, self.place = tuple(entries), place
         self._by_kernel: dict[tuple[str, str], list[Entry]] = {}
         for entry in self.entries:
             key = entry.site.kernel, entry.chip
@@ -168,7 +168,7 @@ def _load(path: Path, modified: int, size: int) -> Table:
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             stated = found.get("format") if isinstance(found, dict) else None
             raise ValueError(f"format {stated}, not {FORMAT}")
-        return Table(map(Entry.from_json, found["configs"]))
+        return Table(map(Entry.from_json, found["configs"]), str(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SpecError(
             "cannot read configuration file",
@@ -209,12 +209,21 @@ def keep(entry: Entry) -> None:
             _put_aside_unreadable(path)
             user_table().with_entry(entry).save(path)
     except OSError as error:
-        warnings.warn(
+        warn(
             f"tuning results are not stored: {path} cannot be written ({error}). Set "
             "PALLASITE_CACHE_DIR to another directory, or save() them yourself.",
             PallasWarning,
-            stacklevel=2,
         )
+
+
+def forget(kernel: str | None = None) -> int:
+    """Remove what was tuned here, of one kernel or of all; the number of entries."""
+    path, known = user_path(), user_table().entries
+    rest = [e for e in known if kernel is not None and e.site.kernel != kernel]
+    if path is not None and len(rest) < len(known):
+        with exclusive(path.with_suffix(".lock")):
+            Table(rest).save(path)
+    return len(known) - len(rest)
 
 
 def _put_aside_unreadable(path: Path) -> None:
@@ -225,14 +234,15 @@ def _put_aside_unreadable(path: Path) -> None:
     except SpecError as error:
         aside = path.with_name(f"{path.name}.unreadable")
         os.replace(path, aside)
-        warnings.warn(f"{error}\nIt is now {aside}.", PallasWarning, stacklevel=3)
+        warn(f"{error}\nIt is now {aside}.", PallasWarning)
 
 
 @cache
 def shipped() -> Table:
     """The tables shipped with the package, as one."""
     files = sorted(SHIPPED.glob("*.json"))
-    return Table(entry for file in files for entry in load(file).entries)
+    entries = (entry for file in files for entry in load(file).entries)
+    return Table(entries, "the tables that come with Pallasite")
 
 
 EMPTY = Table()
@@ -240,14 +250,14 @@ EMPTY = Table()
 
 def best_entry(
     tables: Iterable[Table], site: Site, chip: str, versions: tuple
-) -> Entry | None:
-    """The entry to use for a call: for its exact shapes, else for the nearest ones
-    within `FARTHEST`, if any.
+) -> tuple[Entry, Table] | None:
+    """The entry to use for a call, and its table: for its exact shapes, else for the
+    nearest ones within `FARTHEST`, if any.
 
     Of equally near entries the first table's wins; within a table, that of these
     versions, then the last one found.
     """
-    found: list[tuple[Any, Entry]] = []
+    found: list[tuple[Any, tuple[Entry, Table]]] = []
     for number, table in enumerate(tables):
         for entry in table.of(site.kernel, chip):
             far = distance(site, entry.site)
@@ -255,7 +265,7 @@ def best_entry(
                 continue
             other = entry.versions != versions
             order = (far > 0, number if not far else 0, far, number, other)
-            found.append(((*order, -entry.found), entry))
+            found.append(((*order, -entry.found), (entry, table)))
     return min(found, key=lambda pair: pair[0], default=(None, None))[1]
 
 

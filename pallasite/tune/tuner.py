@@ -17,7 +17,7 @@ import numpy as np
 from pallasite import config as knobs
 from pallasite import target as targets
 from pallasite.backends import base
-from pallasite.errors import CompileError, SpecError
+from pallasite.errors import CompileError, PerformanceWarning, SpecError, warn
 from pallasite.language.arguments import Arguments
 from pallasite.language.trace import user_location
 from pallasite.primitive import Call, chip_for, wants_emulation
@@ -37,6 +37,7 @@ from pallasite.tune.workers import Workers
 SLOWEST_CLOCK = min(row.clock for row in TPUS.values())  # converts bounds to cycles
 NEAR, FINALISTS = 1.1, 4  # within this factor of the best, at most this many remeasured
 LAST_ROUNDS, LAST_SECONDS = 21, 10.0
+SPREAD = 0.1  # of times from run to run, from which the computer counts as loaded
 GAIN = 0.98  # of the default's time: anything above may be noise
 
 
@@ -78,6 +79,15 @@ class Tuner:
                 at=self.at,
                 fix="run it on that chip; only TPUs have compiler estimates without "
                 "one",
+            )
+        lacking = "" if self.is_here else aot.missing()
+        if lacking:
+            raise SpecError(
+                f"pl.autotune: there is no {self.chip_name} to measure on, and no "
+                "compiler to ask for estimates",
+                [("compiler", lacking)],
+                self.at,
+                f"tune on a {self.chip_name}, or where libtpu is: on Linux on x86_64",
             )
         self.shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.given.arrays
@@ -164,7 +174,9 @@ class Tuner:
                 self.at,
             )
         found = self._found(question, outcome)
-        if self.options.keep:
+        if found.noise and self.options.keep:
+            warn(_noisy(found), PerformanceWarning)
+        elif self.options.keep:
             tables.keep(found.entry)
         if interrupted:
             raise _Interrupted(found)
@@ -255,8 +267,29 @@ class Tuner:
         )
         refused = tuple((str(c), c.refused) for c in outcome.refused)
         return Found(
-            entry, default.config, outcome.compiled, len(outcome.candidates), refused
+            entry,
+            default.config,
+            outcome.compiled,
+            len(outcome.candidates),
+            refused,
+            _noise(best, default) if self.is_here else 0.0,
         )
+
+
+def _noise(best: Candidate, default: Candidate) -> float:
+    """The spread of the times behind a choice, if it is larger than what is gained."""
+    assert best.seconds and default.seconds
+    spread = max(best.spread, default.spread)
+    gain = default.seconds / best.seconds - 1
+    return spread if spread > max(SPREAD, gain) else 0.0
+
+
+def _noisy(found: Found) -> str:
+    return (
+        f"pl.autotune: times of {found.entry.site} varied by {found.noise:.0%} from "
+        "run to run, more than configurations differ: something else keeps this "
+        "computer busy. The result is not stored; tune again when it is idle."
+    )
 
 
 class _Meter:
@@ -327,16 +360,17 @@ class _Meter:
         self.progress.update(self.outcome, "measuring the best ones again")
         with measure.alone():
             runs = [c.run for c in last if c.run is not None]
-            times = measure.interleaved(runs, rounds=rounds)
+            rows = measure.timings(runs, rounds=rounds)
+        times = [min(row) for row in rows]
         # Candidates not remeasured stay slower, whatever the clock rate is now.
         slower = max(1.0, min(times) / (self.outcome.best.seconds or inf))
         for candidate in self.outcome.candidates:
             if candidate.seconds is not None:
                 candidate.seconds *= slower
-        for candidate, seconds in zip(last, times, strict=True):
+        for candidate, row in zip(last, rows, strict=True):
             for same in self.outcome.candidates:
                 if same is candidate or same.identity == candidate.identity:
-                    same.seconds = seconds
+                    same.seconds, same.spread = min(row), measure.spread(row)
 
     def probe(self, batch: Sequence[Candidate]) -> None:
         """Compiles and runs the kernels in other processes."""
@@ -371,9 +405,10 @@ class _Meter:
         again = [best] if best.run is not None and best not in running else []
         timed = [*running, *again]
         with measure.alone():
-            times = measure.interleaved([c.run for c in timed if c.run is not None])
-        for candidate, seconds in zip(timed, times, strict=True):
-            candidate.seconds = min(seconds, candidate.seconds or seconds)
+            rows = measure.timings([c.run for c in timed if c.run is not None])
+        for candidate, row in zip(timed, rows, strict=True):
+            candidate.seconds = min(min(row), candidate.seconds or inf)
+            candidate.spread = measure.spread(row)
 
 
 def _short(error: Exception) -> str:

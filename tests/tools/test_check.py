@@ -1,5 +1,6 @@
 """`pl.aot(f, x).compile(...)`, `pallasite check` and `pallasite explain`."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,11 +12,11 @@ import pytest
 
 import pallasite as pl
 from pallasite import __main__ as command_line
-from pallasite import config
+from pallasite import config, kernels
 from pallasite.errors import SpecError
-from pallasite.tools import command
+from pallasite.tools import command, measure
 from pallasite.tools.report import KernelReport
-from pallasite.tools.sources import arrays, trace_of
+from pallasite.tools.sources import arrays, function_of, split, trace_of
 from tests.runtime.test_aot import answer, stand_in
 
 S = jax.ShapeDtypeStruct
@@ -96,20 +97,71 @@ def test_an_error_of_libtpu_in_our_words(said, what, fix, tmp_path):
     assert line in found.error and "libtpu" in found.error
 
 
-def test_without_libtpu_mosaic_is_made(monkeypatch):
-    monkeypatch.setattr("pallasite.runtime.aot.is_usable", lambda: False)
-    found = pl.aot(double, X).compile("tpu:v6e").kernels[0]
-    assert found.ok and "libtpu is not installed" in found.note
+def without(monkeypatch, package: str) -> None:
+    """Makes a package look as if it were not installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n, *a: None if n == package else find(n, *a)
+    )
+
+
+def test_without_libtpu_nothing_is_called_compiled(monkeypatch):
+    without(monkeypatch, "libtpu")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    report = pl.aot(double, X).compile("tpu:v6e", "cpu")
+    assert not report.ok and not report.compiled and not report.refused
+    tpu, cpu = report.kernels
+    assert cpu.ok and cpu.compiled and not tpu.ok and tpu.compiled is False
+    assert tpu.note == (
+        "not compiled, only the text for the compiler was generated: libtpu is not "
+        "installed: pip install 'pallasite[tpu]'"
+    )
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")  # which has no wheel
+    note = pl.aot(double, X).compile("tpu:v6e").kernels[0].note
+    assert "only for Linux on x86_64: compile there" in note and "pip" not in note
+
+
+def test_explain_needs_no_compiler(monkeypatch):
+    without(monkeypatch, "libtpu")
+    report = pl.explain(double, target="tpu:v6e")(X)
+    assert report.ok and "no estimate: libtpu is not" in report.kernels[0].note
+
+
+def test_a_named_python_that_does_not_exist_compiles_nothing(tmp_path):
+    with config.override(libtpu_python=str(tmp_path / "python")):
+        report = pl.aot(double, X).compile("tpu:v6e")
+    assert report.kernels[0].compiled is False
+    assert "python: no such program" in report.kernels[0].note
+
+
+def test_without_nvrtc_or_a_gpu_nothing_is_called_compiled(monkeypatch):
+    monkeypatch.setattr("pallasite.backends.cuda.nvrtc._found", lambda: None)
+    (kernel,) = pl.aot(double, X).compile("gpu:h200").kernels
+    assert kernel.backend == "triton" and kernel.compiled is False
+    assert "only where there is an NVIDIA GPU" in kernel.note
+
+
+def test_what_xla_refuses_on_the_device_itself_is_refused(monkeypatch):
+    monkeypatch.setattr("pallasite.tools.check.is_here", lambda target: True)
+    monkeypatch.setattr("pallasite.tools.check.refusal", lambda call: "no room")
+    with config.override(backend="triton"):
+        report = pl.aot(double, X).compile("gpu:h200")
+    assert report.refused and report.kernels[0].error == "no room"
+    monkeypatch.setattr("pallasite.tools.check.refusal", lambda call: "")
+    with config.override(backend="triton"):
+        assert pl.aot(double, X).compile("gpu:h200").compiled
+    (site,) = pl.aot(double, X).sites
+    assert measure.refusal(site.call) == ""  # of this computer
 
 
 def test_a_kernel_that_asks_for_the_emulation_is_judged_all_the_same(monkeypatch):
-    monkeypatch.setattr("pallasite.runtime.aot.is_usable", lambda: False)
+    monkeypatch.setattr("pallasite.runtime.aot.missing", lambda: "no libtpu")
     call = pl.pallas_call(double_kernel, out_shape=X, interpret=True)
     assert pl.aot(call, X).compile("tpu:v5e").kernels[0].backend == "tpu"
 
 
 def test_dumps_of_every_stage(tmp_path, monkeypatch):
-    monkeypatch.setattr("pallasite.runtime.aot.is_usable", lambda: False)
+    monkeypatch.setattr("pallasite.runtime.aot.missing", lambda: "no libtpu")
     pl.aot(double, X).compile("tpu:v5e", "tpu:v6e", dump=tmp_path)
     for chip in ("tpu-v5e", "tpu-v6e"):
         names = {p.name for p in tmp_path.glob(f"{chip}/double_kernel-*/*")}
@@ -170,6 +222,57 @@ def test_operands_as_text():
     assert arrays("") == []
     with pytest.raises(SpecError, match="cannot parse operands from 'q7"):
         arrays("f32[8], q7[2]")
+
+
+def test_one_syntax_names_a_function_everywhere(script):
+    for source in (f"{script}::double", f"{script}:double"):
+        assert split(source) == (str(script), "double")
+    assert split("softmax") == ("pallasite.kernels", "softmax")
+    assert split("a.b::f") == split("a.b:f") == ("a.b", "f")
+    assert split("train.py") == ("train.py", "")
+    function, operands = function_of("softmax", "f32[8,128]")
+    assert function is kernels.softmax and operands[0].shape == (8, 128)
+    for wrong, meant in [
+        (f"{script}::duoble", "'double'"),
+        ("sotfmax", "'softmax'"),
+        (str(script.with_name("scripts.py")) + "::double", repr(str(script))),
+    ]:
+        with pytest.raises(SpecError, match="did you mean") as refused:
+            function_of(wrong)
+        assert f"did you mean {meant}?" in str(refused.value)
+    with pytest.raises(SpecError, match=r"did you mean 'f32'\? write"):
+        arrays("float32[8]")
+    with pytest.raises(SpecError, match="did you mean 'tpu:v6e'"):
+        pl.aot(double, X).compile("tpu:v6")
+
+
+@pytest.mark.parametrize("name", ["check", "explain", "explore", "profile", "tune"])
+def test_commands_take_the_same_arguments(name, script, capsys, tmp_path):
+    """Operands by --args or one by one; a wrong name ends with what was meant."""
+    given = [name, f"{script}::duoble", "--args", "f32[8,128]"]
+    in_child = [] if name == "tune" else ["--in-child"]
+    assert command_line.main([*given, *in_child]) in (1, command.USAGE)
+    assert "did you mean 'double'?" in capsys.readouterr().err
+    given = [name, f"{script}::double", "f32[8,128]", "q7[1]"]
+    assert command_line.main([*given, *in_child]) in (1, command.USAGE)
+    assert "cannot parse operands from 'q7[1]'" in capsys.readouterr().err
+
+
+def test_a_wrong_command_is_said_with_what_was_meant(capsys):
+    with pytest.raises(SystemExit):
+        command_line.main(["profle"])
+    assert "did you mean 'profile'?" in capsys.readouterr().err
+
+
+def test_profile_as_a_command(script, capsys, tmp_path):
+    trace = tmp_path / "trace.json"
+    given = ("profile", f"{script}::double", "--args", "f32[8,128]", "--runs", "2")
+    status, out, _ = run(capsys, *given, "--trace", str(trace))
+    assert status == command.OK and "double_kernel" in out and trace.exists()
+    status, out, _ = run(capsys, *given, "--json")
+    assert status == command.OK and json.loads(out)["kernels"]
+    status, _, err = run(capsys, "profile", str(script))
+    assert status == command.USAGE and "FILE.py::FUNCTION" in err
 
 
 def resize(script, shape: str) -> str:
@@ -239,16 +342,17 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_check_as_a_command(script, capsys, monkeypatch):
-    monkeypatch.setattr("pallasite.runtime.aot.is_usable", lambda: False)
+    monkeypatch.setattr("pallasite.runtime.aot.missing", lambda: "no libtpu")
     given = ("check", f"{script}::double", "--args", "f32[8,128]")
+    status, out, _ = run(capsys, *given, "--target", "cpu")
+    assert status == command.OK and out.count("double_kernel") == 1
     status, out, _ = run(capsys, *given, "--target", "tpu:v5e,cpu")
-    assert status == command.OK and out.count("double_kernel") == 2
+    assert status == command.NOT_COMPILED and out.count("double_kernel") == 2
     status, out, _ = run(capsys, *given, "--json")
     data = json.loads(out)
-    assert data["ok"] and [k["target"] for k in data["kernels"]] == [
-        "tpu:v5e",
-        "tpu:v6e",
-    ]
+    assert status == command.NOT_COMPILED and not data["ok"] and not data["compiled"]
+    assert [k["target"] for k in data["kernels"]] == ["tpu:v5e", "tpu:v6e"]
+    assert [k["compiled"] for k in data["kernels"]] == [False, False]
     status, out, _ = run(capsys, "check", f"{script}::huge", "--json")
     assert status == command.REFUSED and not json.loads(out)["ok"]
     status, out, err = run(capsys, *given, "--target", "tpu:v99", "--json")

@@ -14,8 +14,9 @@ import pallasite as pl
 from pallasite import config, kernels
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
+from pallasite.passes.analysis.grid import Axis
 from pallasite.passes.analysis.work import Traffic, Work, short
-from pallasite.target import TPUS, Machine, named
+from pallasite.target import CHIPS, TPUS, Machine, named
 from pallasite.tools.hints import Facts, hints
 from pallasite.tools.report import duration
 from pallasite.tools.roofline import roofline
@@ -254,13 +255,76 @@ def test_hint_about_blocks_that_come_again():
 
 
 def test_hint_about_wide_products():
-    work = work_of(products={"f32": 1 << 40})
-    assert "matmul operands are f32" in hints(facts("gpu:h200", work))[-1]
+    many = (Axis(1000, True, ""),)
+    hint = lambda chip, kind: hints(
+        facts(chip, work_of(products={kind: 1 << 40}), axes=many)
+    )
+    assert "f32 on the vector units: in bf16" in hint("gpu:h200", "f32")[0]
+    assert "take 1/14.6 of" in hint("gpu:h200", "f32")[0]
+    assert "f32 as tf32: in bf16" in hint("gpu:h200", "f32:tf32")[0]
+    assert "f32 as 6 times bf16" in hint("tpu:v5e", "f32:highest")[0]
+    assert hint("tpu:v5e", "f32") == ()  # rounded to bf16 already
+
+
+def test_bounds_use_the_rates_of_what_will_run():
+    h200, v5e = (Machine.peak(CHIPS[name]) for name in ("h200", "v5e"))
+    assert h200.product_rate("f32") == h200.vector < h200.product_rate("f32:tf32")
+    assert h200.product_rate("f32:high") == h200.product_rate("f32:tf32") / 3
+    assert v5e.product_rate("f32") == v5e.product_rate("bf16")
+    assert v5e.product_rate("f32:highest") == v5e.product_rate("bf16") / 6
+    one = S((1024, 1024), F32)
+
+    def product(precision):
+        def kernel(x_ref, o_ref):
+            o_ref[...] = jnp.dot(x_ref[...], x_ref[...], precision=precision)
+
+        return lambda x: pl.pallas_call(kernel, out_shape=x)(x)
+
+    found = only(product(None), one, target="gpu:h200")
+    assert found.bound.units["matrix"] == 0 < found.bound.units["vector"]
+    found = only(product("highest"), one, target="tpu:v5e")
+    assert found.work.products == {"f32:highest": 2 << 30}
+    assert "matmuls 2.15 Gf32 highest" in str(found)
+
+
+def test_one_program_and_a_lost_path_are_the_first_hints():
+    def kernel(x_ref, o_ref):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        o_ref[...] = 0.9 * o_ref[...] + x_ref[...]
+
+    def decayed(x):
+        row = pl.BlockSpec((1, x.shape[1]), lambda i: (i, 0))
+        return pl.pallas_call(
+            kernel,
+            out_shape=S((1, x.shape[1]), x.dtype),
+            grid=x.shape[0],
+            in_specs=[row],
+            out_specs=pl.BlockSpec((1, x.shape[1]), lambda i: (0, 0)),
+        )(x)
+
+    found = only(decayed, S((4096, 256), F32), target="gpu:h200")
+    assert found.hints[0].startswith("1 program can run concurrently on 132 cores")
+    assert "because i0 is sequential" in found.hints[0]
+
+    def product(x):
+        return kernels.matmul(x, x)
+
+    found = only(product, S((2048, 2048), F32), target="gpu:h200")
+    assert found.backend == "triton" and found.hints[0].startswith(
+        "it runs on triton, because cuda refuses: backend 'cuda' cannot run dot"
+    )
+    assert "fix" not in found.hints[0]
+    emulated = lambda x: pl.pallas_call(double_kernel, out_shape=x, interpret=True)(x)
+    assert "without interpret=" in only(emulated, X).hints[0]
 
 
 def test_hint_about_edges():
     out = Traffic("o_ref", "out", (128,), "f32", (0,), 2, 4 * 130, 4 * 130)
-    (hint,) = hints(facts("gpu:h200", work_of(out, arithmetic=1 << 30)))
+    many = (Axis(1000, True, ""),)
+    (hint,) = hints(facts("gpu:h200", work_of(out, arithmetic=1 << 30), axes=many))
     assert "49% of what is computed is dropped" in hint
 
 

@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -14,7 +15,11 @@ from jax import lax
 
 import pallasite as pl
 from pallasite.errors import MissingPackageError, SpecError
+from pallasite.passes.analysis.work import Traffic, Work
+from pallasite.target import Machine, named
 from pallasite.tools import device_events, recorded_runs
+from pallasite.tools.report import KernelReport
+from pallasite.tools.roofline import roofline
 from pallasite.tools.roofline_chart import chart_of, reports_in
 from pallasite.tools.time_profile import covered
 
@@ -254,19 +259,40 @@ def test_a_roofline_has_ceilings_and_points():
     chart = chart_of(reports_in([report]))
     assert chart.chips == ["tpu:v5e", "gpu:h200"]
     v5e = [c for c in chart.ceilings if c.chip == "tpu:v5e"]
-    assert {c.name for c in v5e} == {"f32", "vector", "memory"}
+    assert {c.name for c in v5e} == {"f32 as bf16", "vector", "memory"}
     memory = next(c for c in v5e if c.slope)
     assert memory.label == "memory 819 GB/s"
     for point in chart.points:
         slope, level = chart.roof(point.chip)
-        # One operand is given twice: the bound moves its bytes once.
-        assert point.rate <= min(level, 1.5 * slope * point.intensity) * 1.001
-        assert point.intensity == pytest.approx(512 / 6)
+        assert point.rate <= min(level, slope * point.intensity) * 1.001
+        # One operand is given twice: a TPU, which that limits, moves its bytes once.
+        assert point.intensity == pytest.approx(512 / 4 if point.cached else 512 / 6)
         assert point.kind == "bound"
     left, right, bottom, top = chart.limits
     assert all(
         left < p.intensity < right and bottom < p.rate < top for p in chart.points
     )
+
+
+@pytest.mark.parametrize("limit", ["matrix", "vector", "special", "memory"])
+@pytest.mark.parametrize("target", ["tpu:v6e", "gpu:h200", "cpu"])
+def test_no_point_is_above_the_roof(target: str, limit: str):
+    """Of kernels that use all units, whichever is the slowest, also past the edge."""
+    often = lambda unit: 1 << 40 if limit == unit else 1 << 20
+    size = 1 << 34 if limit == "memory" else 1 << 12
+    row = Traffic("x", "in", (128,), "f32", (0,), 1, size, size)
+    part = Traffic("o", "out", (128,), "f32", (0,), 2, 4 * 130, 4 * 130)
+    products = {"f32": often("matrix"), "bf16": often("matrix")}
+    work = Work(products, often("vector"), 1 << 40, often("special"), (row, part))
+    bound = roofline(work, Machine.peak(named(target).chip))
+    report = KernelReport("f", "", target, "cpu", work=work, bound=bound)
+    for slower in (1.0, 3.0):
+        given = replace(report, measured=slower * bound.seconds)
+        chart = chart_of([given])
+        (point,) = chart.points
+        slope, level = chart.roof(target)
+        roof = min(level, slope * point.intensity)
+        assert 0 < point.rate <= roof * (1 + 1e-9)
 
 
 def test_a_roofline_draws_measured_points(found):

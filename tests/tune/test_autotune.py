@@ -10,7 +10,7 @@ import pytest
 import pallasite as pl
 from pallasite import config
 from pallasite.__main__ import main
-from pallasite.errors import CompileError, SpecError
+from pallasite.errors import CompileError, PerformanceWarning, SpecError
 from pallasite.runtime import aot
 from pallasite.tune import measure, table
 
@@ -33,13 +33,13 @@ def clock(monkeypatch):
     clock = types.SimpleNamespace(seconds=lambda n: 1.0, batches=[])
     seen = []
 
-    def interleaved(runs, rounds=0):
+    def timings(runs, rounds=0):
         del rounds
         seen.extend(run for run in runs if run not in seen)
         clock.batches.append([seen.index(run) for run in runs])
-        return [clock.seconds(seen.index(run)) for run in runs]
+        return [[clock.seconds(seen.index(run))] * 3 for run in runs]
 
-    monkeypatch.setattr(measure, "interleaved", interleaved)
+    monkeypatch.setattr(measure, "timings", timings)
     return clock
 
 
@@ -134,6 +134,30 @@ def test_those_near_the_best_are_measured_again_side_by_side(clock):
     assert clock.batches[3:] == [[2, 1, 0]]
     assert found.sites[0].entry.seconds == 0.55
     assert found.sites[0].entry.default_seconds == 1.0
+
+
+def test_times_on_a_loaded_computer_are_not_stored_without_a_word(monkeypatch):
+    def tune(*rows):
+        monkeypatch.setattr(measure, "timings", lambda runs, **_: rows_of(runs))
+        seen = []
+
+        def rows_of(runs):
+            seen.extend(run for run in runs if run not in seen)
+            return [list(rows[min(seen.index(run), 1)]) for run in runs]
+
+        return pl.autotune(doubled, workers=0, again=True)(X)
+
+    with pytest.warns(PerformanceWarning, match="varied by 50% .* not stored") as said:
+        found = tune((1.0, 1.0, 1.5, 1.5), (0.9, 0.9, 1.3, 1.4))
+    assert said[0].filename == __file__ and "not to be trusted: times varied" in str(
+        found
+    )
+    assert not table.user_table().entries
+    tune((1.0, 1.0, 1.5, 1.5), (0.5, 0.5, 0.7, 0.7))  # far better all the same
+    assert len(table.user_table().entries) == 1
+    tune((1.0, 1.0, 1.01, 1.05), (0.9, 0.9, 0.91, 0.92))
+    assert measure.spread([9.0, 1.0, 1.2]) == pytest.approx(0.1)
+    assert measure.spread([1.0, 2.0]) == 0.0  # too few to say
 
 
 def test_an_interruption_keeps_what_was_found(clock, tmp_path):
@@ -258,6 +282,7 @@ def test_a_tpu_that_is_not_here_is_tuned_by_estimates(monkeypatch, hangs: bool):
         return done
 
     monkeypatch.setattr(aot, "compile_all", compile_all)
+    monkeypatch.setattr(aot, "missing", lambda: "")
 
     @pl.tunable(parts=(1, 2, 4, 5))
     def whole(x, *, parts=1):
@@ -275,8 +300,17 @@ def test_a_tpu_that_is_not_here_is_tuned_by_estimates(monkeypatch, hangs: bool):
     assert entry.config == found.config("whole") != {"parts": 1}
 
 
+def test_without_a_tpu_or_its_compiler_nothing_is_tuned(monkeypatch):
+    lacking = "libtpu is not installed: pip install 'pallasite[tpu]'"
+    monkeypatch.setattr("pallasite.runtime.aot.missing", lambda: lacking)
+    with pytest.raises(SpecError, match="no compiler to ask for estimates") as refused:
+        pl.autotune(doubled, target="tpu:v6e", keep=False)(X)
+    text = str(refused.value)
+    assert "Traceback" not in text and "where libtpu is" in text and lacking in text
+
+
 def test_command(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "interleaved", lambda runs, **_: [1.0] * len(runs))
+    monkeypatch.setattr(measure, "timings", lambda runs, **_: [[1.0]] * len(runs))
     output = tmp_path / "found.json"
     place = f"{__file__}:faulty"
     assert main(["tune", place, "f32[64]", "--workers=0", f"--output={output}"]) == 0
@@ -294,7 +328,7 @@ def test_command(capsys, tmp_path, monkeypatch):
         assert main(["tune", wrong]) == 1
         assert message in capsys.readouterr().err
     assert main(["tune", "softmax", "f32(8)"]) == 1
-    assert "not a dtype with a shape" in capsys.readouterr().err
+    assert "cannot parse operands" in capsys.readouterr().err
     for operands in ([], ["f32[8]", "f32[8]"]):
         assert main(["tune", "softmax", *operands]) == 1
-        assert "does not accept these operands" in capsys.readouterr().err
+        assert "does not accept" in capsys.readouterr().err

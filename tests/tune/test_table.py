@@ -3,6 +3,7 @@
 import contextvars
 import json
 import re
+import runpy
 import threading
 import time
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 
 import pallasite as pl
 from benchmarks import tune_tables
-from pallasite import config, kernels
+from pallasite import config, configured, kernels
+from pallasite.__main__ import main
 from pallasite.errors import KernelTypeError, PallasWarning, SpecError
+from pallasite.sites import sites_in
 from pallasite.target import TPUS
-from pallasite.tune import choices, table
+from pallasite.tune import choices, table, tunable
 from pallasite.tune.space import Space
 from pallasite.tune.table import Entry, Site, Table
 
@@ -49,7 +52,8 @@ def grid_of(function, *args) -> tuple[int, ...]:
 
 
 def entry(size: int, block: int, **more) -> Entry:
-    site = Site("doubled", (f"float32[{size}]",))
+    source = tunable.source_of(doubled)
+    site = Site("doubled", (f"float32[{size}]",), ((table.SOURCE, source),))
     return Entry(site, choices.chip_name(), {"block": block}, versions=NOW, **more)
 
 
@@ -88,6 +92,88 @@ def pl_space():
     from pallasite.tune.space import Space
 
     return Space({"n": (0, 1, 2)})
+
+
+def test_another_function_of_the_same_name_is_not_tuned(tmp_path):
+    """Nor is the same one after a change, also of a function that it calls."""
+    text = """
+import pallasite as pl
+def helper(x): return x + {0}
+@pl.tunable(block=(8, 16))
+def doubled(x, *, block=8): return helper(x){1}
+"""
+    found = set()
+    for number, changed in enumerate([(1, ""), (2, ""), (1, " * 2"), (1, "")]):
+        file = tmp_path / f"file{number}.py"
+        file.write_text(text.format(*changed))
+        found.add(tunable.source_of(runpy.run_path(str(file))["doubled"]))
+    assert len(found) == 3
+    assert tunable.source_of(doubled) not in found
+    assert tunable.source_of(eval("lambda x: x + 1")) != tunable.source_of(
+        eval("lambda x: x + 2")
+    )
+    with pl.configs(Table([Entry(Site("doubled", ("float32[64]",)), "x", {})])):
+        assert grid_of(doubled, X) == (8,)
+
+
+def _copy(x_ref, o_ref):
+    o_ref[...] = x_ref[...]
+
+
+def test_explain_says_which_configuration_and_from_where(tmp_path):
+    def both(x):
+        return jax.jit(doubled)(x) + kernels.softmax(doubled(x)[None])[0]
+
+    def said() -> list[str]:
+        report = pl.explain(both, measure=False)(X)
+        return [kernel.config for kernel in report.kernels]
+
+    default = "the default, not tuned for these shapes on this chip"
+    first = said()
+    assert first[:2] == [f"block=8: {default}"] * 2
+    assert first[2].startswith("block_rows=") and default in first[2]
+    table.keep(entry(64, 32, seconds=1.0, default_seconds=1.5))
+    place = table.user_path()
+    tuned = (
+        f"block=32: tuned for these shapes, 1.5 times the default's speed, from {place}"
+    )
+    assert said()[:2] == [tuned] * 2
+    with pl.configs(Table([entry(64, 16)])):
+        assert said()[0] == "block=16: tuned for these shapes, from pl.configs"
+    table.forget()
+    table.keep(entry(128, 16))
+    assert said()[0] == f"block=16: tuned for float32[128], from {place}"
+    with configured.kept():  # a kernel that no function with a configuration calls
+        doubled(X)
+        doubled_plainly = pl.pallas_call(_copy, out_shape=X)
+        (site,) = sites_in(doubled_plainly, X)
+    assert site.call.configured is None
+
+
+def test_hints_do_not_argue_with_the_tuner():
+    wide = jnp.arange(float(1 << 20))
+
+    def hints() -> str:
+        (kernel,) = pl.explain(doubled, measure=False)(wide).kernels
+        return " ".join(kernel.hints)
+
+    assert "larger blocks make fewer steps" in hints()
+    with pl.configs(Table([entry(1 << 20, 8)])):
+        assert "larger blocks" not in hints()
+
+
+def test_what_was_tuned_can_be_forgotten(capsys):
+    table.keep(entry(64, 16))
+    table.keep(Entry(Site("other", ()), choices.chip_name(), {}))
+    assert main(["tune", "--forget", "nothing"]) == 1
+    assert "stored are those of: doubled, other" in capsys.readouterr().err
+    assert main(["tune", "--forget", "file.py::doubled"]) == 0
+    assert "removed 1 configurations of doubled" in capsys.readouterr().out
+    assert [e.site.kernel for e in table.user_table().entries] == ["other"]
+    assert main(["cache", "--clear"]) == 0
+    assert "1 tuned configurations" in capsys.readouterr().out
+    assert not table.user_table().entries
+    assert main(["tune", "--forget"]) == 0
 
 
 def test_the_users_file_and_which_entry_counts():

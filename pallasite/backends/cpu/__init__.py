@@ -5,6 +5,7 @@ generation, the modules that `emit.py` lists have the rules for ops, XLA calls
 `handler.py`, and `compile.py` makes machine code.
 """
 
+import importlib.util
 from collections.abc import Sequence
 from functools import partial
 
@@ -119,6 +120,11 @@ class CpuBackend:
 
     def version(self) -> str:
         return f"cpu 1, {compiler.version()}"
+
+    def missing(self, has_device: bool) -> str:
+        del has_device
+        found = importlib.util.find_spec("llvmlite") is not None
+        return "" if found else "llvmlite is not installed: pip install llvmlite"
 
 
 def make_llvm(scheduled: str, lines: bool = False) -> str:

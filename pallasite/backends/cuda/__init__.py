@@ -185,6 +185,10 @@ class CudaBackend:
     def version(self) -> str:
         return f"cuda 1, {nvrtc.version()}"
 
+    def missing(self, has_device: bool) -> str:
+        del has_device  # XLA has no compiler of CUDA C++
+        return "" if nvrtc.is_available() else f"{nvrtc.MISSING}: {nvrtc.SOURCE}"
+
     def resources(self, compiled: Compiled) -> Sequence[Resource]:
         chip = _chip(compiled.options)
         shared = emit.Launched.of(compiled["cuda"]).shared_bytes

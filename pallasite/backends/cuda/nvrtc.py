@@ -25,6 +25,7 @@ _OPTIONS = ("--std=c++17", "-default-device")
 
 
 MISSING = "NVRTC, which compiles for the backend 'cuda', is not installed"
+SOURCE = "pip install 'pallasite[cuda]', or jax[cuda13], which includes it"
 
 
 def is_available() -> bool:
@@ -159,8 +160,7 @@ def _found() -> Any:
 def _library() -> Any:
     library = _found()
     if library is None:
-        fix = "pip install 'pallasite[cuda]', or jax[cuda13], which includes it"
-        raise UnsupportedError(MISSING, fix=fix)
+        raise UnsupportedError(MISSING, fix=SOURCE)
     return library
 
 

@@ -230,6 +230,11 @@ class TpuBackend:
 
         return f"1+mosaic{DIALECT_VERSION}"
 
+    def missing(self, has_device: bool) -> str:
+        from pallasite.runtime import aot
+
+        return "" if has_device else aot.missing()
+
     def resources(self, compiled: Compiled) -> Sequence[Resource]:
         from pallasite.backends.tpu.vmem import taken
 

@@ -155,6 +155,10 @@ class TritonBackend:
     def version(self) -> str:
         return "triton-1"
 
+    def missing(self, has_device: bool) -> str:
+        text = "XLA compiles Triton's text only where there is an NVIDIA GPU"
+        return "" if has_device else text
+
 
 def _chip(options: Options) -> Gpu:
     """The GPU compiled for; if unknown, one with much shared memory."""

@@ -78,8 +78,9 @@ class Work:
     """Totals of one call.
 
     Attributes:
-        products: operations of matmuls, by the type of their operands; a multiplication
-            and an addition count as two.
+        products: operations of matmuls, by the type of their operands, followed by
+            the precision asked for, if any ("f32:tf32"); a multiplication and an
+            addition count as two.
         arithmetic: other operations on floats, one per element.
         other: operations on integers and booleans, comparisons and selects, one per
             element of a tile; scalar arithmetic is left out.
@@ -282,6 +283,9 @@ class _Counter:
     def count_dot(self, op: Op, rows: _Rows) -> Total:
         dot = Dot.of(op)
         dtype = dot.lhs.value.type.dtype.name
+        asked = str(op.attrs["precision"] or "default").lower()
+        if dtype == "f32" and asked != "default":
+            dtype = f"f32:{asked}"
         done = 2 * op.result.tile.size * dot.depth * rows.count
         return Total({(PRODUCT, dtype): done})
 
@@ -289,7 +293,8 @@ class _Counter:
         found = Wgmma.of(op)
         depth = found.lhs.type.shape[found.contract[0]]
         done = 2 * found.sums.tile.size * depth * rows.count
-        return Total({(PRODUCT, found.lhs.type.dtype.name): done})
+        dtype = found.lhs.type.dtype.name
+        return Total({(PRODUCT, "f32:tf32" if dtype == "f32" else dtype): done})
 
     def count_for(self, op: Op, rows: _Rows) -> Total:
         loop = Loop.of(op)

@@ -85,7 +85,8 @@ class _Picture:
 def _spoken(point: Point) -> str:
     rate = f"{short(point.rate)}flop per second"
     at = f"{point.intensity:.3g} flop per byte"
-    return f"{point.kernel} on {point.chip}: {rate} at {at}, {point.kind}"
+    cached = "; caches held part of its bytes" if point.cached else ""
+    return f"{point.kernel} on {point.chip}: {rate} at {at}, {point.kind}{cached}"
 
 
 def _powers(low: float, high: float) -> list[float]:

@@ -58,7 +58,7 @@ def said(name: str) -> str:
 
 @pytest.fixture(autouse=True)
 def without_libtpu(monkeypatch):
-    monkeypatch.setattr(aot, "is_usable", lambda: False)
+    monkeypatch.setattr(aot, "missing", lambda: "libtpu is not installed")
 
 
 def sections() -> dict[str, str]:
