@@ -55,8 +55,8 @@ def attention(weights, dtype=F32, last=lambda p, v, d: jnp.dot(p, v)) -> Kernel:
     call = pl.pallas_call(kernel, jax.ShapeDtypeStruct((8, 4), F32), grid=(2,),
                           in_specs=[rows, whole, whole], out_specs=rows)  # fmt: skip
     shapes = [jax.ShapeDtypeStruct((n, 4), F32) for n in (8, 16, 16)]
-    (kernel,) = kernels_in(call, *shapes)
-    return run(kernel)
+    (found,) = kernels_in(call, *shapes)
+    return run(found)
 
 
 def assert_same(kernel: Kernel, size: int, tolerance: float = 1e-5) -> Kernel:

@@ -241,7 +241,7 @@ class _Loops:
             old = Value(sink.result.tile.with_dtype(dtype), sink.result.name)
             attrs = {**sink.attrs, "dtype": dtype} if sink.name == "dot" else sink.attrs
             share = inner.op(sink.name, *part.mapped(sink.operands), **attrs)
-            if sink.result is scale:
+            if scale is not None and sink.result is scale:
                 start = float(np.finfo(dtype.np).min)
                 part.new[scale] = inner.op(MERGED[kind], old, share)
                 change = inner.sub(old, part.new[scale])
