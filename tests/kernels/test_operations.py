@@ -571,7 +571,7 @@ REFUSALS = [
         [normal(1, 2, 3, 4), integers(0, 9, 1, 2), normal(3)],
         "at most 2 frequencies",
     ),
-    (kernels.matmul, [normal(3, 4), normal(5, 6)], "needs shape  (3, 5)"),
+    (kernels.matmul, [normal(3, 4), normal(5, 6)], "y has shape  (5, 6)"),
     (
         lambda *args: kernels.paged_attention(*args[:5], key_scales=args[5]),
         [*QUANTISED[:5], jnp.ones((10, 8))],
