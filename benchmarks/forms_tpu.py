@@ -31,7 +31,7 @@ def tpu_rows(
     limit: float,
     workers: int,
     old: dict[str, Row],
-    save: Callable[[dict[str, Row]], None],
+    save: Callable[[dict[str, Row]], object],
 ) -> dict[str, Row]:
     """The estimated cycles of each form.
 
@@ -117,7 +117,7 @@ def _collect(
     batches: list[tuple[dict[str, Any], Any]],
     known: dict[str, Row],
     rows: dict[str, Row],
-    save: Callable[[dict[str, Row]], None],
+    save: Callable[[dict[str, Row]], object],
     wait: bool,
 ) -> None:
     """Rows of the batches that are compiled."""
