@@ -27,7 +27,7 @@ _SPELLINGS = {
 }
 
 
-def activation_of(operation: str, given: str | Callable) -> str:
+def activation_of(operation: str, given: str | Callable[..., object]) -> str:
     """The name of an activation, which may be given as JAX's function."""
     try:
         name = _SPELLINGS.get(given, given)
@@ -48,7 +48,7 @@ def gated_linear_unit(
     gate: jax.Array,
     value: jax.Array,
     *,
-    activation: str | Callable = "swish",
+    activation: str | Callable[[jax.Array], jax.Array] = "swish",
     implementation: common.Implementation = "pallasite",
     config: common.RowConfig | None = None,
 ) -> jax.Array:

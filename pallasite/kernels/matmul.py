@@ -49,7 +49,7 @@ def matmul(
     gate: jax.Array | None = None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
-    activation: str | Callable = "identity",
+    activation: str | Callable[[jax.Array], jax.Array] = "identity",
     prologue: Callable[[jax.Array], jax.Array] | None = None,
     out_dtype: Any = None,
     implementation: common.Implementation = "pallasite",

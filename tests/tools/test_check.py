@@ -135,8 +135,15 @@ def test_a_named_python_that_does_not_exist_compiles_nothing(tmp_path):
 
 
 def test_without_nvrtc_or_a_gpu_nothing_is_called_compiled(monkeypatch):
+    def scaled(x):
+        def kernel(x_ref, o_ref):
+            o_ref[...] = 1.015625 * x_ref[...]  # whose code no cache has
+
+        return pl.pallas_call(kernel, out_shape=x)(x)
+
     monkeypatch.setattr("pallasite.backends.cuda.nvrtc._found", lambda: None)
-    (kernel,) = pl.aot(double, X).compile("gpu:h200").kernels
+    with config.override(cache_dir="off"):
+        (kernel,) = pl.aot(scaled, X).compile("gpu:h200").kernels
     assert kernel.backend == "triton" and kernel.compiled is False
     assert "only where there is an NVIDIA GPU" in kernel.note
 
