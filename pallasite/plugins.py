@@ -4,7 +4,7 @@ A distribution that declares an entry point in the group `pallasite.backends` ad
 backend (`backends/base.py`), and one in `pallasite.chips` a chip (`target/chip.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -41,11 +41,13 @@ def declared(group: str, own: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     return found
 
 
-def loaded(entry: EntryPoint, kind: type | None = None) -> Any:
+def loaded(
+    entry: EntryPoint, kind: type | None = None, members: Iterable[str] = ()
+) -> Any:
     """The object that an entry point names.
 
     Raises:
-        SpecError: it cannot be imported, or is not of `kind`.
+        SpecError: it cannot be imported, is not of `kind`, or lacks one of `members`.
     """
     where = [("entry point", f"{entry.name} = {entry.value}"), ("group", entry.group)]
     try:
@@ -61,5 +63,12 @@ def loaded(entry: EntryPoint, kind: type | None = None) -> Any:
             f"an entry point names a {type(found).__name__}, not a {kind.__name__}",
             where,
             fix=f"name a {kind.__name__} in the package that declares it",
+        )
+    lacking = [name for name in members if not hasattr(found, name)]
+    if lacking:
+        raise SpecError(
+            f"an entry point names an object without {', '.join(lacking)}",
+            where,
+            fix="update the package that declares it",
         )
     return found

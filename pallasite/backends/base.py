@@ -326,5 +326,7 @@ def get(name: str) -> Backend:
     if name in _MODULES:
         return import_module(_MODULES[name]).BACKEND
     if name in _added():
-        return plugins.loaded(_added()[name])
+        members = (*Backend.__annotations__, *vars(Backend))
+        public = (each for each in members if not each.startswith("_"))
+        return plugins.loaded(_added()[name], members=public)
     raise UnknownBackendError(name, names())

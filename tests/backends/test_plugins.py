@@ -56,6 +56,9 @@ MODULE = """
         def version(self) -> str:
             return "toy 1"
 
+        def missing(self, has_device: bool) -> str:
+            return ""
+
         def resources(self, compiled: Compiled) -> Sequence[Resource]:
             return ()
 
@@ -175,6 +178,10 @@ REFUSED = {
     "cannot be loaded: No module named 'missing_here'": (
         "[pallasite.backends]\nlost = missing_here:BACKEND",
         lambda: base.get("lost"),
+    ),
+    "names an object without platforms, native, exports": (
+        "[pallasite.backends]\nbare = toy_backend:CHIP",
+        lambda: base.get("bare"),
     ),
     "names a str, not a Chip": (
         "[pallasite.chips]\ntoy1 = toy_backend:NO_CHIP",
