@@ -8,13 +8,12 @@ import pytest
 
 import pallasite as pl
 from pallasite.autodiff.backward import plan
-from pallasite.autodiff.backward_choice import Machine
 from pallasite.ir import types as T
 from pallasite.ir.nodes import walk
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.sites import calls_in
-from pallasite.target import GPUS
+from pallasite.target import GPUS, Machine
 
 N, BLOCK = 200, 64
 
@@ -37,7 +36,7 @@ def call_of(kernel, *args):
 def steps_of(kernel):
     x = jax.ShapeDtypeStruct((N, 32), jnp.bfloat16)
     call = call_of(kernel, x, x)
-    made = plan(call.kernel, (True, True), (True,), Machine.of(GPUS["h200"]))
+    made = plan(call.kernel, (True, True), (True,), Machine.usual(GPUS["h200"]))
     return [step.kernel for step in made.steps]
 
 
