@@ -167,10 +167,11 @@ class _Parts:
             self._access(op)
         elif table()[op.name].effect is not Effect.PURE:
             raise CannotReblock(f"iterations have a '{op.name}'")
-        elif any(v in self.forms for v in op.operands):
-            self._number_op(op)
-        elif any(v in self.members for v in op.operands):
-            self._tile_op(op)
+        elif {*op.operands} & ({*self.forms} | {*self.members}):
+            if len(op.results) != 1 or op.result.is_ref:
+                raise CannotReblock(f"iterations have a '{op.name}'")
+            takes = self._number_op if {*op.operands} & {*self.forms} else self._tile_op
+            takes(op)
 
     def _number_op(self, op: Op) -> None:
         """Sums and products of the loop index, and positions along the rows."""

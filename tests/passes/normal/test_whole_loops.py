@@ -153,6 +153,11 @@ def test_a_loop_that_starts_and_steps_otherwise():
     assert not has_loop(kernel)
 
 
+def test_views_of_parts():
+    kernel = normalize(kernel_of(through_views))
+    assert_close(kernel_of(through_views), kernel)
+
+
 def test_a_start_other_than_zero_is_added():
     def body(x_ref, o_ref):
         total = lax.fori_loop(
@@ -229,6 +234,24 @@ def lanes_that_are_stored(x_ref, o_ref):
     o_ref[:, :PART] = total
 
 
+def through_views(x_ref, o_ref):
+    def step(j, total):
+        view = x_ref.at[:, pl.ds(j * PART, PART)]
+        return total + view[...].sum(-1, keepdims=True)
+
+    total = lax.fori_loop(0, COUNT, step, jnp.zeros((ROWS, 1)))
+    o_ref[...] = x_ref[...] + total
+
+
+def by_references(x_ref, o_ref):
+    """A view of one row that the index picks."""
+
+    def step(j, total):
+        return total + x_ref.at[pl.ds(j % ROWS, 1)][...]
+
+    o_ref[...] = x_ref[...] + lax.fori_loop(0, COUNT, step, jnp.zeros((1, WIDTH)))
+
+
 def not_rescaled(x_ref, o_ref):
     """Sums relative to maxima that were not final, as nobody should."""
 
@@ -254,6 +277,7 @@ def not_rescaled(x_ref, o_ref):
         weighted_by_the_number,
         lanes_that_are_stored,
         not_rescaled,
+        by_references,
     ],
 )
 def test_loops_whose_iterations_are_told_apart_stay(body):
