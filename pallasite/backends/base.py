@@ -140,6 +140,11 @@ class Backend(Protocol):
         ...
 
 
+# What another package's backend must have.
+MEMBERS = ("name", "platforms", "native", "exports", "passes", "stages", "launch")
+MEMBERS += ("version", "missing", "resources")
+
+
 class Compiled(Mapping[str, Any]):
     """A kernel on its way through a backend: the output of every stage, by its name.
 
@@ -326,7 +331,5 @@ def get(name: str) -> Backend:
     if name in _MODULES:
         return import_module(_MODULES[name]).BACKEND
     if name in _added():
-        members = (*Backend.__annotations__, *vars(Backend))
-        public = (each for each in members if not each.startswith("_"))
-        return plugins.loaded(_added()[name], members=public)
+        return plugins.loaded(_added()[name], members=MEMBERS)
     raise UnknownBackendError(name, names())

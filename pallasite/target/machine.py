@@ -131,15 +131,16 @@ class Machine:
 
     # --- rates ---
 
-    def product_rate(self, *kinds: str) -> float:
-        """Of matmuls of such operands (`Work.products`), by what multiplies them; those
-        without rates do not count, if any has."""
-        runs = [self.runs_as(kind) for kind in kinds]
-        known = (self._rate(name) / times for name, times in runs if name)
+    def product_rate(self, *types: str) -> float:
+        """Of matmuls of such operands on the matrix units; types without rates do not
+        count, if any has one."""
+        known = (self.products[name] for name in types if name in self.products)
         return min(known, default=self.wide)
 
-    def _rate(self, name: str) -> float:
-        return self.vector if name == VECTOR else self.products[name]
+    def kind_rate(self, kind: str) -> float:
+        """Of a kind of products (`Work.products`), by what multiplies them."""
+        name, times = self.runs_as(kind)
+        return self.vector if name == VECTOR else self.product_rate(name) / times
 
     def runs_as(self, kind: str) -> tuple[str, int]:
         """The unit or type that multiplies a kind of operands, and how often; no name
@@ -175,8 +176,8 @@ class Machine:
         return operations / self.product_rate(*types)
 
     def multiplying_all(self, operations: Mapping[str, float]) -> float:
-        """The same for operations by type."""
-        return sum(self.multiplying(n, (name,)) for name, n in operations.items())
+        """The same for operations by kind, also of the vector units."""
+        return sum(n / self.kind_rate(kind) for kind, n in operations.items())
 
     def computing(self, operations: float, special: float = 0) -> float:
         """Seconds of the vector units, one after the other with those of `special`."""

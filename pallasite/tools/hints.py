@@ -155,8 +155,8 @@ def wide_products(facts: Facts) -> Iterator[Hint]:
     computes = facts.bound.limit in ("matrix", "vector", "arithmetic")
     if not computes or not wide_kinds:
         return
-    slowest = min(wide_kinds, key=facts.peak.product_rate)
-    narrow, wide = (facts.peak.multiplying(1, (kind,)) for kind in ("bf16", slowest))
+    slowest = min(wide_kinds, key=facts.peak.kind_rate)
+    narrow, wide = (facts.peak.multiplying_all({kind: 1}) for kind in ("bf16", slowest))
     if narrow < wide:
         yield (
             1 - narrow / wide,

@@ -170,7 +170,7 @@ def _ceilings(chip: str, kernels: Sequence[KernelReport]) -> list[Ceiling]:
     peak = Machine.peak(named(chip).chip)
     works = [each.work for each in kernels if each.work is not None]
     kinds = sorted({kind for work in works for kind in work.products})
-    levels = {peak.name_of(kind): peak.product_rate(kind) for kind in kinds}
+    levels = {peak.name_of(kind): peak.kind_rate(kind) for kind in kinds}
     if peak.vector not in levels.values():
         levels["vector"] = peak.vector
     units = [_busiest(each.bound) for each in kernels if each.bound is not None]

@@ -166,6 +166,11 @@ def fresh():
         cached.cache_clear()
 
 
+def test_members_are_those_of_the_protocol():
+    named = [*vars(base.Backend)["__annotations__"], *vars(base.Backend)]
+    assert set(base.MEMBERS) == {n for n in named if not n.startswith("_")}
+
+
 REFUSED = {
     "the name 'cpu' in the entry points 'pallasite.backends' is taken": (
         "[pallasite.backends]\ncpu = toy_backend:BACKEND",

@@ -268,10 +268,10 @@ def test_hint_about_wide_products():
 
 def test_bounds_use_the_rates_of_what_will_run():
     h200, v5e = (Machine.peak(CHIPS[name]) for name in ("h200", "v5e"))
-    assert h200.product_rate("f32") == h200.vector < h200.product_rate("f32:tf32")
-    assert h200.product_rate("f32:high") == h200.product_rate("f32:tf32") / 3
-    assert v5e.product_rate("f32") == v5e.product_rate("bf16")
-    assert v5e.product_rate("f32:highest") == v5e.product_rate("bf16") / 6
+    assert h200.kind_rate("f32") == h200.vector < h200.kind_rate("f32:tf32")
+    assert h200.kind_rate("f32:high") == h200.kind_rate("f32:tf32") / 3
+    assert v5e.kind_rate("f32") == v5e.kind_rate("bf16")
+    assert v5e.kind_rate("f32:highest") == v5e.kind_rate("bf16") / 6
     one = S((1024, 1024), F32)
 
     def product(precision):
