@@ -63,6 +63,11 @@ def why_not_in_rounds(
         return whole or "no matmul contracts it"
     if not all(map(adds_up, dim.products)):
         return "its accumulator has less precision than a matmul's"
+    return why_not_computed_in_parts(found, dim)
+
+
+def why_not_computed_in_parts(found: LoopDims, dim: LoopDim) -> str | None:
+    """Why what has a dimension cannot be loaded and computed part by part."""
     made = {v for op in walk(found.pipeline.body) for v in op.results}
     for value in dim.members:
         if value.is_ref:

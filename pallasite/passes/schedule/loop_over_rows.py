@@ -35,6 +35,7 @@ from pallasite.passes.analysis.exponents import Power, Powers
 from pallasite.passes.analysis.grid import with_pipeline
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place
 from pallasite.passes.normal.resized_code import CannotReblock, Part
+from pallasite.passes.schedule.loop_over_k import why_not_computed_in_parts
 from pallasite.passes.schedule.reblock import in_pipeline
 
 MERGED = {"sum": "add", "max": "max", "min": "min"}
@@ -68,18 +69,7 @@ def _why_not(found: LoopDims, dim: LoopDim, size: int) -> str | None:
         return f"{dim.size} elements are not several parts of {size}"
     if any(op.attrs["kind"] not in MERGED for op in dim.reduces):
         return "a reduction cannot be taken in parts"
-    made = {v for op in walk(found.pipeline.body) for v in op.results}
-    for value in dim.members:
-        if value.is_ref:
-            if value in found.written or value not in found.pipeline.blocks:
-                return f"{value.name or 'a ref'} is written and has this dimension"
-        elif value not in made:
-            return "a loop carries values that have this dimension"
-    for op in walk(found.pipeline.body):
-        pure = table()[op.name].effect is Effect.PURE or op.name == "load"
-        if any(v in dim.members for v in op.results) and (op.regions or not pure):
-            return f"'{op.name}' produces values that have this dimension"
-    return None
+    return why_not_computed_in_parts(found, dim)
 
 
 def _divided_last(found: LoopDims, dim: LoopDim) -> Kernel:
