@@ -105,6 +105,17 @@ def add_parsers(commands: Any) -> None:
         metavar="PORT",
         help=f"show the page at http://localhost:{PORT}, regenerated on reload",
     )
+    for parser in (explain, explore):
+        parser.add_argument(
+            "--no-measure",
+            action="store_true",
+            help="run nothing, and get no compiler estimates",
+        )
+    _add_profile(commands)
+    _add_prove(commands)
+
+
+def _add_profile(commands: Any) -> None:
     timed = _parser(
         commands,
         "profile",
@@ -116,13 +127,9 @@ def add_parsers(commands: Any) -> None:
     timed.add_argument(
         "--trace", metavar="FILE", help="also write a trace for Perfetto to this file"
     )
-    for parser in (explain, explore):
-        parser.add_argument(
-            "--no-measure",
-            action="store_true",
-            help="run nothing, and get no compiler estimates",
-        )
 
+
+def _add_prove(commands: Any) -> None:
     prove = _parser(
         commands,
         "prove",

@@ -16,10 +16,10 @@ from tests import conftest  # noqa: F401  sets the environment, before jax is im
 
 # isort: split
 
-from pallasite.checking import Checked
 from pallasite.errors import CheckError
 from pallasite.interpret.checked import run_checked
 from pallasite.proofs.kernels import prove_kernel
+from pallasite.proofs.replay import NO_CHECKS
 from tests.fuzz.choices import Seeded
 from tests.fuzz.generate import FAMILIES, Case, random_kernel
 
@@ -32,20 +32,12 @@ CHECKS = {
     "races": "races",
     "sync": "copies",
 }
-OFF = Checked(
-    bounds=False,
-    uninitialised=False,
-    races=False,
-    unwritten=False,
-    copies=False,
-    promises=False,
-)
 
 
 def reported(case: Case, kind: str) -> bool:
     """Whether checked mode reports a kind of bug when the kernel runs."""
     try:
-        run_checked(case.kernel, case.arrays, replace(OFF, **{kind: True}))
+        run_checked(case.kernel, case.arrays, replace(NO_CHECKS, **{kind: True}))
     except CheckError as error:
         return error.kind == kind
     return False

@@ -16,6 +16,7 @@ at once.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf, isfinite, prod
 
 from pallasite.ir.build import Builder
@@ -46,17 +47,38 @@ def whole_loops(kernel: Kernel) -> Kernel:
 
 
 def _without_a_loop(kernel: Kernel) -> Kernel:
-    loops = [op for op in walk(kernel.body) if op.name == "for"]
-    made = {v: op for op in walk(kernel.body) for v in op.results} if loops else {}
-    for op in loops:
+    facts = _Facts(kernel)
+    for op in walk(kernel.body):
+        if op.name != "for":
+            continue
         try:
-            parts = _Parts(Loop.of(op), made, kernel)
+            parts = _Parts(Loop.of(op), facts)
         except CannotReblock:
             continue
         if parts.can_be_held:
             at_once = lambda o, b, p=parts: p.at_once(b) if o is p.loop.op else None
             return dead_code(map_ops(kernel, at_once))
     return kernel
+
+
+class _Facts:
+    """What is known of a kernel, found once for all of its loops."""
+
+    def __init__(self, kernel: Kernel):
+        self.kernel = kernel
+
+    @cached_property
+    def made(self) -> Mapping[Value, Op]:
+        """The op that defines each value."""
+        return {v: op for op in walk(self.kernel.body) for v in op.results}
+
+    @cached_property
+    def users(self) -> Mapping[Value, Sequence[Op]]:
+        return users_of(self.kernel.body)
+
+    @cached_property
+    def roots(self) -> Roots:
+        return Roots(self.kernel)
 
 
 @dataclass(frozen=True)
@@ -73,15 +95,14 @@ class _Parts:
 
     Args:
         loop: the loop.
-        made: the op that defines each value.
-        kernel: what it is part of.
+        facts: of the kernel that it is part of.
 
     Raises:
         CannotReblock: it does something else.
     """
 
-    def __init__(self, loop: Loop, made: Mapping[Value, Op], kernel: Kernel):
-        self.loop, self.made = loop, made
+    def __init__(self, loop: Loop, facts: _Facts):
+        self.loop, self.facts, self.made = loop, facts, facts.made
         self.count, index = self._iterations()
         self.forms = {loop.index: index}
         self.members: dict[Value, int] = {}  # tiles with the dimension, and where
@@ -89,13 +110,12 @@ class _Parts:
         self.spans: dict[Op, int] = {}  # loads and stores of parts: where rows start
         self.sums: set[Op] = set()  # reductions along it
         self.size = self._part_size()
-        self.users = users_of(kernel.body)
         self.lanes = self._lanes()
         adds = {op for op, _ in self.lanes.values()}
         self.code = [op for op in loop.body.ops if op not in adds]
         for op in self.code:
             self._take(op)
-        self._check_memory(Roots(kernel))
+        self._check_memory(facts.roots)
         self._check_stores()
         self.steps: Steps | None = None
         self._check_states()
@@ -136,7 +156,7 @@ class _Parts:
             op = self.made.get(new)
             if op is None or op.name not in NEUTRAL or op not in self.loop.body.ops:
                 continue
-            if self.users[old] != [op] or self.users[new] != [self.loop.op]:
+            if self.facts.users[old] != [op] or self.facts.users[new] != [self.loop.op]:
                 continue
             part = next((v for v in op.operands if v is not old), None)
             if part is not None and self._only_reduced(n, op.name):
@@ -155,7 +175,7 @@ class _Parts:
             and op.attrs["kind"] == kind
             and last in op.attrs["axes"]
             and op.operands == (result,)
-            for op in self.users.get(result, ())
+            for op in self.facts.users.get(result, ())
         )
 
     # --- ops ---
