@@ -191,7 +191,7 @@ def _inside(
     assert isinstance(entry, Span)
     start = b.constant(entry.start or 0, T.INDEX)
     if operand is not None:
-        start = b.cast(operand, T.I32)
+        start = b.as_index(operand)
     # A block index out of range stands for the nearest block.
     block = b.op("clamp", b.index(0), block, b.index(-(-n // size) - 1))
     start = b.add(start, b.mul(block, b.index(size)))

@@ -22,7 +22,6 @@ from pallasite.autodiff.per_program import Program, producers_of
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.parse import parse_kernel
-from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.affine import Forms
 
 MOST_COLUMNS = 1024  # of the rows that one program adds up
@@ -137,7 +136,7 @@ class _Scatter:
             return None
         if not row.tile.shape:
             row = b.broadcast(row, (1,), ())
-        rows = self.kept(b, b.cast(row, INDEX.dtype), ids)
+        rows = self.kept(b, b.as_index(row), ids)
         return Addend(self.kept(b, value, ids), tile, rows=rows)
 
     def starts(
@@ -158,7 +157,7 @@ class _Scatter:
             for dim, index in zip(dims, view.operands[1:], strict=True):
                 if dim.kind not in ("blocked", "element", "squeezed"):
                     return None
-                start = b.cast(index, INDEX.dtype)
+                start = b.as_index(index)
                 if dim.kind == "blocked":
                     start = b.mul(start, b.index(dim.size))
                 elif dim.padding[0]:
@@ -191,7 +190,7 @@ class _Scatter:
         assert isinstance(entry, (At, Span))
         start = b.index(entry.start or 0) if operand is None else operand
         size = entry.size if isinstance(entry, Span) else 1
-        return b.cast(start, INDEX.dtype), size
+        return b.as_index(start), size
 
     def note(self, ops: Iterable[Op]) -> None:
         self.forms.add_ops(ops)

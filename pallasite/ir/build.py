@@ -82,6 +82,19 @@ class Builder:
     def cast(self, x: Value, dtype: T.DType) -> Value:
         return x if x.tile.dtype == dtype else self.op("cast", x, dtype=dtype)
 
+    def as_index(self, x: Value) -> Value:
+        """Integers as indices; those that no index can be become the nearest one.
+
+        A cast alone would wrap: 2**32 + 1 would be inside an array of two elements.
+        """
+        (low, high), (least, most) = x.tile.dtype.limits, T.INDEX.dtype.limits
+        if low < least or high > most:
+            low, high = self.like(max(low, least), x), self.like(most, x)
+            if x.tile.shape:
+                low, high = (self.broadcast(v, x.tile.shape) for v in (low, high))
+            x = self.op("clamp", low, x, high)
+        return self.cast(x, T.INDEX.dtype)
+
     def select(self, pred: Value, on_true: Value, on_false: Value) -> Value:
         return self.op("select_n", pred, on_false, on_true)
 
@@ -163,7 +176,7 @@ def part_start(
     if start is None:
         assert span.start is not None
         return b.add(b.index(span.start), step) if span.start else step
-    first = b.cast(start, T.INDEX.dtype)
+    first = b.as_index(start)
     if not masked:
         first = b.clamp(b.index(0), first, b.index(size - span.extent))
     return b.add(first, step)

@@ -370,7 +370,7 @@ def _first(b: Builder, entry: At | Span, start: Value | None, last: int) -> Valu
 
 
 def _inside(b: Builder, start: Value, last: int) -> Value:
-    return b.clamp(b.index(0), b.cast(start, I32), b.index(last))
+    return b.clamp(b.index(0), b.as_index(start), b.index(last))
 
 
 def _overwrites(op: Op, access: Access, copy: "_Copy") -> bool:

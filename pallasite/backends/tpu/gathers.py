@@ -178,7 +178,7 @@ class _Accesses:
         arrays = [v for e, v in self.entries if isinstance(e, Gather) and v is not None]
         self.shape = arrays[0].tile.shape
         self.places = [
-            _Scratch(b, v.tile.with_dtype(I32), b.cast(v, I32)) for v in arrays
+            _Scratch(b, v.tile.with_dtype(I32), b.as_index(v)) for v in arrays
         ]
         spans = [e.size for e, _ in self.entries if isinstance(e, Span)]
         self.slice_shape = tuple(spans)
@@ -249,7 +249,7 @@ class _Accesses:
                 continue
             if self.access.mask is None:  # adding a mask would change the meaning
                 extent = entry.extent if isinstance(entry, Span) else 1
-                operand = _clamped(b, b.cast(operand, I32), n - extent)
+                operand = _clamped(b, b.as_index(operand), n - extent)
             operands.append(operand)
         return tuple(index), operands, inside
 
@@ -265,7 +265,7 @@ class _Slices:
             numbers
         )
         self.x = _Scratch(b, x.tile, x)
-        self.indices = _Scratch(b, indices.tile.with_dtype(I32), b.cast(indices, I32))
+        self.indices = _Scratch(b, indices.tile.with_dtype(I32), b.as_index(indices))
         self.places = indices.tile.shape[:-1]
         self.window = [
             d for d in range(x.tile.rank) if d not in (*dropped, *self.batch)

@@ -18,7 +18,7 @@ from math import inf
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Gather, Kernel, Op, Span, Value
 from pallasite.ir.opdef import TILE
-from pallasite.ir.types import BOOL, I32, TileType
+from pallasite.ir.types import BOOL, TileType
 from pallasite.passes.facts_walk import FactsWalk
 from pallasite.passes.normal.canonicalize import canonicalize
 
@@ -208,7 +208,7 @@ class _Slices:
     def _parts(self, count: _Count, most: int) -> list[_Part]:
         b, start = self.b, self.b.index(count.offset)
         for value in count.starts:
-            start = b.add(start, b.cast(value, I32))
+            start = b.add(start, b.as_index(value))
         if count.dim is None:
             return [_Part(0, None, start)]
         n = self.shape[count.dim]

@@ -18,7 +18,7 @@ from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window, walk
 from pallasite.ir.rewrite import clone, inline, used_values, writes
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import INDEX
-from pallasite.passes.analysis.intervals import HIGHEST, Facts
+from pallasite.passes.analysis.intervals import HIGHEST, Fact, Facts
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.lower.place_windows import number_facts
 from pallasite.passes.normal.again import Again
@@ -186,14 +186,16 @@ class _Merge:
     ) -> tuple[Value, Window, tuple[Value, ...]]:
         """A window onto a block of a window, as a window onto its array."""
         outer = self.showing[inner.array]
+        shape = outer.array.ref.shape
         places = inline(b, outer.index_map, ids[: self.split])
+        shows = number_facts(outer.index_map, outer.window, shape, self.outer.grid)
         facts = number_facts(
             inner.index_map, inner.window, inner.array.ref.shape, self.inner.grid
         )
         inside = iter(zip(numbers, facts, strict=True))
         dims, yields = [], []
-        shape, rows = outer.array.ref.shape, list(self.dims(outer, inner))
-        for n, (_, dim, part), place in zip(shape, rows, places, strict=True):
+        rows = list(self.dims(outer, inner))
+        for (n, dim, part), place, shown in zip(rows, places, shows, strict=True):
             if part is None:
                 dims.append(dim)
                 yields.append(place)
@@ -204,8 +206,8 @@ class _Merge:
                 yields.append(number)
                 continue
             count = dim.size // part.size
-            if not fact.within(0, count - 1):
-                number = b.clamp(b.index(0), number, b.index(count - 1))
+            number = _nearest(b, number, fact, count)
+            place = _nearest(b, place, shown, n // dim.size)
             yields.append(b.add(b.mul(place, b.index(count)), number))
         window = replace(inner.window, dims=tuple(dims))
         return outer.array, window, tuple(yields)
@@ -288,6 +290,13 @@ def _guard(b: Builder, tests: Sequence[Value], inside: Builder) -> None:
         test = b.and_(test, other)
     which = b.cast(test, INDEX.dtype)
     b.emit("cond", which, regions=(Block(), inside.block()))
+
+
+def _nearest(b: Builder, number: Value, fact: Fact, count: int) -> Value:
+    """The nearest of `count` blocks, which is what a number out of range means."""
+    if fact.within(0, count - 1):
+        return number
+    return b.clamp(b.index(0), number, b.index(count - 1))
 
 
 def _is_blocked(dim: BlockDim) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.ir.rewrite import Rewriter, apply_patterns, is_elementwise
-from pallasite.ir.types import INDEX
 from pallasite.passes.normal.canonicalize import canonicalize
 
 
@@ -86,7 +85,7 @@ def _sliced(b: Rewriter, op: Op, x: Value) -> Value:
         base = b.mul(base, b.like(op.attrs["strides"][dim], base))
         return b.add(base, b.like(op.attrs["starts"][dim], base))
     most = x.type.shape[dim] - tile.shape[dim]
-    start = b.cast(op.operands[1 + dim], INDEX.dtype)
+    start = b.as_index(op.operands[1 + dim])
     start = b.clamp(b.index(0), start, b.index(most))
     return b.add(base, b.broadcast(b.cast(start, tile.dtype), tile.shape, ()))
 

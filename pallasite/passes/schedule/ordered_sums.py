@@ -73,7 +73,7 @@ def _add(b: Rewriter, access: Access) -> None:
     bins, count = ref.ref.size, value.tile.size
     shape = (count, bins)
     flat = lambda x: b.op("reshape", x, shape=(count,))
-    at = b.cast(flat(where), T.I32)
+    at = b.as_index(flat(where))
     at = b.broadcast(at, shape, (0,))
     position = b.op("iota", dim=1, type=T.TileType(shape, T.I32))
     hit = b.eq(at, position)

@@ -334,9 +334,8 @@ class _Parts:
             size = entry.size if isinstance(entry, Span) else 1
             base = None
             if entry.start is None:
-                start = self.value(b, next(operands), ())
-                start = b.max(start, b.like(0, start))
-                base = b.cast(b.min(start, b.like(n - size, start)), T.INDEX.dtype)
+                start = b.as_index(self.value(b, next(operands), ()))
+                base = b.clamp(b.index(0), start, b.index(n - size))
             dim, at = next(rest) if isinstance(entry, Span) else (None, _At(None, 0))
             at = replace(at, start=at.start + (entry.start or 0))
             found.append(_Along(dim, at, base))

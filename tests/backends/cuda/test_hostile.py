@@ -5,10 +5,17 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from pallasite.backends.base import Compiled, Options, get
+from pallasite.errors import ResourceError, UnsupportedError
+from pallasite.ir.nodes import walk
+from pallasite.target import GPUS
+from tests.backends.cpu.hostile import SHAPE, kernels, wild_indices
 from tests.backends.cuda import host
 from tests.conftest import ROOT
+from tests.fuzz.agreement import run_numpy, same
 
 SHORT_OPERAND = """
 import sys
@@ -53,3 +60,26 @@ def test_one_vector_too_far_is_noticed(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "still here\n", done.stderr
     assert done.returncode == -signal.SIGSEGV
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "triton"])
+def test_scheduled_hostile_kernels_mean_the_same(backend: str):
+    """What a backend makes of an index, before it emits code, by the evaluator."""
+    options = Options(chip=None if backend == "cpu" else GPUS["h200"])
+    rng = np.random.default_rng(0)
+    compared = 0
+    for name, kernel in kernels(programs=True):
+        try:
+            scheduled = Compiled(get(backend), kernel, options).scheduled
+        except (UnsupportedError, ResourceError):
+            continue
+        if any(op.name == "roles" for op in walk(scheduled.body)):
+            continue  # for checked mode, which `host` takes the place of
+        dtype = kernel.params[0].ref.dtype.np
+        x, y = (rng.integers(0, 100, SHAPE).astype(dtype) for _ in range(2))
+        for where in wild_indices(kernel.params[1].ref.dtype, rng):
+            (want,) = run_numpy(kernel, [x, where, y])
+            got = run_numpy(scheduled, [x, where, y])[0]
+            assert same(got, want).all(), (name, where)
+            compared += 1
+    assert compared > 100, compared

@@ -137,6 +137,23 @@ def test_blocks_of_blocks_stay_inside_their_block():
     assert "clamp" in new.text
 
 
+@pytest.mark.parametrize("number", ["sub %i1, %one", "add %i1, %one"])
+def test_blocks_of_blocks_past_the_edge_are_of_the_nearest_block(number: str):
+    """The outer number is clamped before the inner one is added to it."""
+    text = BLOCKS_OF_BLOCKS.replace("SHAPE", "24").replace("STEPS", "2")
+    one = "%one: i32 = constant {value=1}"
+    outer = "map (%i1: i32) { yield %i1 }"
+    moved = f"map (%i1: i32) {{\n{one}\n%n: i32 = {number}\nyield %n\n}}"
+    for size, may_pass in (("24", number.startswith("sub")), ("16", True)):
+        given = text.replace("f32[24]", f"f32[{size}]", 1)
+        assert outer in given
+        kernel = parse_kernel(given.replace(outer, moved))
+        new = pipeline_axes(kernel)
+        assert new is not kernel
+        assert_same_meaning(kernel, new, checked=False)
+        assert ("clamp" in new.text) == may_pass
+
+
 def test_blocks_of_edge_blocks_stay_nested():
     kernel = parse_kernel(BLOCKS_OF_BLOCKS.replace("SHAPE", "11").replace("STEPS", "2"))
     assert pipeline_axes(kernel) is kernel

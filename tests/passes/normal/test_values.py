@@ -402,6 +402,28 @@ def test_slice_of_positions_needs_its_clamp_only_outside():
         )
 
 
+@pytest.mark.parametrize("dtype", ["u8", "i8", "u16", "u32", "i64", "u64"])
+def test_slice_of_positions_starts_at_the_nearest_place(dtype: str):
+    """Starts that no i32 can be do not wrap, and a limit need not fit their type."""
+    old = kernel(
+        f"""
+        %i: {dtype} = load %x[0]
+        %a: i32[300] = iota {{dim=0}}
+        %s: i32[1] = dynamic_slice %a, %i {{sizes=(1,)}}
+        %r: i32 = reshape %s {{shape=()}}
+        store %o[0] = %r
+        """,
+        f"x: {dtype}[1]", "o: i32[1]",
+    )  # fmt: skip
+    new = positions(old)
+    assert "dynamic_slice" not in new.text
+    kind = np.dtype(f"{dtype[0]}{int(dtype[1:]) // 8}")
+    limits = np.iinfo(kind)
+    for start in {limits.min, limits.max, 3, min(2**32 + 1, limits.max)}:
+        given = [np.array([start], kind)]
+        assert results(new, given) == results(old, given)
+
+
 def test_masks():
     old = kernel(
         """
