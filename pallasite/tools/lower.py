@@ -76,7 +76,7 @@ class Lowered:
         return choose(call, platform)
 
     def in_parts(self, platform: str | None = None) -> "Lowered":
-        """The calls as they run: a call whose axis is split is several.
+        """The calls as they run: one call may be several kernels.
 
         Args:
             platform: "cpu", "cuda" or "tpu"; by default the one JAX uses.

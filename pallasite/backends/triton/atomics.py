@@ -44,14 +44,16 @@ class Atomics(Memory):
                 old = self.float_extreme(kind, place, value, mask)
             else:
                 assert name is not None
-                old = self.atomic(name, place, place.pointers, value, mask)
+                old = self.atomic(name, place.pointers, value, mask, self.order(place))
         self.env[op.result] = self.past_edge_filled(place, old)
 
+    def order(self, place: Place) -> str:
+        """Where nobody reads, nothing else needs to be visible before or after."""
+        return "relaxed" if place.view.memory in self.merged else "acq_rel"
+
     def atomic(
-        self, name: str, place: Place, pointers: Val, value: Val, mask: Val
+        self, name: str, pointers: Val, value: Val, mask: Val, order: str = "acq_rel"
     ) -> Val:
-        # Where nobody reads, nothing else needs to be visible before or after.
-        order = "relaxed" if place.view.memory in self.merged else "acq_rel"
         types = f"({pointers.type}, {value.type}, {mask.type}) -> {value.type}"
         text = f"tt.atomic_rmw {name}, {order}, gpu, {pointers}, {value}, {mask}"
         return self.let(f"{text} : {types}", value.shape, value.elem, shared=False)
@@ -78,7 +80,7 @@ class Atomics(Memory):
         names = ("max", "umin") if kind == "max" else ("min", "umax")
         masks = (self.apply("arith.andi", mask, x) for x in (positive, negative))
         old = [
-            self.atomic(name, place, places, numbers, each)
+            self.atomic(name, places, numbers, each, self.order(place))
             for name, each in zip(names, masks, strict=True)
         ]
         return self.bits(self.select(negative, old[1], old[0]), value.elem)

@@ -1,7 +1,9 @@
-"""plan_parts: which sequential axis of a kernel is split into how many parts.
+"""plan_parts: which kernels a call runs as.
 
 `plan(kernel, chip)` is asked once per kernel and chip, before a backend's own passes.
-A kernel that already fills the chip's cores stays as it is, and so does one that would
+On a GPU, products that programs would compute again become kernels of their own
+(`products_apart.py`). Otherwise a sequential axis may be split into parts. A kernel
+that already fills the chip's cores stays as it is, and so does one that would
 not get faster by the estimate of `analysis/cost.py`. Where an axis remains serial that
 could have filled the chip, the plan has the reason.
 """
@@ -19,6 +21,7 @@ from pallasite.passes.analysis.cost import UNKNOWN_ROUNDS, bytes_of, cost, secon
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 from pallasite.passes.run import run
 from pallasite.passes.schedule.commuting_steps import commuting_steps, in_any_order
+from pallasite.passes.schedule.products_apart import apart
 from pallasite.passes.schedule.split_axis import Program, even_parts, split
 from pallasite.target import Chip, Gpu, Host, Machine, chips
 
@@ -46,13 +49,15 @@ class Plan:
 
     Attributes:
         program: the kernels that replace it; None: it stays as it is.
-        axis: what was split.
+        why: what they are, for tools.
+        axis: what was split, if an axis was.
         parts: into how many.
         kind: what the axis carries.
         serial: why cores stay idle, if they do.
     """
 
     program: Program | None = None
+    why: str = ""
     axis: int | None = None
     parts: int = 1
     kind: str = ""
@@ -88,6 +93,10 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
     if cores < 2 or not any(_long_axes(kernel)):
         return Plan()
     kernel = run(kernel)
+    if isinstance(chip, Gpu):
+        program = apart(kernel, chip)
+        if program is not None:
+            return Plan(program, "each product is computed once")
     info = analyze(kernel)
     programs = prod(info.axes[a].size or 1 for a in info.parallel)
     if programs >= cores:
@@ -135,7 +144,9 @@ def _in_any_order(
     after += seconds(program.kernels[-1], chip, programs * known)
     if seconds(kernel, chip, programs) < GAIN * after:
         return None
-    return Plan(program, found.axes[0], known, "atomics in any order")
+    names = ", ".join(f"i{a}" for a in found.axes)
+    why = f"{names} ({known} steps) only merges by atomics: its steps run in any order"
+    return Plan(program, why, found.axes[0], known, "atomics in any order")
 
 
 def _cores(chip: Chip | Host | None) -> int:
@@ -186,7 +197,9 @@ def _best(
             found = after, parts, program
     if found is None or before < gain * found[0]:
         return None
-    return Plan(found[2], state.axis, found[1], state.kind)
+    _, parts, program = found
+    why = f"i{state.axis} ({size} steps, {state.kind}) runs as {parts} parts"
+    return Plan(program, why, state.axis, parts, state.kind)
 
 
 def _candidates(chip: Gpu | Host, programs: int, size: int) -> Iterator[int]:
