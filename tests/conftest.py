@@ -260,11 +260,14 @@ def _has_libtpu() -> bool:
 
 @pytest.fixture(scope="session")
 def run_python() -> Callable[..., str]:
-    """Runs a fresh Python in the repository root; asserts success, returns stdout."""
+    """Runs a fresh Python in the repository root; asserts success, returns stdout.
+
+    With `quiet`, asserts that it says nothing else.
+    """
     # A script's own folder is on its path; the package's must be too.
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
-    def run(*arguments: str | Path) -> str:
+    def run(*arguments: str | Path, quiet: bool = False) -> str:
         done = subprocess.run(
             [sys.executable, *map(str, arguments)],
             cwd=ROOT,
@@ -273,6 +276,7 @@ def run_python() -> Callable[..., str]:
             text=True,
         )
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        assert not (quiet and done.stderr), done.stderr
         return done.stdout
 
     return run
