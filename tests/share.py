@@ -43,7 +43,7 @@ def sample_of(names: Sequence[str], number: int) -> list[int]:
     """
     if SHARE == 1:
         return [*range(len(names))]
-    room = max(-(-len(names) // SHARE), min(len(names), 12 // SHARE))
+    room = max(-(-len(names) // SHARE), min(len(names), 8 // SHARE))
     words = [sorted(set(WORDS.findall(name))) for name in names]
     uses = Counter(itertools.chain.from_iterable(words))
     wanted = {word for word, count in uses.items() if count > 1}
