@@ -71,7 +71,7 @@ def sample_of(names: Sequence[str], number: int) -> list[int]:
     # still true adds the most.
     heap = [(-gain(case), place, case) for place, case in enumerate(order)]
     heapq.heapify(heap)
-    while heap and (len(taken) < room or (len(taken) < 2 * room and not wanted <= seen)):
+    while heap and len(taken) < (room if wanted <= seen else 2 * room):
         _, place, case = heapq.heappop(heap)
         now = (-gain(case), place, case)
         if heap and now > heap[0]:
