@@ -36,7 +36,7 @@ def test_every_word_is_in_the_sample(part, monkeypatch):
     names = ["-".join(words) for words in itertools.product(OPS, TYPES, PLACES)]
     taken = share.chosen(names)
     assert taken == share.chosen(names), "the same each time"
-    assert len(taken) <= max(len(names) // part, 12 // part, len(OPS))
+    assert len(taken) <= max(len(names) // part, 8 // part, len(OPS))
     assert {word for name in taken for word in name.split("-")} == {
         *OPS,
         *TYPES,
@@ -54,10 +54,19 @@ def test_a_sample_has_as_many_pairs_of_words_as_there_is_room_for(monkeypatch):
     assert pairs(1, 2) == {*itertools.product(TYPES, PLACES)}
 
 
+def test_cases_are_spread_over_places(monkeypatch):
+    cases = [*range(12)]
+    parts = lambda: [share.spread(cases, place, 5) for place in range(5)]
+    monkeypatch.setattr(share, "SHARE", 4)
+    assert sorted(itertools.chain.from_iterable(parts())) == cases
+    monkeypatch.setattr(share, "SHARE", 1)
+    assert parts() == [cases] * 5
+
+
 def test_of_few_cases_more_are_taken(monkeypatch):
     monkeypatch.setattr(share, "SHARE", 4)
     taken = [len(share.sample_of([f"c{n}" for n in range(k)], 0)) for k in range(1, 17)]
-    assert taken == [1, 2, *[3] * 10, *[4] * 4]
+    assert taken == [1, *[2] * 7, *[3] * 4, *[4] * 4]
 
 
 def test_names_without_common_words_are_taken_evenly(monkeypatch):

@@ -37,7 +37,7 @@ from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
 from pallasite.autodiff.reverse import Reversed, reverse_program
 from pallasite.autodiff.reverse_rules import accumulated
-from pallasite.autodiff.scattered import Merge, merged, scattered
+from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
 from pallasite.autodiff.zero_cotangents import without
 from pallasite.errors import NoBackwardKernel
@@ -81,6 +81,7 @@ class Way:
     steps: tuple[Built, ...]
     estimate: Estimate
     stages: Stages
+    merges: tuple[Merge, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -363,28 +364,27 @@ def _plan(
     # One that nothing is stored to passes on as it is.
     written = Roots(program.body).written(program.body)
     moving = {ref for ref in changing.values() if ref in written}
-    merges: list[Merge] = []
-    if not moving:
-        program = gather_overlaps(program.simplified(), results)
-        most = MOST_SCATTERED * sum(map(_bytes, kernel.params))
-        program, merges = _scattered(program, list(targets.values()), most, machine)
-        parts = [ref for merge in merges for ref in merge.refs]
-        results = [
-            *(r for r in results if all(r is not m.target for m in merges)),
-            *parts,
-        ]
     # Partial sums are for small operands, such as the weights of a norm.
     sums = _Sums.of(kernel, machine)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
+    variants: list[tuple[Program, list[Merge]]] = [(program, [])]
+    if not moving:
+        program = gather_overlaps(program.simplified(), results)
+        most = MOST_SCATTERED * sum(map(_bytes, kernel.params))
+        variants = _scattered(program, list(targets.values()), most, machine)
     ways: list[Way] = []
-    for stages in _alternatives(program, made, results, bool(moving)):
-        steps: list[Built] = []
-        for stage in stages.programs:
-            refs = [*results, *stages.saved]
-            steps += _kernels(stage, refs, moving, sums)
-        steps = _narrowed(steps, final)
-        estimated = estimate([step.kernel for step in steps], machine)
-        ways.append(Way(tuple(steps), estimated, stages))
+    for program, merges in variants:
+        mine = [r for r in results if all(r is not m.target for m in merges)]
+        mine += [ref for merge in merges for ref in merge.refs]
+        merging = sum(merge_seconds(merge, machine) for merge in merges)
+        for stages in _alternatives(program, made, mine, bool(moving)):
+            steps: list[Built] = []
+            for stage in stages.programs:
+                steps += _kernels(stage, [*mine, *stages.saved], moving, sums)
+            steps = _narrowed(steps, final)
+            estimated = estimate([step.kernel for step in steps], machine)
+            estimated = replace(estimated, seconds=estimated.seconds + merging)
+            ways.append(Way(tuple(steps), estimated, stages, tuple(merges)))
     ways.sort(key=lambda way: way.estimate.seconds)
     return BackwardPlan(
         ways[0].steps,
@@ -394,27 +394,31 @@ def _plan(
         changing,
         tuple(ways),
         machine,
-        tuple(merges),
+        ways[0].merges,
     )
 
 
 def _scattered(
     program: Program, targets: Sequence[Value], most: int, machine: Machine
-) -> tuple[Program, list[Merge]]:
+) -> list[tuple[Program, list[Merge]]]:
     """Let programs write what they scatter, where adding it up would run in sequence.
+
+    Rows are also added where they belong, one after another: a CPU may have added them
+    before it has sorted them. On a GPU one program is never faster than all.
 
     `most`: the bytes that this may take.
     """
-    merges: list[Merge] = []
+    scattering, merges = program, list[Merge]()
     enough = min(machine.enough_programs, prod(program.sizes))
     for ref in targets if machine.cores > 1 else ():
-        if prod(program.sizes[a] for a in place(program, ref).own) >= enough:
+        if prod(program.sizes[a] for a in place(scattering, ref).own) >= enough:
             continue
-        found = scattered(program, ref)
+        found = scattered(scattering, ref)
         if found is not None and sum(map(_bytes, found[1].refs)) <= most:
-            program = found[0]
+            scattering = found[0]
             merges.append(found[1])
-    return program, merges
+    rows = machine.one_unit and all(merge.is_rows for merge in merges)
+    return [(scattering, merges), *([(program, [])] if merges and rows else [])]
 
 
 def _narrowed(steps: list[Built], final: dict[Value, T.DType]) -> list[Built]:

@@ -23,6 +23,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.parse import parse_kernel
 from pallasite.passes.analysis.affine import Forms
+from pallasite.target import Machine
 
 MOST_COLUMNS = 1024  # of the rows that one program adds up
 
@@ -61,6 +62,21 @@ class Merge:
     def refs(self) -> tuple[Value, ...]:
         found = [(a.values, a.rows) for a in self.addends]
         return tuple(ref for pair in found for ref in pair if ref is not None)
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether all addends are rows, sorted before they are added."""
+        return all(addend.rows is not None for addend in self.addends)
+
+
+def merge_seconds(merge: Merge, machine: Machine) -> float:
+    """Estimated time to add up: all are read, all sums written; one core sorts."""
+    refs = [*merge.refs, merge.target]
+    moved = sum(ref.ref.size * ref.ref.dtype.bytes for ref in refs)
+    rows = sum(a.rows.ref.size for a in merge.addends if a.rows is not None)
+    compared = rows * max(rows - 1, 1).bit_length()
+    sorting = machine.cores * machine.starting(steps=compared)
+    return machine.copying(moved) + sorting + len(refs) * machine.launch
 
 
 def scattered(program: Program, ref: Value) -> tuple[Program, Merge] | None:
