@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from pallasite.autodiff.backward_axes import split_axes
 from pallasite.autodiff.backward_choice import Estimate, estimate
-from pallasite.autodiff.backward_stages import Stages, split
+from pallasite.autodiff.backward_stages import Stages, split, sums_apart
 from pallasite.autodiff.backward_windows import (
     Built,
     Parts,
@@ -27,6 +27,7 @@ from pallasite.autodiff.backward_windows import (
     only,
     place,
 )
+from pallasite.autodiff.carried_axes import carried_axis
 from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_carries import narrow_carries
@@ -376,16 +377,22 @@ def _plan(
     # Partial sums are for small operands, such as the weights of a norm.
     sums = _Sums.of(kernel, machine)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
-    ways: list[Way] = []
-    for stages in _alternatives(program, made, results, bool(moving)):
-        steps: list[Built] = []
-        for stage in stages.programs:
-            refs = [*results, *stages.saved]
-            steps += _kernels(stage, refs, moving, sums)
-        steps = _narrowed(steps, final)
+
+    def way(stages: Stages) -> Way:
+        refs = [*results, *stages.saved]
+        parts = (_kernels(stage, refs, moving, sums) for stage in stages.programs)
+        steps = _narrowed([built for part in parts for built in part], final)
         estimated = estimate([step.kernel for step in steps], machine)
-        ways.append(Way(tuple(steps), estimated, stages))
-    ways.sort(key=lambda way: way.estimate.seconds)
+        return Way(tuple(steps), estimated, stages)
+
+    ways = list(map(way, _alternatives(program, made, results, bool(moving))))
+    if all(way.estimate.seconds == inf for way in ways) and not moving:
+        fits = lambda stage: way(Stages((stage,))).estimate.seconds < inf
+        apart = sums_apart(ways[-1].stages, fits)
+        ways += [] if apart is None else [way(apart)]
+    # Of those that do not fit, the one with the smallest kernels.
+    least = lambda way: -min(way.estimate.programs, default=0)
+    ways.sort(key=lambda way: (way.estimate.seconds, least(way)))
     return BackwardPlan(
         ways[0].steps,
         kernel.inputs,
@@ -538,7 +545,10 @@ def _kernels(
         names = "_".join(dict.fromkeys(names))
         order = grid_order(group, len(stage.sizes))
         parts = {} if changing else cut_into_parts(group, order, stage.sizes, sums)
-        built.append(build(program, f"{stage.name}_{names}", group, order, parts))
+        one = build(program, f"{stage.name}_{names}", group, order, parts)
+        if prod(stage.sizes) < sums.machine.enough_programs:
+            one = replace(one, kernel=carried_axis(one.kernel))
+        built.append(one)
     return built
 
 

@@ -62,6 +62,7 @@ TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
 SMALL_BATCH = 1 << 16  # elements of one operand times those of the other
 # Contiguous elements of a tile that would not fit otherwise.
 LEAST_LINE = 8
+ADDED = frozenset({"add", "pad", "reshape", "transpose"})
 MOVES = frozenset({"slice", "concatenate", "dynamic_slice", "pad", "rev", "gather"})
 
 
@@ -127,6 +128,18 @@ def for_gpu(
             if made is not None:
                 return for_gpu(made, chip, tuned, tiles)
     return products.kernel(tuned)
+
+
+def may_fit(kernel: Kernel, chip: Gpu) -> bool:
+    """Whether there are blocks whose matmuls certainly fit an SM; rough otherwise."""
+    blocks = blocks_of(kernel)
+    if blocks is None or not blocks.dots:
+        return True
+    products = _WithProducts(blocks, chip, Tiles())
+    if products.seconds({}) is not None:
+        return True
+    blocks = with_uses_apart(_batches_apart(blocks))
+    return _WithProducts(blocks, chip, Tiles()).best() < inf
 
 
 def _rows_in_loops(blocks: Blocks, least: int = 0) -> Kernel | None:
@@ -221,8 +234,8 @@ class _WithProducts:
         return held
 
     def _total(self, value: Value) -> Value:
-        """The sum that a tile is only a term of."""
-        while len(users := self._users[value]) == 1 and users[0].name == "add":
+        """The sum that a tile is only a term of, perhaps moved or reshaped before."""
+        while len(users := self._users[value]) == 1 and users[0].name in ADDED:
             value = users[0].result
         return value
 
