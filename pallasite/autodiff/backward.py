@@ -163,8 +163,10 @@ def cotangents(
     names = _names(call.partition, made)
     for step in made.steps:
         arrays |= _run(call, step, arrays, names)
+    final = {ref: made.primals[n].ref.dtype for n, ref in made.targets.items()}
     for merge in made.merges:
-        arrays[merge.target] = merged(merge, arrays, partial(_run_plain, call))
+        run = partial(_run_plain, call)
+        arrays[merge.target] = merged(merge, arrays, final[merge.target], run)
     found: list[Any] = [None] * len(primals)
     for n, ref in made.targets.items():
         if ref in arrays:
