@@ -4,7 +4,9 @@ Also as `python -m pallasite ...`.
 """
 
 import argparse
+import glob
 import importlib.metadata
+import os
 import platform
 import runpy
 import sys
@@ -16,6 +18,8 @@ def main(argv: list[str] | None = None) -> int:
     from pallasite.tools import command as judge
     from pallasite.tune import command as tuner
 
+    if argv is None:
+        _quiet_libtpu()
     parser = argparse.ArgumentParser(prog="pallasite", description=__doc__)
     parser.add_argument("--version", action="version", version=f"pallasite {_own()}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -56,6 +60,16 @@ def main(argv: list[str] | None = None) -> int:
     return _doctor()
 
 
+def _quiet_libtpu() -> None:
+    """Keep libtpu, which JAX asks for TPUs, from printing that it has found none."""
+    if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"):
+        return
+    from pallasite.runtime.aot import NO_TPU
+
+    for name, value in NO_TPU.items():
+        os.environ.setdefault(name, value)
+
+
 def _cache(clear: bool) -> int:
     """The location and size of the cache of compiled code; clears it if asked."""
     from pallasite import config
@@ -80,8 +94,6 @@ def _cache(clear: bool) -> int:
 
 
 def _run(script: str, args: list[str]) -> int:
-    import os
-
     if not os.path.exists(script):
         print(f"pallasite run: no such file: {script}", file=sys.stderr)
         return 2

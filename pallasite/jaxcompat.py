@@ -4,10 +4,11 @@ One function per need; each has a canary in `tests/test_jaxcompat.py`. Nothing e
 the package may import `jax._src` (a test enforces that).
 """
 
+import atexit
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -279,7 +280,10 @@ def user_frame(source_info: Any) -> tuple[str, int, str] | None:
         frame = source_info_util.user_frame(source_info)
     if frame is None:
         return None
-    return frame.file_name, frame.start_line, frame.function_name
+    # Its own name, as in tracebacks, without those of the functions around it; `_`, as
+    # the body of a `pl.when` is called, says nothing.
+    names = [n for n in frame.function_name.split(".<locals>.") if n != "_"]
+    return frame.file_name, frame.start_line, (names or ["_"])[-1]
 
 
 def exclude_from_tracebacks(path: str) -> None:
@@ -301,6 +305,32 @@ def keep_out_of_callback_log(kind: type[BaseException]) -> None:
             return not (raised and issubclass(raised, kind))
 
     logging.getLogger("jax._src.callback").addFilter(Unlogged())
+
+
+def drop_failed_tokens(
+    kind: type[BaseException], finish: Callable[[Callable[[], None]], None]
+) -> None:
+    """Do not raise exceptions of `kind` from host callbacks once more at exit.
+
+    JAX waits then for what the programs of several devices have left to do, and prints
+    the traceback of each failure, whether the program that ends has seen it or not.
+
+    Args:
+        finish: is called at exit with a function that waits.
+    """
+    from jax._src import dispatch
+
+    def wait() -> None:
+        tokens = dispatch.runtime_tokens
+        for known in (tokens.current_tokens, tokens.output_runtime_tokens):
+            for key, token in list(known.items()):
+                try:
+                    token.block_until_ready()
+                except jax.errors.JaxRuntimeError as error:
+                    if kind.__name__ in str(error):
+                        del known[key]
+
+    atexit.register(finish, wait)  # before JAX's own, which was registered earlier
 
 
 def is_key_dtype(dtype: Any) -> bool:

@@ -26,6 +26,7 @@ from pallasite.ir.types import DType
 from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import Roots
+from pallasite.target import Machine
 
 MOST_COLUMNS = 1024  # of the rows that one program adds up
 
@@ -64,6 +65,21 @@ class Merge:
     def refs(self) -> tuple[Value, ...]:
         found = [(a.values, a.rows) for a in self.addends]
         return tuple(ref for pair in found for ref in pair if ref is not None)
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether all addends are rows, sorted before they are added."""
+        return all(addend.rows is not None for addend in self.addends)
+
+
+def merge_seconds(merge: Merge, machine: Machine) -> float:
+    """Estimated time to add up: all are read, all sums written; one core sorts."""
+    refs = [*merge.refs, merge.target]
+    moved = sum(ref.ref.size * ref.ref.dtype.bytes for ref in refs)
+    rows = sum(a.rows.ref.size for a in merge.addends if a.rows is not None)
+    compared = rows * max(rows - 1, 1).bit_length()
+    sorting = machine.cores * machine.starting(steps=compared)
+    return machine.copying(moved) + sorting + len(refs) * machine.launch
 
 
 def scattered(program: Program, ref: Value) -> tuple[Program, Merge] | None:
@@ -225,7 +241,7 @@ class _Scatter:
         return x if is_wider and x.tile.dtype.bits >= 16 else value
 
     def kept(self, b: Builder, value: Value, ids: Sequence[Value]) -> Value:
-        """An array that holds a value of every program: what it is loaded from, or new."""
+        """An array with a value of every program: what it is loaded from, or new."""
         array = self.loaded(value)
         if array is not None:
             return array

@@ -8,18 +8,25 @@ import pytest
 import pallasite as pl
 from pallasite import config
 from pallasite import tpu as pltpu
+from pallasite.autodiff import backward
 from pallasite.autodiff.backward import plan
 from pallasite.ir.nodes import walk
 from pallasite.sites import calls_in, kernels_in
-from pallasite.target import GPUS, Machine
+from pallasite.target import GPUS, Host, Machine
 
 H200 = Machine.usual(GPUS["h200"])
 
 
-def merges(function, *args) -> int:
+@pytest.fixture(autouse=True)
+def planned_for_a_gpu(monkeypatch):
+    """Gradients here are computed as on a GPU, which merges what programs scatter."""
+    monkeypatch.setattr(backward, "chip_for", lambda backend: GPUS["h200"])
+
+
+def merges(function, *args, machine: Machine = H200) -> int:
     (call,) = calls_in(function, *args)
     wanted = tuple(ref.ref.dtype.is_float for ref in call.kernel.inputs)
-    return len(plan(call.kernel, wanted, (True,), H200).merges)
+    return len(plan(call.kernel, wanted, (True,), machine).merges)
 
 
 def check(function, reference, *args, merged: int = 1):
@@ -64,6 +71,19 @@ def test_rows_by_an_index_array(dtype, width: int):
     ids = jax.random.randint(jax.random.key(1), (48,), 0, 7).at[3:9].set(5)
     table = jax.random.normal(jax.random.key(0), (13, width), dtype)
     check(embedding(8), lambda t, i: t[i], table, ids)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [1, 40])
+def test_few_cores_add_rows_where_they_belong(dtype, width: int, monkeypatch):
+    """Sorting rows takes longer than adding them one after another."""
+    host = Host(32, 16, threads=2)
+    ids = jax.random.randint(jax.random.key(1), (48,), 0, 7).at[3:9].set(5)
+    table = jax.random.normal(jax.random.key(0), (13, width), dtype)
+    run = embedding(8)
+    assert not merges(run, table, ids, machine=Machine.usual(host))
+    monkeypatch.setattr(backward, "chip_for", lambda backend: host)
+    check(run, lambda t, i: t[i], table, ids)
 
 
 def stencil(padding: int):

@@ -18,6 +18,7 @@ from math import inf
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Gather, Kernel, Op, Span, Value
 from pallasite.ir.opdef import TILE
+from pallasite.ir.rewrite import is_elementwise
 from pallasite.ir.types import BOOL, TileType
 from pallasite.passes.facts_walk import FactsWalk
 from pallasite.passes.normal.canonicalize import canonicalize
@@ -33,6 +34,10 @@ def single_slices(kernel: Kernel) -> Kernel:
     """The same only where an access is one slice, as it stands: the normal form.
 
     It is inside its ref, or has a mask; it is not transposed, and made in one part.
+    Where only some arrays count up, along the last dimensions (`ref[rows[:, None],
+    jnp.arange(n)]`), slices are gathered, and added to: `ref[rows, :]`. The counting
+    arrays are then inside the ref, so that the slice is what they select; the others
+    are alike along its dimensions, so that their first elements there are all of them.
     """
     if kernel.level != TILE:
         return kernel
@@ -146,6 +151,89 @@ class _Walk(FactsWalk):
 
 
 class _SingleSlices(_Walk):
+    def rewritten(self, op: Op) -> Sequence[Op]:
+        new = super().rewritten(op)
+        is_access = op.name in ("load", "store", "atomic_rmw")
+        return self._gathered_slices(op) if is_access and new == (op,) else new
+
+    def _gathered_slices(self, op: Op) -> Sequence[Op]:
+        """The last dimensions of the index arrays as slices, where they count up."""
+        access = Access.of(op)
+        counted = self._counted_last(access)
+        if not counted:
+            return (op,)
+        shape = _index_arrays(access)[0].tile.shape
+        kept = shape[: len(shape) - len(counted)]
+        b, entries, operands = (
+            Builder(op.loc),
+            list[At | Span | Gather](),
+            list[Value](),
+        )
+        for n, (entry, operand) in enumerate(access.split_index()):
+            if n in counted:
+                start = counted[n]
+                entries.append(Span(None, shape[len(kept) + list(counted).index(n)]))
+                operands.append(_first(b, start, ()))
+                continue
+            if isinstance(entry, Gather):
+                assert operand is not None
+                operand = _first(b, operand, kept)
+                entry = entry if kept else At()
+            entries.append(entry)
+            operands += [operand] if operand is not None else []
+        before = [v for v in (access.ref, access.value) if v is not None]
+        after = [v for v in (access.mask, access.other) if v is not None]
+        attrs = {**op.attrs, "index": tuple(entries)}
+        return (*b.ops, op.with_(operands=(*before, *operands, *after), attrs=attrs))
+
+    def _counted_last(self, access: Access) -> dict[int, Value]:
+        """The arrays that count along the last dimensions, by their place, in order."""
+        arrays = _index_arrays(access)
+        shape = arrays[0].tile.shape if arrays else ()
+        if not all(shape):
+            return {}
+        found: dict[int, tuple[int, Value]] = {}
+        entries, spans = access.split_index(), False
+        for n, (entry, value) in enumerate(entries):
+            spans |= isinstance(entry, Span)
+            if not isinstance(entry, Gather) or spans:
+                continue
+            assert value is not None
+            count, size = self._count(value), access.ref.ref.shape[n]
+            inside = self.facts.of(value).within(0, size - 1)
+            dim = count.dim if count is not None else None
+            if inside and dim is not None and shape[dim] > 1:
+                found[n] = dim, value
+        dims = [dim for dim, _ in found.values()]
+        while dims and dims != list(range(len(shape) - len(dims), len(shape))):
+            found.pop(next(iter(found)))
+            dims = dims[1:]
+        for n, (entry, value) in enumerate(entries):
+            if not isinstance(entry, Gather) or value is None:
+                continue
+            own = found[n][0] if n in found else None
+            inside = self.facts.of(value).within(0, access.ref.ref.shape[n] - 1)
+            if not (inside or len(dims) < len(shape)):
+                return {}  # a gather is dropped outside, an index is clamped
+            if not all(self._is_alike(value, d) for d in dims if d != own):
+                return {}
+        return {n: value for n, (_, value) in found.items()}
+
+    def _is_alike(self, value: Value, dim: int) -> bool:
+        """Whether the elements of an array are the same along a dimension."""
+        if value.tile.shape[dim] == 1 or self.facts.of(value).number is not None:
+            return True
+        op = self.producers.get(value)
+        if op is None:
+            return False
+        if op.name == "iota":
+            return op.attrs["dim"] != dim
+        if op.name == "broadcast_in_dim":
+            (source,), dims = op.operands, op.attrs["dims"]
+            return dim not in dims or self._is_alike(source, dims.index(dim))
+        tiles = [v for v in op.operands if v.tile.rank] if is_elementwise(op) else []
+        return bool(tiles) and all(self._is_alike(v, dim) for v in tiles)
+
     def _counts(self, access: Access) -> list[_Count] | None:
         counts = super()._counts(access)
         if counts is None:
@@ -168,6 +256,15 @@ class _SingleSlices(_Walk):
 
 def _index_arrays(access: Access) -> list[Value]:
     return [v for e, v in access.split_index() if isinstance(e, Gather) and v]
+
+
+def _first(b: Builder, value: Value, shape: Sequence[int]) -> Value:
+    """The first element along the last dimensions; `shape` are the others."""
+    rank = value.tile.rank
+    ones = (1,) * (rank - len(shape))
+    window = {"starts": (0,) * rank, "limits": (*shape, *ones), "strides": (1,) * rank}
+    first = b.op("slice", value, **window)
+    return b.op("reshape", first, shape=tuple(shape))
 
 
 def _sum(x: _Count | None, y: _Count | None) -> _Count | None:

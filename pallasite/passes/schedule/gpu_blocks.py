@@ -116,6 +116,22 @@ def for_gpu(
     if not blocks.dots:
         return _without_products(blocks, chip, tuned)
     tiles = tiles or Tiles()
+    products = _products(blocks, chip, tiles)
+    if products.seconds({}) is None and products.best() == inf:
+        made = _rows_in_loops(products.blocks)
+        if made is not None:
+            return for_gpu(made, chip, tuned, tiles)
+    return products.kernel(tuned)
+
+
+def seconds_of_products(kernel: Kernel, chip: Gpu) -> float:
+    """Of a kernel's matmuls with the best blocks; infinite if none are known to fit."""
+    blocks = blocks_of(kernel)
+    return inf if blocks is None else _products(blocks, chip, Tiles()).best()
+
+
+def _products(blocks: Blocks, chip: Gpu, tiles: Tiles) -> "_WithProducts":
+    """What there is to choose from: with narrower steps, if only those fit."""
     blocks = _batches_apart(blocks)
     products = _WithProducts(blocks, chip, tiles)
     if products.seconds({}) is None:  # it does not fit
@@ -123,11 +139,7 @@ def for_gpu(
         narrow = _narrow_steps(products)
         if narrow is not None and narrow.best() < products.best():
             products = narrow
-        if products.best() == inf:
-            made = _rows_in_loops(products.blocks)
-            if made is not None:
-                return for_gpu(made, chip, tuned, tiles)
-    return products.kernel(tuned)
+    return products
 
 
 def may_fit(kernel: Kernel, chip: Gpu) -> bool:
