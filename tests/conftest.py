@@ -37,6 +37,7 @@ MOST_BYTES = 1_250_000_000  # of a worker, before it forgets compiled programs
 # that it reaches the other backends in their tests of the language and emitted text.
 MACHINE_ONLY = (
     "autodiff/test_backward_choice.py",
+    "autodiff/test_backward_plan.py",
     "backends/cpu/test_compile_size.py",
     "backends/cpu/test_control.py",
     "backends/cpu/test_dot.py",
@@ -52,7 +53,9 @@ MACHINE_ONLY = (
     "backends/cpu/test_top_k.py",
     "backends/cpu/test_vectors.py",
     "backends/cuda/test_elementwise.py",
+    "backends/cuda/test_emit.py",
     "backends/cuda/test_host.py",
+    "backends/cuda/test_hostile.py",
     "backends/cuda/test_passes.py",
     "backends/cuda/test_plgpu.py",
     "backends/cuda/test_races.py",
@@ -60,6 +63,7 @@ MACHINE_ONLY = (
     "backends/test_gpu_trial.py",
     "backends/test_stages.py",
     "backends/tpu/test_blocks.py",
+    "backends/tpu/test_compile.py",
     "backends/tpu/test_meaning.py",
     "backends/triton/test_benchmark.py",
     "backends/triton/test_elementwise.py",
@@ -74,6 +78,8 @@ MACHINE_ONLY = (
     "fuzz/test_placement.py",
     "fuzz/test_reblock.py",
     "ir/test_text.py",
+    "kernels/test_configurations.py",
+    "kernels/test_native_on_gpu.py",
     "ops/test_decompose.py",
     "ops/test_decompose_tile.py",
     "passes/test_choose_blocks.py",
@@ -84,6 +90,7 @@ MACHINE_ONLY = (
     "passes/test_unmasked_steps.py",
     "passes/test_unroll_rounds.py",
     "passes/test_widen_steps.py",
+    "prove/test_zoo.py",
     "test_rules.py",
 )
 
@@ -276,7 +283,8 @@ def run_python() -> Callable[..., str]:
             text=True,
         )
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        assert not (quiet and done.stderr), done.stderr
+        said = [s for s in done.stderr.splitlines() if "font cache" not in s]
+        assert not (quiet and said), done.stderr
         return done.stdout
 
     return run

@@ -54,6 +54,15 @@ def test_a_sample_has_as_many_pairs_of_words_as_there_is_room_for(monkeypatch):
     assert pairs(1, 2) == {*itertools.product(TYPES, PLACES)}
 
 
+def test_cases_are_spread_over_places(monkeypatch):
+    cases = [*range(12)]
+    parts = lambda: [share.spread(cases, place, 5) for place in range(5)]
+    monkeypatch.setattr(share, "SHARE", 4)
+    assert sorted(itertools.chain.from_iterable(parts())) == cases
+    monkeypatch.setattr(share, "SHARE", 1)
+    assert parts() == [cases] * 5
+
+
 def test_of_few_cases_more_are_taken(monkeypatch):
     monkeypatch.setattr(share, "SHARE", 4)
     taken = [len(share.sample_of([f"c{n}" for n in range(k)], 0)) for k in range(1, 17)]
