@@ -163,8 +163,9 @@ def cotangents(
     names = _names(call.partition, made)
     for step in made.steps:
         arrays |= _run(call, step, arrays, names)
+    run = partial(_run_plain, call)
     for merge in made.merges:
-        arrays[merge.target] = merged(merge, arrays, partial(_run_plain, call))
+        arrays[merge.target] = merged(merge, arrays, run, machine)
     found: list[Any] = [None] * len(primals)
     for n, ref in made.targets.items():
         if ref in arrays:

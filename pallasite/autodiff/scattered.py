@@ -18,10 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallasite.autodiff.backward_stages import save_block, saved_ref
+from pallasite.autodiff.overlaps import sum_of_overlaps
 from pallasite.autodiff.per_program import Program, producers_of
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.parse import parse_kernel
+from pallasite.ir.types import dtype_of
 from pallasite.passes.analysis.affine import Forms
 from pallasite.target import Machine
 
@@ -249,13 +251,16 @@ class _Scatter:
 # --- adding up ---
 
 
-def merged(merge: Merge, arrays: Mapping[Value, Any], run: Any) -> Any:
+def merged(
+    merge: Merge, arrays: Mapping[Value, Any], run: Any, machine: Machine
+) -> Any:
     """The sum of all addends.
 
     Args:
         merge: what to add up.
         arrays: the addends and their rows.
         run: calls a kernel, given its operands.
+        machine: what runs it.
     """
     shape, dtype = merge.target.ref.shape, merge.target.ref.dtype
     total, rows, values = None, list[Any](), list[Any]()
@@ -265,7 +270,8 @@ def merged(merge: Merge, arrays: Mapping[Value, Any], run: Any) -> Any:
         if not same or addend.rows is None:
             x = x.astype(dtype.np)
         if addend.rows is None:
-            part = _shifted(x, merge.sizes, addend.strides, shape)
+            add_up = _in_one_kernel if machine.one_unit else _shifted
+            part = add_up(x, merge.sizes, addend.strides, shape, run)
             total = part if total is None else total + part
             continue
         first = arrays[addend.rows].reshape(prod(merge.sizes), -1)
@@ -281,10 +287,46 @@ def merged(merge: Merge, arrays: Mapping[Value, Any], run: Any) -> Any:
     return total
 
 
+def _in_one_kernel(
+    x: Any,
+    sizes: Sequence[int],
+    strides: Sequence[Stride],
+    shape: Sequence[int],
+    run: Any,
+) -> Any:
+    """`_shifted` by a kernel of `overlaps.py`, where tiles start at zero.
+
+    XLA makes a pass over everything of each copy that it shifts, on a CPU.
+    """
+    tile = x.shape[len(sizes) :]
+    starts = all(
+        s.first == 0 and (s.axis is not None or t == n)
+        for s, t, n in zip(strides, tile, shape, strict=True)
+    )
+    if not starts:
+        return _shifted(x, sizes, strides, shape, run)
+    axes = [s.axis for s in strides if s.axis is not None]
+    others = [a for a in range(len(sizes)) if a not in axes]
+    dims = range(len(sizes), x.ndim)
+    x = x.sum(axis=tuple(others), keepdims=True).transpose(*others, *axes, *dims)
+    x = x.reshape(*x.shape[len(others) :])
+    steps = tuple(None if s.axis is None else s.step for s in strides)
+    dtype = dtype_of(x.dtype)
+    assert dtype is not None
+    kernel = sum_of_overlaps(x.shape, dtype.name, steps, tuple(shape))
+    (total,) = run(kernel, [x])
+    return total
+
+
 def _shifted(
-    x: Any, sizes: Sequence[int], strides: Sequence[Stride], shape: Sequence[int]
+    x: Any,
+    sizes: Sequence[int],
+    strides: Sequence[Stride],
+    shape: Sequence[int],
+    run: Any,
 ) -> Any:
     """Tiles at places that advance with grid axes, added up."""
+    del run
     used = [s.axis for s in strides]
     x = x.sum(axis=tuple(a for a in range(len(sizes)) if a not in used))
     axes = [a for a in range(len(sizes)) if a in used]
