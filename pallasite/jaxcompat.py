@@ -20,6 +20,7 @@ import jax.ref
 import numpy as np
 
 # `jax.extend` would give these too, but importing it loads parts of upstream Pallas.
+from jax._src.core import InconclusiveDimensionOperation, is_symbolic_dim
 from jax._src.core import Primitive as Primitive
 from jax._src.core import jaxprs_in_params as jaxprs_in_params
 from jax._src.lib import _jax  # type: ignore[attr-defined]
@@ -96,6 +97,32 @@ def abstract_ref(shape: Sequence[int], dtype: Any, space: Any = None) -> Any:
     """A fresh ref type to trace a kernel argument with."""
     aval = jax.core.ShapedArray(tuple(shape), dtype)
     return jax.ref.AbstractRef(aval, space)
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether a size is one that `jax.export` leaves open."""
+    return is_symbolic_dim(size)
+
+
+@contextlib.contextmanager
+def open_sizes(facts: Any, at: Any) -> Iterator[None]:
+    """Explains where something depends on what an export leaves open.
+
+    Args:
+        facts: of the error, such as the kernel's name.
+        at: the author's line.
+    """
+    try:
+        yield
+    except InconclusiveDimensionOperation as error:
+        raise UnsupportedError(
+            "the kernel depends on a size that the export leaves open",
+            [*facts, ("needed", str(error).strip().split("\n")[0])],
+            at,
+            "say what is known of the size, for example jax.export.symbolic_shape('n', "
+            "constraints=['n >= 128']); or export the function for each shape it is "
+            "used with",
+        ) from None
 
 
 def is_ref(x: Any) -> bool:

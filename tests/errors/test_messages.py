@@ -566,12 +566,13 @@ BAD = {
             lambda a_ref, b_ref: a_ref[...], grid=2, in_specs=[spec], out_specs=[spec]
         )(x_ref, o_ref)
     ),
-    "symbolic shape": lambda: jax.export.export(jax.jit(lambda v: call(args=(v,))))(
-        S(jax.export.symbolic_shape("n, 128"), jnp.float32)
-    ),
-    "symbolic result": lambda: jax.export.export(
-        jax.jit(lambda v: call(out_shape=S((v.shape[0], 128), jnp.float32)))
-    )(S(jax.export.symbolic_shape("n"), jnp.float32)),
+    "symbolic shape of a backend": lambda: jax.export.export(
+        jax.jit(lambda v: call(args=(v,), out_shape=v, interpret=False, backend="tpu")),
+        platforms=["tpu"],
+    )(S(jax.export.symbolic_shape("n, 128"), jnp.float32)),
+    "symbolic block": lambda: jax.export.export(
+        jax.jit(lambda v: call(grid=v.shape[0], out_specs=pl.BlockSpec(v.shape)))
+    )(S(jax.export.symbolic_shape("n, 128"), jnp.float32)),
     "partition kind": lambda: call(partition=3),
     "partition arrow": lambda: call(partition="m n"),
     "partition rank": lambda: call(partition="m n -> m"),

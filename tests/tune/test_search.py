@@ -249,12 +249,12 @@ def test_tuners_side_by_side_measure_one_by_one():
             order.append("other")
 
     with measure.alone():
-        thread = threading.Thread(target=other)
+        thread = threading.Thread(target=other, daemon=True)
         thread.start()
         started.wait()
         thread.join(0.2)
         order.append("first")
-    thread.join(5)
+    thread.join()
     assert order == ["first", "other"]
 
 

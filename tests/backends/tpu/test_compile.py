@@ -17,7 +17,7 @@ from tests.backends.tpu import harness, portable
 from tests.backends.tpu.kernels import CASES
 from tests.ir import kernels as by_hand
 from tests.kernels.test_operations import CASES as LIBRARY
-from tests.share import chosen, share_of
+from tests.share import chosen, share_of, spread
 from tests.zoo import all_cases
 
 pytestmark = pytest.mark.tpu
@@ -65,7 +65,7 @@ def test_zoo_and_its_gradients_compile(chip):
     """With a share of the kernels, each chip has others: all are compiled for one."""
     kernels = zoo_kernels()
     assert len(kernels) > 260
-    kernels = share_of(kernels, [*TPUS].index(chip))
+    kernels = spread(kernels, [*TPUS].index(chip), len(TPUS))
     jobs = [harness.job(name, k, chip=TPUS[chip]) for name, k in kernels]
     failed = failures(jobs, chip)
     lacking = [n for n in failed if chip == "v4" and LACKING_ON_V4 in failed[n]]
