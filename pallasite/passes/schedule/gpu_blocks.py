@@ -362,10 +362,11 @@ class _WithProducts:
         """Contracted dimensions, with their allowed depths."""
         deep = {}
         for dim in self.blocks.found.dims:
-            exact = any(map(_is_exact, map(Dot.of, dim.products)))
-            why_not = why_not_in_rounds(self.blocks.found, dim, reduced=exact)
+            products = list(map(Dot.of, dim.products))
+            exact, wide = any(map(_is_exact, products)), any(map(_is_wide, products))
+            why_not = why_not_in_rounds(self.blocks.found, dim, reduced=wide)
             if dim.products and why_not is None:
-                widest = self._widest(map(Dot.of, dim.products))
+                widest = self._widest(products)
                 halves = [
                     dim.size >> n for n in range(1, 20) if not dim.size % (1 << n)
                 ]
@@ -532,9 +533,15 @@ def _is_loaded(value: Value, made: Mapping[Value, Op]) -> bool:
 
 def _is_exact(dot: Dot) -> bool:
     types = {side.value.tile.dtype.name for side in dot.sides}
+    return types == {"f32"} and _is_wide(dot)
+
+
+def _is_wide(dot: Dot) -> bool:
+    """Whether threads hold f32 operands in registers: exact ones, or in pieces."""
+    types = {side.value.tile.dtype.name for side in dot.sides}
     precision = dot.op.attrs["precision"]
     asked = precision.lower() if isinstance(precision, str) else precision
-    return types == {"f32"} and asked in EXACT
+    return "f32" in types and asked in EXACT
 
 
 def _reasons(blocks: Blocks, value: Value) -> Iterator[tuple[str, str]]:
@@ -569,7 +576,24 @@ def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
                 enough = blocks.programs(new) >= chip.programs_per_core * chip.cores
                 if enough and _largest(blocks, new) <= SMALL_TILE:
                     sizes = new
-    return blocks.rewritten(sizes) if sizes else kernel
+    return _summed_in_loops(blocks.rewritten(sizes) if sizes else kernel, chip)
+
+
+def _summed_in_loops(kernel: Kernel, chip: Gpu) -> Kernel:
+    """Loops over parts of what is reduced, where its tiles exceed all registers."""
+    blocks = blocks_of(kernel)
+    if blocks is None or _largest(blocks, {}) <= chip.registers:
+        return kernel
+    reduced = (dim for dim in blocks.found.dims if dim.reduces)
+    for dim in sorted(reduced, key=lambda d: is_last(blocks, d)):
+        size = dim.size
+        while size % 2 == 0 and _largest(blocks, {dim: size}) > 2 * TILE_ELEMENTS:
+            size //= 2
+        try:
+            return _summed_in_loops(loop_over_rows(kernel, dim.windows[0], size), chip)
+        except CannotReblock:
+            continue
+    return kernel
 
 
 def _most_elements(blocks: Blocks, chip: Gpu) -> int:
