@@ -33,6 +33,7 @@ from pallasite.backends.cuda.products import (
     Product,
     Ring,
     Side,
+    is_of_rows,
     note_product,
 )
 from pallasite.ir.build import Builder
@@ -177,7 +178,7 @@ def _alloc(b: Builder, type: RefType, name: str) -> Value:
 def _slots(ring: Ring, number: int) -> RefType:
     tile = ring.tiles[number]
     layout = None if number in ring.lines else Layout("swizzle", (SWIZZLE,))
-    return RefType((ring.stages, *tile.shape), tile.dtype, "smem", layout)
+    return RefType((ring.stages, *ring.held(number)), tile.dtype, "smem", layout)
 
 
 def _barriers(stages: int, arrivals: int) -> RefType:
@@ -236,9 +237,12 @@ class _Role:
         return b.subview(barriers, (At(None),), [slot])
 
     def buffer(self, b: Builder, group: Group, load: Op, slot: Value) -> Value:
-        ref = self.memory.buffers[group.ring][group.loads.index(load)]
-        rows = tuple(Span(0, n) for n in ref.ref.shape[1:])
-        return b.subview(ref, (At(None), *rows), [slot])
+        number = group.loads.index(load)
+        ref, tile = self.memory.buffers[group.ring][number], group.ring.tiles[number]
+        shape = ref.ref.shape[1:]
+        if number in group.ring.lefts:
+            shape = (prod(tile.shape[:-1]), tile.shape[-1])
+        return b.subview(ref, (At(None), *(Span(0, n) for n in shape)), [slot])
 
 
 # --- loading ---
@@ -316,6 +320,8 @@ class _Loading(_Role):
             indices = self.values(access.index_operands)
             source = b.subview(self.value(access.ref), access.index, indices)
             target = self.buffer(b, group, load, slot)
+            if target.ref.shape != source.ref.shape:
+                target = b.op("reshape_view", target, shape=source.ref.shape)
             # f32 matmuls use the upper 19 bits, to which copies round.
             is_f32 = load.result.tile.dtype == F32 and not group.is_loaded(load)
             notes: dict[str, Any] = {ROUNDED: True} if is_f32 else {}
@@ -495,7 +501,7 @@ class _Computing(_Role):
             if id(op) in found:
                 continue
             makes_tiles = any(v.type.shape and not v.is_ref for v in op.results)
-            is_plain = op.name in ("constant", "load", "transpose")
+            is_plain = op.name in ("constant", "load", "transpose") or is_of_rows(op)
             is_plain = is_plain or self.is_prepared(op)
             if op.regions or (makes_tiles and not is_plain):
                 return None
@@ -527,7 +533,10 @@ class _Computing(_Role):
     def is_multiplied_only(self, value: Value) -> bool:
         return all(
             user.name == "dot"
-            or (user.name == "transpose" and self.is_multiplied_only(user.result))
+            or (
+                (user.name == "transpose" or is_of_rows(user))
+                and self.is_multiplied_only(user.result)
+            )
             for user in self.plan.users[value]
         )
 
@@ -567,15 +576,31 @@ class _Computing(_Role):
         computed = [] if product.addend is None else [product.addend]
         if product.lhs.load is None:
             computed.append(product.lhs.value)
-        self.settle(computed, b)
+        before_it = self.summed_before(product)
+        if before_it is None:
+            self.settle(computed, b)
         if product.addend is None:
             sums = b.constant(0, product.result.tile.with_dtype(product.sums))
+        elif before_it is not None:
+            sums = before_it.result
         else:
             sums = self.value(product.addend)
         lhs, rhs = (self.operand(side, b) for side in product.sides)
         contract = tuple((side.contract,) for side in product.sides)
         (result,) = b.emit("wgmma", sums, lhs, rhs, contract=contract)
         self.flights.append(_Flight(product, result, []))
+        if before_it is not None:  # its slots are free once it alone has ended
+            self.flights.remove(before_it)
+            b.emit("wgmma_wait", pending=1)
+            for group, slot in before_it.frees:
+                self.free(group, slot, b)
+
+    def summed_before(self, product: Product) -> _Flight | None:
+        """The only matmul in flight, if this one adds to its result."""
+        if len(self.flights) != 1 or self.freed_at_wait:
+            return None
+        (flight,) = self.flights
+        return flight if self.plan.after(flight.product) is product else None
 
     def settle(self, values: Sequence[Value], b: Builder) -> None:
         """Wait for the matmuls among values, and for those issued before them."""
