@@ -450,7 +450,8 @@ def test_windows_of_elements_stay_whole():
 
 MERGED = """
 kernel @k(%x: ref<f32[2,9,7,8] any>, %o: ref<f32[2,8,6,8] any>) outputs 1 {
-  pipeline %x, %o {grid=(2,), windows=(in[squeezed 1, 9, 7, 8], out[squeezed 1, 8, 6, 8]), semantics=("arbitrary",)}
+  pipeline %x, %o {grid=(2,), semantics=("arbitrary",),
+      windows=(in[squeezed 1, 9, 7, 8], out[squeezed 1, 8, 6, 8])}
     map (%i: i32) { %z: i32 = constant {value=0} yield %i, %z, %z, %z }
     map (%i1: i32) { %z1: i32 = constant {value=0} yield %i1, %z1, %z1, %z1 }
     body (%s: i32, %xb: ref<f32[9,7,8] block>, %ob: ref<f32[8,6,8] block>) {
@@ -483,5 +484,5 @@ def test_other_dimensions_of_merged_rows_stay_whole(place):
 
 
 def test_merged_rows_do_not_grow():
-    with pytest.raises(CannotReblock, match="parallel axis|mixes it"):
+    with pytest.raises(CannotReblock, match=r"parallel axis|mixes it"):
         grow(cut(parsed(MERGED), (1, 1), 4), (1, 1), 2)

@@ -609,8 +609,10 @@ kernel @k(%x: ref<f32[4,4,6,8] any>, %o: ref<bf16[4,4,6,8] any>) outputs 1 {
   pipeline {grid=(4, 2), windows=(), semantics=("parallel", "parallel")}
     body (%i: i32, %j: i32) {
       %zero: i32 = constant {value=0}
-      %xb: ref<f32[2,6,8] block> = block_view %x, %i, %j, %zero, %zero {window=in[squeezed 1, 2, 6, 8]}
-      %ob: ref<bf16[2,6,8] block> = block_view %o, %i, %j, %zero, %zero {window=out[squeezed 1, 2, 6, 8]}
+      %xb: ref<f32[2,6,8] block> = block_view %x, %i, %j, %zero, %zero
+          {window=in[squeezed 1, 2, 6, 8]}
+      %ob: ref<bf16[2,6,8] block> = block_view %o, %i, %j, %zero, %zero
+          {window=out[squeezed 1, 2, 6, 8]}
       %a: f32[2,6,8] = load %xb[:, :, :]
       %b: f32[12,8] = reshape %a {shape=(12, 8)}
       %c: f32[12,8] = exp %b
