@@ -13,9 +13,9 @@ from pallasite.passes.analysis.loop_dims import LoopDim, loop_dims
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.schedule.choose_blocks import for_threads
+from pallasite.passes.schedule.cut_steps import cut_steps
 from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.loop_over_k import loop_over_k
-from pallasite.passes.schedule.merge_k_steps import split_k_steps
 from pallasite.passes.schedule.reblock import cut, grow
 from pallasite.passes.schedule.separate_uses import separate_uses
 from pallasite.passes.schedule.tpu_blocks import for_tpu
@@ -44,7 +44,7 @@ def in_rounds_somehow(kernel: Kernel, dim: LoopDim, choices) -> Kernel:
 
 
 def split_somehow(kernel: Kernel, dim: LoopDim, choices) -> Kernel:
-    return split_k_steps(kernel, pick(choices, (1, 2, 4)))
+    return cut_steps(kernel, pick(choices, (1, 2, 4)))
 
 
 REWRITES = (cut_somehow, grow_somehow, in_rounds_somehow, split_somehow)

@@ -16,8 +16,8 @@ from pallasite.passes.analysis.loop_dims import loop_dims
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.run import run
+from pallasite.passes.schedule.cut_steps import cut_steps
 from pallasite.passes.schedule.loop_over_k import loop_over_k
-from pallasite.passes.schedule.merge_k_steps import split_k_steps
 from pallasite.passes.schedule.reblock import cut, grow
 from pallasite.sites import kernels_in
 from tests.passes.test_promote import MATMUL, expect
@@ -360,10 +360,11 @@ def test_what_is_not_done_in_rounds(old: str, new: str, reason: str):
 
 
 def test_steps_along_k_become_more_and_shallower():
-    new = split_k_steps(parsed(MATMUL), 4)
+    new = cut_steps(parsed(MATMUL), 4, (X, 1))
     verify(new)
     assert "grid=(2, 2, 16), windows=(in[32, 4], in[4, 32], out[32, 32])" in head(new)
-    assert split_k_steps(parsed(MATMUL), 5).text == parsed(MATMUL).text
+    with pytest.raises(CannotReblock, match="not a multiple of 5"):
+        cut_steps(parsed(MATMUL), 5)
 
 
 @pytest.mark.parametrize("factor", [2, 4])

@@ -39,8 +39,7 @@ from pallasite.passes.optimise.scratch_values import scratch_values
 from pallasite.passes.optimise.unmasked_steps import unmasked_steps
 from pallasite.passes.run import Pass, run
 from pallasite.passes.schedule.choose_blocks import for_threads
-from pallasite.passes.schedule.merge_k_rounds import merge_k_rounds
-from pallasite.passes.schedule.merge_k_steps import merge_k_steps
+from pallasite.passes.schedule.merge_k_steps import merge_k_rounds, merge_k_steps
 from pallasite.passes.schedule.row_strips import row_strips
 from pallasite.target import Host
 

@@ -22,12 +22,13 @@ from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.known_comparisons import known_comparisons
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.schedule.choose_blocks import Blocks, blocks_of
+from pallasite.passes.schedule.cut_steps import cut_steps
 from pallasite.passes.schedule.gather_steps import (
     followed_dim,
     gather_programs,
     gather_steps,
 )
-from pallasite.passes.schedule.merge_k_steps import merge_k_steps, split_k_steps
+from pallasite.passes.schedule.merge_k_steps import merge_k_steps
 from pallasite.passes.schedule.reblock import axis_of, cut, grow
 from pallasite.passes.schedule.unroll_rounds import MOST_ROUNDS, unroll_rounds
 from pallasite.passes.schedule.widen_steps import widen_steps
@@ -257,7 +258,7 @@ def _smaller(blocks: Blocks, chip: Tpu) -> Iterator[Kernel]:
             continue
         try:
             if dim.products:
-                yield split_k_steps(blocks.kernel, half)
+                yield cut_steps(blocks.kernel, half, dim.windows[0])
             else:
                 yield cut(blocks.kernel, dim.windows[0], 2)
         except CannotReblock:
