@@ -25,7 +25,6 @@ from pallasite.backends.cuda.products import (
     ENDS_TURN,
     IN_TURN,
     ROUNDED,
-    SWIZZLE,
     TURN_DEPTH,
     TURN_PRODUCTS,
     Group,
@@ -36,13 +35,14 @@ from pallasite.backends.cuda.products import (
     is_of_rows,
     note_product,
 )
+from pallasite.backends.cuda.rings import SCALAR, RingMemory, alloc
 from pallasite.ir.build import Builder
 from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import clone, inline, is_pure, writes
 from pallasite.ir.roles import Loop, Pipeline
-from pallasite.ir.types import F32, I32, INDEX, Layout, RefType, TileType
+from pallasite.ir.types import F32, I32, INDEX, TileType
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.lower.promote import promote_refs
 from pallasite.passes.optimise.unused import drop_unused
@@ -68,7 +68,7 @@ def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
     if not any(op.name == "dot" for op in walk(pipeline.body)):
         return kernel
     plan = Plan(kernel, pipeline.body, chip)
-    memory = _Memory(plan)
+    memory = RingMemory(plan)
     programs = prod(n for n in pipeline.grid if n is not None)
     blocks = min(programs, chip.cores * plan.per_core)
     order = Order.of(pipeline, blocks)
@@ -149,54 +149,18 @@ def _with_program(
     return with_level(kernel.with_(body=outside.block()))
 
 
-# --- ring buffers in shared memory ---
-
-
-class _Memory:
-    """Shared memory and barriers of all rings."""
-
-    def __init__(self, plan: Plan):
-        b = Builder()
-        self.buffers: dict[Ring, tuple[Value, ...]] = {}
-        self.full: dict[Ring, Value] = {}
-        self.empty: dict[Ring, Value] = {}
-        for ring in plan.rings:
-            types = [_slots(ring, n) for n in range(len(ring.tiles))]
-            self.buffers[ring] = tuple(_alloc(b, t, "ring") for t in types)
-        for ring in plan.rings:
-            warps = 4 * plan.warpgroups
-            self.full[ring] = _alloc(b, _barriers(ring.stages, 1), "full")
-            self.empty[ring] = _alloc(b, _barriers(ring.stages, warps), "empty")
-        self.ops = b.ops
-
-
-def _alloc(b: Builder, type: RefType, name: str) -> Value:
-    (ref,) = b.emit("alloc", type=type, names=[name])
-    return ref
-
-
-def _slots(ring: Ring, number: int) -> RefType:
-    tile = ring.tiles[number]
-    layout = None if number in ring.lines else Layout("swizzle", (SWIZZLE,))
-    return RefType((ring.stages, *ring.held(number)), tile.dtype, "smem", layout)
-
-
-def _barriers(stages: int, arrivals: int) -> RefType:
-    return RefType((stages,), I32, "mbarrier", Layout("arrivals", (arrivals,)))
-
-
-SCALAR = RefType((), I32, "regs")
+# --- roles ---
 
 
 class _Role:
     """A program being turned into one role: replaced values, ring states."""
 
-    def __init__(self, plan: Plan, memory: _Memory):
+    def __init__(self, plan: Plan, memory: RingMemory):
         self.plan, self.memory = plan, memory
         self.new: dict[Value, Value] = {}
         b = Builder()
-        self.slots = {r: _alloc(b, SCALAR, "slot") for r in plan.rings}
-        self.parities = {r: _alloc(b, SCALAR, "parity") for r in plan.rings}
+        self.slots = {r: alloc(b, SCALAR, "slot") for r in plan.rings}
+        self.parities = {r: alloc(b, SCALAR, "parity") for r in plan.rings}
         self.states = b.ops
 
     def block(self, block: Block) -> Block:
@@ -364,7 +328,7 @@ class _Chained:
 class _Computing(_Role):
     """The warpgroups' code: matmuls in flight, waited for at their first use."""
 
-    def __init__(self, plan: Plan, memory: _Memory):
+    def __init__(self, plan: Plan, memory: RingMemory):
         super().__init__(plan, memory)
         self.flights: list[_Flight] = []
         self.open: dict[Group, Value] = {}  # slots in use
@@ -379,7 +343,7 @@ class _Computing(_Role):
         b = Builder()
         self.held: dict[Ring, Value] = {}  # the slot not yet released, or -1
         for ring in plan.rings:
-            self.held[ring] = _alloc(b, SCALAR, "held")
+            self.held[ring] = alloc(b, SCALAR, "held")
             b.store(self.held[ring], b.index(-1))
         self.states = [*self.states, *b.ops]
 
