@@ -623,7 +623,24 @@ def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
                 enough = blocks.programs(new) >= chip.programs_per_core * chip.cores
                 if enough and _largest(blocks, new) <= SMALL_TILE:
                     sizes = new
-    return blocks.rewritten(sizes) if sizes else kernel
+    return _summed_in_loops(blocks.rewritten(sizes) if sizes else kernel, chip)
+
+
+def _summed_in_loops(kernel: Kernel, chip: Gpu) -> Kernel:
+    """Loops over parts of what is reduced, where its tiles exceed all registers."""
+    blocks = blocks_of(kernel)
+    if blocks is None or _largest(blocks, {}) <= chip.registers:
+        return kernel
+    reduced = (dim for dim in blocks.found.dims if dim.reduces)
+    for dim in sorted(reduced, key=lambda d: is_last(blocks, d)):
+        size = dim.size
+        while size % 2 == 0 and _largest(blocks, {dim: size}) > 2 * TILE_ELEMENTS:
+            size //= 2
+        try:
+            return _summed_in_loops(loop_over_rows(kernel, dim.windows[0], size), chip)
+        except CannotReblock:
+            continue
+    return kernel
 
 
 def _most_elements(blocks: Blocks, chip: Gpu) -> int:
