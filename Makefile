@@ -9,24 +9,30 @@ SEED ?= 1
 FUZZ_ARGS ?=
 FUNCTIONS_ARGS ?=
 PYTEST_ARGS ?=
+SHARE ?= 4
 GPU_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test smoke functions fuzz gpu bench lint format types docs dist clean
+.PHONY: help venv demo test test-all smoke functions fuzz gpu bench lint format types docs dist clean
 # Two pips must not write into one environment at once.
 .NOTPARALLEL:
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1: /p' Makefile | awk -F': ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile | awk -F': ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 venv: $(VENV)/.installed-test ## only set up .venv, with the package and what its tests need
 
 demo: $(VENV)/.installed-test ## one portable kernel on every backend present, beside XLA
 	@$(BIN)/python examples/demo.py
 
-test: $(VENV)/.installed-test ## all tests, one worker per core
+test: $(VENV)/.installed-test ## the tests, with a quarter (SHARE=4) of the large tables
+	PALLASITE_TEST_SHARE=$(SHARE) \
+	  $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-test ## every case of every test, with the slow ones
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 smoke: $(VENV)/.installed-test ## the tests to run before every commit
@@ -41,8 +47,8 @@ fuzz: $(VENV)/.installed-test ## random kernels on every engine, SECONDS=600 lon
 gpu: $(VENV)/.gpu-compiler ## the kernel zoo through XLA's compiler for an H200, without a GPU
 	$(BIN)/python -m tests.backends.gpu_compile $(GPU_ARGS)
 
-bench: $(VENV)/.installed-test ## every benchmark, one after another
-	@set -e; for file in benchmarks/*.py; do echo "==> $$file"; $(BIN)/python $$file; done
+bench: $(VENV)/.installed-test ## the library beside XLA, and cuDNN, torch, Tokamax where present
+	$(BIN)/python -m pallasite bench $(BENCH_ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff, rules and formatting
 	$(BIN)/ruff check .

@@ -11,6 +11,15 @@ FOLDER = Path(__file__).with_name("pictures")
 INK, PALE, BUSY, MOVED, WRONG = "#37474f", "#eceff1", "#26a69a", "#5c6bc0", "#ef6c00"
 
 CELL = 28  # pixels of an element of an array
+# In a dark window the ground is dark, and what is drawn on it in ink is light.
+DARK = (
+    "<style>@media (prefers-color-scheme: dark) {"
+    ".ground { fill: #1e2129 }"
+    f'[fill="{INK}"] {{ fill: #cfd8dc }} [stroke="{INK}"] {{ stroke: #90a4ae }}'
+    f'[fill="{PALE}"] {{ fill: #37414a }} [stroke="{PALE}"] {{ stroke: #37414a }}'
+    f'text[fill="{MOVED}"] {{ fill: #9fa8da }}'
+    "}</style>"
+)
 
 
 def box(x: float, y: float, width: float, height: float, fill: str) -> str:
@@ -31,8 +40,8 @@ def picture(width: int, height: int, shapes: Iterable[str]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" font-family="sans-serif" font-size="13">'
     )
-    ground = f'<rect width="{width}" height="{height}" fill="white"/>'
-    return "\n".join([head, ground, *shapes, "</svg>"]) + "\n"
+    ground = f'<rect class="ground" width="{width}" height="{height}" fill="white"/>'
+    return "\n".join([head, DARK, ground, *shapes, "</svg>"]) + "\n"
 
 
 def steps() -> str:

@@ -13,7 +13,9 @@ import argparse
 import collections
 import dataclasses
 import functools
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,9 +41,9 @@ class Size:
 
 SIZES = {
     "toy": Size(
-        train.Model(32, 1, 2, 1, 64, dtype=jnp.float32),
-        *(200, 12, 8),
-        *(16, 32, 8),
+        train.Model(64, 1, 4, 2, 128, dtype=jnp.float32),
+        *(40, 400, 24),
+        *(8, 64, 16),
     ),
     "real": Size(
         train.Model(1024, 8, 16, 4, 3072),
@@ -162,11 +164,13 @@ class Server:
         self.value_pages = [jnp.zeros(shape, model.dtype) for _ in range(model.layers)]
         self.free = list(range(count))
         self.running: list[Request] = []
-        self.steps = 0
+        self.started = 0.0
+        self.progress: list[tuple[float, float]] = []  # seconds, tokens so far
 
     def serve(self, requests: list[Request]) -> None:
         """Generates the answers of all requests."""
         waiting = collections.deque(requests)
+        self.started = time.perf_counter()
         while waiting or self.running:
             while waiting and len(self.running) < self.sequences:
                 self.running.append(waiting.popleft())
@@ -188,15 +192,18 @@ class Server:
             model=self.model,
             implementation=self.implementation,
         )
-        self.steps += 1
+        done = 0
         for request, count, token in zip(order, new, np.asarray(chosen), strict=False):
             request.cached += count
             if count and request.cached == len(request.tokens):
                 request.generated.append(int(token))
+                done += 1
             if request.is_done:
                 self.free += request.pages
                 request.pages = []
         self.running = [request for request in self.running if not request.is_done]
+        before = self.progress[-1][1] if self.progress else 0
+        self.progress.append((time.perf_counter() - self.started, before + done))
 
     def _batch(self, order: list[Request], new: list[int]) -> dict[str, np.ndarray]:
         tokens, positions = np.zeros((2, self.budget), np.int32)
@@ -242,7 +249,12 @@ def made_requests(count: int, prompts: int, answers: int) -> list[Request]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="toy")
-    parser.add_argument("--check", type=int, default=10, help="requests to compare")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        default=Path(tempfile.gettempdir(), "pallasite_serve.svg"),
+    )
+    parser.add_argument("--check", type=int, default=4, help="requests to compare")
     options = parser.parse_args(argv)
     size = SIZES[options.size]
     model, count = size.model, size.requests
@@ -256,21 +268,30 @@ def main(argv: list[str] | None = None) -> None:
         longest=size.prompts + size.answers,
     )
     answered: dict[str, list[Request]] = {}
+    curves: dict[str, list[tuple[float, float]]] = {}
     runs: dict[str, train.Implementation] = {"kernels": "pallasite", "plain jnp": "xla"}
-    for name, implementation in runs.items():
+    for implementation in runs.values():  # compiled here
         server(implementation=implementation).serve(made_requests(2, size.prompts, 2))
+    for name, implementation in [*runs.items()] * 2:  # in turns; the better one counts
         served = server(implementation=implementation)
-        requests = made_requests(count, size.prompts, size.answers)
-        started = time.perf_counter()
-        served.serve(requests)
-        seconds = time.perf_counter() - started
-        done = sum(len(request.generated) for request in requests)
-        answered[name] = requests
-        print(
-            f"{name:<10} {count} requests, {served.steps} steps, {done} tokens: "
-            f"{done / seconds:,.0f} tokens per second"
-        )
+        answered[name] = made_requests(count, size.prompts, size.answers)
+        served.serve(answered[name])
         assert sorted(served.free) == list(range(len(served.free))), "pages were lost"
+        if name not in curves or served.progress[-1] < curves[name][-1]:
+            curves[name] = served.progress
+    rows = [
+        [
+            name,
+            f"{len(curve)}",
+            f"{1e3 * curve[-1][0] / len(curve):.1f} ms",
+            f"{curve[-1][1] / curve[-1][0]:,.0f}",
+            f"{curves['plain jnp'][-1][0] / curve[-1][0]:.2f}",
+        ]
+        for name, curve in curves.items()
+    ]
+    head = [f"{count} requests", "steps", "a step", "tokens per second"]
+    print(train.table([*head, "times plain jnp"], rows))
+    train.plot(options.picture, curves, "seconds", "tokens generated")
     alone = server()
     chosen = answered["kernels"][:: max(count // max(options.check, 1), 1)]
     chosen = chosen[: max(options.check, 0)]

@@ -4,10 +4,13 @@ Also as `python -m pallasite ...`.
 """
 
 import argparse
+import glob
 import importlib.metadata
+import os
 import platform
 import runpy
 import sys
+from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,6 +19,8 @@ def main(argv: list[str] | None = None) -> int:
     from pallasite.tools import command as judge
     from pallasite.tune import command as tuner
 
+    if argv is None:
+        _quiet_libtpu()
     parser = argparse.ArgumentParser(prog="pallasite", description=__doc__)
     parser.add_argument("--version", action="version", version=f"pallasite {_own()}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -39,9 +44,17 @@ def main(argv: list[str] | None = None) -> int:
     tune = commands.add_parser("tune", help="autotune: find fast kernel configurations")
     tuner.add_arguments(tune)
     judge.add_parsers(commands)
+    commands.add_parser(
+        "bench",
+        help="measure pallasite.kernels beside XLA, and cuDNN, torch and Tokamax where "
+        "they are here; from a clone",
+        add_help=False,  # benchmarks/bench.py has its own
+    )
     given = sys.argv[1:] if argv is None else argv
     if given and not given[0].startswith("-") and given[0] not in commands.choices:
         parser.error(f"no command {given[0]!r}: {one_of(given[0], commands.choices)}")
+    if given[:1] == ["bench"]:
+        return _bench(given[1:])
     options = parser.parse_args(given)
     if options.command in ("check", "explain", "explore", "profile", "prove"):
         if options.in_child:
@@ -54,6 +67,29 @@ def main(argv: list[str] | None = None) -> int:
     if options.command == "cache":
         return _cache(options.clear)
     return _doctor()
+
+
+def _quiet_libtpu() -> None:
+    """Keep libtpu, which JAX asks for TPUs, from printing that it has found none."""
+    if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"):
+        return
+    from pallasite.runtime.aot import NO_TPU
+
+    for name, value in NO_TPU.items():
+        os.environ.setdefault(name, value)
+
+
+def _bench(arguments: list[str]) -> int:
+    """Benchmarks are part of the source, not of what is installed from it."""
+    script = Path(__file__).parents[1] / "benchmarks" / "bench.py"
+    if not script.exists():
+        fix = "clone the repository, `pip install -e .` there, and run it again"
+        print(
+            f"pallasite bench: {script} does not exist\n  fix  {fix}", file=sys.stderr
+        )
+        return 2
+    runpy.run_path(str(script))["main"](arguments)
+    return 0
 
 
 def _cache(clear: bool) -> int:
@@ -80,8 +116,6 @@ def _cache(clear: bool) -> int:
 
 
 def _run(script: str, args: list[str]) -> int:
-    import os
-
     if not os.path.exists(script):
         print(f"pallasite run: no such file: {script}", file=sys.stderr)
         return 2

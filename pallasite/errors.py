@@ -15,6 +15,8 @@ from typing import Any
 
 Facts = Iterable[tuple[str, Any]]
 
+_LISTED = 20  # names beside a similar one
+
 
 def compose(what: str, facts: Facts = (), at: Any = None, fix: str = "") -> str:
     """The message text: a first line, then aligned `label value` lines."""
@@ -33,9 +35,14 @@ def compose(what: str, facts: Facts = (), at: Any = None, fix: str = "") -> str:
 
 
 def one_of(name: str, known: Iterable[str]) -> str:
-    """A fix for an unknown name: those that are known, a similar one first."""
+    """A fix for an unknown name: those that are known, a similar one first.
+
+    Where one is similar, a list that fills the screen would only hide it.
+    """
     known = list(known)
     near = difflib.get_close_matches(name, known, 1)
+    if near and len(known) > _LISTED:
+        return f"did you mean {near[0]!r}?"
     meant = f"did you mean {near[0]!r}? " if near else ""
     return f"{meant}one of {', '.join(known)}"
 
@@ -45,12 +52,23 @@ _LIBRARIES = ("pallasite", "jax", "jaxlib", "contextlib", "functools", "threadin
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
-def warn(message: str, category: type[Warning]) -> None:
-    """Warns with the line of the innermost frame that is the user's."""
+def warn(message: str, category: type[Warning], at: Any = None) -> None:
+    """Warns with the line of the innermost frame that is the user's.
+
+    Args:
+        at: a location, for where no such frame is running: XLA calls us, or a command.
+    """
     frame, level = sys._getframe(1), 2
     while frame is not None and not is_users(frame):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
+    if frame is not None:
+        warnings.warn(message, category, stacklevel=level)
+        return
+    file, line = ("pallasite", 1) if at is None else (at.file, at.line)
+    warnings.warn_explicit(message, category, file, line, registry=_said)
+
+
+_said: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
 def is_users(frame: FrameType) -> bool:

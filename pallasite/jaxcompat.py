@@ -4,10 +4,11 @@ One function per need; each has a canary in `tests/test_jaxcompat.py`. Nothing e
 the package may import `jax._src` (a test enforces that).
 """
 
+import atexit
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ import jax.ref
 import numpy as np
 
 # `jax.extend` would give these too, but importing it loads parts of upstream Pallas.
+from jax._src.core import InconclusiveDimensionOperation, is_symbolic_dim
 from jax._src.core import Primitive as Primitive
 from jax._src.core import jaxprs_in_params as jaxprs_in_params
 from jax._src.lib import _jax  # type: ignore[attr-defined]
@@ -95,6 +97,32 @@ def abstract_ref(shape: Sequence[int], dtype: Any, space: Any = None) -> Any:
     """A fresh ref type to trace a kernel argument with."""
     aval = jax.core.ShapedArray(tuple(shape), dtype)
     return jax.ref.AbstractRef(aval, space)
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether a size is one that `jax.export` leaves open."""
+    return is_symbolic_dim(size)
+
+
+@contextlib.contextmanager
+def open_sizes(facts: Any, at: Any) -> Iterator[None]:
+    """Explains where something depends on what an export leaves open.
+
+    Args:
+        facts: of the error, such as the kernel's name.
+        at: the author's line.
+    """
+    try:
+        yield
+    except InconclusiveDimensionOperation as error:
+        raise UnsupportedError(
+            "the kernel depends on a size that the export leaves open",
+            [*facts, ("needed", str(error).strip().split("\n")[0])],
+            at,
+            "say what is known of the size, for example jax.export.symbolic_shape('n', "
+            "constraints=['n >= 128']); or export the function for each shape it is "
+            "used with",
+        ) from None
 
 
 def is_ref(x: Any) -> bool:
@@ -279,7 +307,10 @@ def user_frame(source_info: Any) -> tuple[str, int, str] | None:
         frame = source_info_util.user_frame(source_info)
     if frame is None:
         return None
-    return frame.file_name, frame.start_line, frame.function_name
+    # Its own name, as in tracebacks, without those of the functions around it; `_`, as
+    # the body of a `pl.when` is called, says nothing.
+    names = [n for n in frame.function_name.split(".<locals>.") if n != "_"]
+    return frame.file_name, frame.start_line, (names or ["_"])[-1]
 
 
 def exclude_from_tracebacks(path: str) -> None:
@@ -301,6 +332,32 @@ def keep_out_of_callback_log(kind: type[BaseException]) -> None:
             return not (raised and issubclass(raised, kind))
 
     logging.getLogger("jax._src.callback").addFilter(Unlogged())
+
+
+def drop_failed_tokens(
+    kind: type[BaseException], finish: Callable[[Callable[[], None]], None]
+) -> None:
+    """Do not raise exceptions of `kind` from host callbacks once more at exit.
+
+    JAX waits then for what the programs of several devices have left to do, and prints
+    the traceback of each failure, whether the program that ends has seen it or not.
+
+    Args:
+        finish: is called at exit with a function that waits.
+    """
+    from jax._src import dispatch
+
+    def wait() -> None:
+        tokens = dispatch.runtime_tokens
+        for known in (tokens.current_tokens, tokens.output_runtime_tokens):
+            for key, token in list(known.items()):
+                try:
+                    token.block_until_ready()
+                except jax.errors.JaxRuntimeError as error:
+                    if kind.__name__ in str(error):
+                        del known[key]
+
+    atexit.register(finish, wait)  # before JAX's own, which was registered earlier
 
 
 def is_key_dtype(dtype: Any) -> bool:

@@ -285,7 +285,7 @@ def planned(
     """Whether a call runs as several kernels on a platform; arguments as `choose`."""
     from pallasite.passes.schedule.plan_parts import Plan, plan
 
-    if wants_emulation(call) or platform not in ("cpu", "cuda"):
+    if wants_emulation(call) or call.kernel.symbols or platform not in ("cpu", "cuda"):
         return Plan()
     if platform == "cpu":
         return Plan() if exporting else plan(call.kernel, host())
@@ -392,6 +392,8 @@ def choose(
     if wants_emulation(call):
         return Choice("interpret")
     name = _asked_backend(call, platform)
+    if call.kernel.symbols:
+        return _without_sizes(call, name, base.DEFAULTS.get(platform or "", ()))
     if name is not None:
         return Choice(name, launch=_launch(name, call, chip))
     refusals: list[tuple[str, Exception]] = []
@@ -404,6 +406,22 @@ def choose(
         except (UnsupportedError, ChipMemoryError, ImportError, CompileError) as error:
             refusals.append((name, error))
     return Choice("interpret", tuple(refusals))
+
+
+def _without_sizes(call: Call, named: str | None, defaults: Sequence[str]) -> Choice:
+    """What runs a call of symbolic shape: machine code is made for fixed shapes."""
+    usual = [name for name in defaults if base.get(name).exports]
+    backend = named or next(iter(usual), None)
+    error = UnsupportedError(
+        f"backend {backend!r} compiles kernels for fixed shapes, not symbolic ones",
+        [("kernel", call.kernel.name), ("refs", call.kernel.symbols)],
+        call.kernel.loc,
+        "export for the shapes in use, one by one; or write the kernel for one element "
+        "of a symbolic batch, and jax.vmap it; or interpret=True for plain StableHLO",
+    )
+    if named is not None:
+        raise error
+    return Choice("interpret", () if backend is None else ((backend, error),))
 
 
 def _is_here(platform: str | None) -> bool:
@@ -553,6 +571,13 @@ def _lower_emulation(ctx: Any, *operands: Any, call: Call) -> Any:
     alike = ("roles", "warps", "cluster_barrier", "tensor_commit")
     side_by_side = any(op.name in alike for op in walk(call.kernel.body))
     checked = _is_checked(call) or (side_by_side and not call.interpret)
+    if call.kernel.symbols and (checked or side_by_side):
+        raise UnsupportedError(
+            "checked mode runs kernels of fixed shapes, and these are symbolic",
+            [("kernel", call.kernel.name), ("refs", call.kernel.symbols)],
+            call.kernel.loc,
+            "check the function with arrays, before it is exported",
+        )
     axes: list[tuple[str, int]] = []
     if talks_to_devices(call.kernel.body):
         axes = jaxcompat.manual_mesh_axes(ctx)
@@ -632,15 +657,16 @@ def _batch(
     """Adds a leading grid axis; operands that are not mapped are unchanged."""
     sizes = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
     (size,) = sizes
-    if not isinstance(size, int):
-        return _batch_symbolic(operands, dims, call)
-    if maps_a_grid_size(call.kernel, [d is not None for d in dims]):
+    mapped = [d is not None for d in dims]
+    # Machine code is for one number of elements, which a symbol is not.
+    compiled = call.backend is not None and not wants_emulation(call)
+    is_open = not isinstance(size, int) and compiled
+    if is_open or maps_a_grid_size(call.kernel, mapped):
         return _one_by_one(operands, dims, call)
     moved = [
         x if d is None else jax.numpy.moveaxis(x, d, 0)
         for x, d in zip(operands, dims, strict=True)
     ]
-    mapped = [d is not None for d in dims]
     moved, mapped = _spread_changed(call.kernel, moved, mapped, size)
     results = call_p.bind(*moved, call=batched(call, mapped, size))
     return results, [0] * len(results)
@@ -653,20 +679,6 @@ def batched(call: Call, mapped: Sequence[bool], size: int) -> Call:
         rule = rule.batched(mapped)
     kernel = batch_kernel(call.kernel, tuple(mapped), size)
     return replace(call, kernel=kernel, partition=rule)
-
-
-def _batch_symbolic(
-    operands: Sequence[Any], dims: Sequence[int | None], call: Call
-) -> tuple[list[Any], list[int]]:
-    """vmap over a symbolic size (`jax.export`): a kernel's grid must be concrete, so a
-    named backend runs once per element; otherwise the emulation is mapped."""
-    if call.backend is None or wants_emulation(call):
-        from pallasite.emulation.emulate import emulate
-
-        run = jax.vmap(emulate(call.kernel), in_axes=tuple(dims))
-        results = run(*operands)
-        return list(results), [0] * len(results)
-    return _one_by_one(operands, dims, call)
 
 
 def _one_by_one(

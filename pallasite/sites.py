@@ -37,19 +37,14 @@ class Site:
 
 def in_parts(site: Site, platform: str, chip: Chip | Host | None) -> list[Site]:
     """The kernels that a call is run as on a chip: itself, or those of its parts."""
-    from pallasite.passes.analysis.grid import analyze
-    from pallasite.passes.run import run
-
     call = for_platform(site.call, platform)
     found = planned(call, platform, chip=chip if isinstance(chip, Chip) else None)
     if found.program is None:
         return [site]
-    size = analyze(run(call.kernel)).axes[found.axis or 0].size
     parts = parts_of(call, found.program)
     whole = f"{len(parts)} of {call.kernel.name}"
-    how = f"i{found.axis} ({size} steps, {found.kind}) runs as {found.parts} parts"
     return [
-        Site(part, site.inside, site.times, split=f"kernel {n} of {whole}: {how}")
+        Site(part, site.inside, site.times, split=f"kernel {n} of {whole}: {found.why}")
         for n, part in enumerate(parts, 1)
     ]
 

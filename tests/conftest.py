@@ -22,12 +22,12 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.share import share_of
+from tests.share import SHARE, sample_of
 from tests.xla import QUICK, set_flags
 
 ROOT = Path(__file__).parent.parent
 SLOWEST = 25  # places in the list of where the time went
-MOST_BYTES = 1_500_000_000  # of a worker, before it forgets compiled programs
+MOST_BYTES = 1_250_000_000  # of a worker, before it forgets compiled programs
 
 # Tests marked `machine_only`: of kernels written as IR, and of the LLVM, Triton, CUDA,
 # Mosaic or machine code that is made of them. Neither the version of Python nor that of
@@ -37,6 +37,7 @@ MOST_BYTES = 1_500_000_000  # of a worker, before it forgets compiled programs
 # that it reaches the other backends in their tests of the language and emitted text.
 MACHINE_ONLY = (
     "autodiff/test_backward_choice.py",
+    "autodiff/test_backward_plan.py",
     "backends/cpu/test_compile_size.py",
     "backends/cpu/test_control.py",
     "backends/cpu/test_dot.py",
@@ -52,7 +53,9 @@ MACHINE_ONLY = (
     "backends/cpu/test_top_k.py",
     "backends/cpu/test_vectors.py",
     "backends/cuda/test_elementwise.py",
+    "backends/cuda/test_emit.py",
     "backends/cuda/test_host.py",
+    "backends/cuda/test_hostile.py",
     "backends/cuda/test_passes.py",
     "backends/cuda/test_plgpu.py",
     "backends/cuda/test_races.py",
@@ -60,6 +63,7 @@ MACHINE_ONLY = (
     "backends/test_gpu_trial.py",
     "backends/test_stages.py",
     "backends/tpu/test_blocks.py",
+    "backends/tpu/test_compile.py",
     "backends/tpu/test_meaning.py",
     "backends/triton/test_benchmark.py",
     "backends/triton/test_elementwise.py",
@@ -74,6 +78,8 @@ MACHINE_ONLY = (
     "fuzz/test_placement.py",
     "fuzz/test_reblock.py",
     "ir/test_text.py",
+    "kernels/test_configurations.py",
+    "kernels/test_native_on_gpu.py",
     "ops/test_decompose.py",
     "ops/test_decompose_tile.py",
     "passes/test_choose_blocks.py",
@@ -84,45 +90,26 @@ MACHINE_ONLY = (
     "passes/test_unmasked_steps.py",
     "passes/test_unroll_rounds.py",
     "passes/test_widen_steps.py",
+    "prove/test_zoo.py",
     "test_rules.py",
 )
 
 # Tests that do the same with many kernels or pages: a share may do (tests/share.py).
 SAMPLED = (
-    "autodiff/test_backward.py",
-    "autodiff/test_grad.py",
-    "autodiff/test_grad_zoo.py",
-    "backends/cpu/test_dot_sums.py",
-    "backends/cpu/test_moves.py",
-    "backends/cpu/test_pack_once.py",
-    "backends/cpu/test_transformations.py",
-    "backends/cpu/test_transposes.py",
-    "backends/cpu/test_windows.py",
-    "backends/cpu/test_zoo.py",
-    "backends/cuda/test_emit.py",
-    "backends/test_placement.py",
-    "backends/tpu/test_compile.py",
-    "backends/tpu/test_portable.py",
-    "backends/tpu/test_sparse_core.py",
-    "backends/triton/test_language.py",
-    "checked/test_clean.py",
-    "docs/test_docs.py",
-    "examples/test_examples.py",
-    "fusion/test_fuse.py",
-    "fuzz/test_frontend.py",
-    "kernels/test_any_shape.py",
-    "kernels/test_attention.py",
-    "kernels/test_configurations.py",
-    "kernels/test_decode.py",
-    "kernels/test_devices.py",
-    "kernels/test_operations.py",
-    "kernels/test_rows.py",
-    "language/test_composites.py",
-    "ops/test_meaning.py",
-    "ops/test_narrow_integers.py",
-    "ops/test_settings.py",
-    "passes/test_partition.py",
-    "zoo/test_zoo.py",
+    "autodiff",
+    "backends",
+    "checked",
+    "docs",
+    "examples",
+    "forms",
+    "fusion",
+    "fuzz",
+    "kernels",
+    "language",
+    "ops",
+    "passes",
+    "prove",
+    "zoo",
 )
 
 
@@ -142,6 +129,8 @@ def _set_environment() -> None:
         environ["JAX_PLATFORMS"] = "cpu"
 
     set_flags({"xla_force_host_platform_device_count": 8})
+    # On a busy machine eight devices may come together late; XLA ends a process then.
+    set_flags({"xla_cpu_collective_call_terminate_timeout_seconds": 600})
     if environ.get("JAX_PLATFORMS") == "cpu":
         set_flags(QUICK)
     # Tracebacks in StableHLO, which no test reads, are a tenth of the time that a
@@ -164,6 +153,7 @@ _set_environment()
 hypothesis.settings.register_profile(
     "ci",
     derandomize=True,
+    max_examples=max(100 // SHARE, 10),
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
@@ -182,24 +172,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path in machine_only:
             item.add_marker("machine_only")
     _take_share(items, tests)
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    long = ("slow", "tpu")  # libtpu compiles many kernels at once
+    items.sort(key=lambda item: not any(map(item.get_closest_marker, long)))
     _skip(items, "gpu", _has_gpu, "jax finds no GPU here")
     _skip(items, "tpu", _has_libtpu, "libtpu is not installed")
 
 
 def _take_share(items: list[pytest.Item], tests: Path) -> None:
-    """Of each sampled test's cases, its share."""
-    sampled = {tests / name for name in SAMPLED}
-    assert all(map(Path.exists, sampled)), "SAMPLED names a missing file"
-    cases: dict[str, list[pytest.Item]] = {}
+    """What this run leaves to `make test-all` (tests/share.py)."""
+    # By file and test; the first test of each file begins with the first of its cases.
+    cases: dict[Path, dict[str, list[pytest.Item]]] = {}
     for item in items:
-        if item.path in sampled:
-            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-    left_out = {
-        item
-        for number, same in enumerate(cases.values())
-        for item in set(same) - set(share_of(same, number))
-    }
+        if item.path.relative_to(tests).parts[0] in SAMPLED:
+            test, _, _ = item.nodeid.partition("[")
+            cases.setdefault(item.path, {}).setdefault(test, []).append(item)
+    left_out: set[pytest.Item] = set()
+    for of_file in cases.values():
+        for number, same in enumerate(of_file.values()):
+            names = [item.name.partition("[")[2] for item in same]
+            left_out |= {*same} - {same[n] for n in sample_of(names, number)}
+    if SHARE > 1:
+        left_out |= {item for item in items if item.get_closest_marker("slow")}
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         (*left_out,)[0].config.hook.pytest_deselected(items=[*left_out])
@@ -234,9 +227,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What JAX compiled for the tests of a file, a megabyte per program, is let go."""
+    """What JAX compiled, a megabyte per program, is let go, best after a file."""
     is_last = nextitem is not None and nextitem.path != item.path
-    if is_last and _resident_bytes() > MOST_BYTES:
+    if _resident_bytes() > (MOST_BYTES if is_last else 1.3 * MOST_BYTES):
         import jax
 
         jax.clear_caches()
@@ -274,11 +267,14 @@ def _has_libtpu() -> bool:
 
 @pytest.fixture(scope="session")
 def run_python() -> Callable[..., str]:
-    """Runs a fresh Python in the repository root; asserts success, returns stdout."""
+    """Runs a fresh Python in the repository root; asserts success, returns stdout.
+
+    With `quiet`, asserts that it says nothing else.
+    """
     # A script's own folder is on its path; the package's must be too.
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
-    def run(*arguments: str | Path) -> str:
+    def run(*arguments: str | Path, quiet: bool = False) -> str:
         done = subprocess.run(
             [sys.executable, *map(str, arguments)],
             cwd=ROOT,
@@ -287,6 +283,8 @@ def run_python() -> Callable[..., str]:
             text=True,
         )
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        said = [s for s in done.stderr.splitlines() if "font cache" not in s]
+        assert not (quiet and said), done.stderr
         return done.stdout
 
     return run

@@ -470,3 +470,11 @@ def test_an_unknown_meaning_of_polynomial_is_refused():
     product.def_impl(lambda x, *coefficients: x * coefficients[0] * coefficients[1])
     with pytest.raises(NotImplementedError, match="polynomial"):
         jaxcompat.polynomial_lowest_first(product)
+
+
+def test_tokens_that_jax_waits_for_at_exit_are_known_by_name():
+    from jax._src import dispatch
+
+    tokens = vars(dispatch.RuntimeTokenSet())
+    names = ("current_tokens", "output_runtime_tokens")
+    assert all(isinstance(tokens[name], dict) for name in names)

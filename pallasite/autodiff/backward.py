@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from pallasite.autodiff.backward_axes import split_axes
 from pallasite.autodiff.backward_choice import Estimate, estimate
-from pallasite.autodiff.backward_stages import Stages, split
+from pallasite.autodiff.backward_stages import Stages, split, sums_apart
 from pallasite.autodiff.backward_windows import (
     Built,
     Parts,
@@ -27,6 +27,7 @@ from pallasite.autodiff.backward_windows import (
     only,
     place,
 )
+from pallasite.autodiff.carried_axes import carried_axis
 from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_carries import narrow_carries
@@ -37,7 +38,7 @@ from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
 from pallasite.autodiff.reverse import Reversed, reverse_program
 from pallasite.autodiff.reverse_rules import accumulated
-from pallasite.autodiff.scattered import Merge, merged, scattered
+from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
 from pallasite.autodiff.zero_cotangents import without
 from pallasite.errors import NoBackwardKernel
@@ -81,6 +82,7 @@ class Way:
     steps: tuple[Built, ...]
     estimate: Estimate
     stages: Stages
+    merges: tuple[Merge, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,11 @@ def cotangents(
     names = _names(call.partition, made)
     for step in made.steps:
         arrays |= _run(call, step, arrays, names)
+    final = {ref: made.primals[n].ref.dtype for n, ref in made.targets.items()}
+    run = partial(_run_plain, call)
     for merge in made.merges:
-        arrays[merge.target] = merged(merge, arrays, partial(_run_plain, call))
+        target = merge.target
+        arrays[target] = merged(merge, arrays, final[target], run, machine)
     found: list[Any] = [None] * len(primals)
     for n, ref in made.targets.items():
         if ref in arrays:
@@ -363,29 +368,15 @@ def _plan(
     # One that nothing is stored to passes on as it is.
     written = Roots(program.body).written(program.body)
     moving = {ref for ref in changing.values() if ref in written}
-    merges: list[Merge] = []
+    variants: list[tuple[Program, list[Merge]]] = [(program, [])]
     if not moving:
         program = gather_overlaps(program.simplified(), results)
         most = MOST_SCATTERED * sum(map(_bytes, kernel.params))
-        program, merges = _scattered(program, list(targets.values()), most, machine)
-        parts = [ref for merge in merges for ref in merge.refs]
-        results = [
-            *(r for r in results if all(r is not m.target for m in merges)),
-            *parts,
-        ]
+        variants = _scattered(program, list(targets.values()), most, machine)
     # Partial sums are for small operands, such as the weights of a norm.
     sums = _Sums.of(kernel, machine)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
-    ways: list[Way] = []
-    for stages in _alternatives(program, made, results, bool(moving)):
-        steps: list[Built] = []
-        for stage in stages.programs:
-            refs = [*results, *stages.saved]
-            steps += _kernels(stage, refs, moving, sums)
-        steps = _narrowed(steps, final)
-        estimated = estimate([step.kernel for step in steps], machine)
-        ways.append(Way(tuple(steps), estimated, stages))
-    ways.sort(key=lambda way: way.estimate.seconds)
+    ways = _Ways(results, moving, sums, final).all(variants, made)
     return BackwardPlan(
         ways[0].steps,
         kernel.inputs,
@@ -394,27 +385,81 @@ def _plan(
         changing,
         tuple(ways),
         machine,
-        tuple(merges),
+        ways[0].merges,
     )
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """What the ways to divide the work have in common."""
+
+    results: Sequence[Value]
+    moving: set[Value]
+    sums: "_Sums"
+    final: dict[Value, T.DType]  # the types of the cotangents
+
+    def all(
+        self, variants: Sequence[tuple[Program, Sequence[Merge]]], made: Reversed
+    ) -> list[Way]:
+        """All of them, the fastest first."""
+        ways = [
+            self.way(stages, merges)
+            for program, merges in variants
+            for stages in _alternatives(
+                program, made, self.added(merges), bool(self.moving)
+            )
+        ]
+        if all(way.estimate.seconds == inf for way in ways) and not self.moving:
+            last = ways[-1]
+            way = lambda stages: self.way(stages, last.merges)
+            fits = lambda stage: way(Stages((stage,))).estimate.seconds < inf
+            apart = sums_apart(last.stages, fits)
+            ways += [] if apart is None else [way(apart)]
+        # Of those that do not fit, the one with the smallest kernels.
+        least = lambda way: -min(way.estimate.programs, default=0)
+        return sorted(ways, key=lambda way: (way.estimate.seconds, least(way)))
+
+    def added(self, merges: Sequence[Merge]) -> list[Value]:
+        """The refs that stages add to."""
+        mine = [r for r in self.results if all(r is not m.target for m in merges)]
+        return [*mine, *(ref for merge in merges for ref in merge.refs)]
+
+    def way(self, stages: Stages, merges: Sequence[Merge]) -> Way:
+        refs = [*self.added(merges), *stages.saved]
+        steps = [
+            built
+            for stage in stages.programs
+            for built in _kernels(stage, refs, self.moving, self.sums)
+        ]
+        steps = _narrowed(steps, self.final)
+        machine = self.sums.machine
+        estimated = estimate([step.kernel for step in steps], machine)
+        merging = sum(merge_seconds(merge, machine) for merge in merges)
+        estimated = replace(estimated, seconds=estimated.seconds + merging)
+        return Way(tuple(steps), estimated, stages, tuple(merges))
 
 
 def _scattered(
     program: Program, targets: Sequence[Value], most: int, machine: Machine
-) -> tuple[Program, list[Merge]]:
+) -> list[tuple[Program, list[Merge]]]:
     """Let programs write what they scatter, where adding it up would run in sequence.
+
+    Rows are also added where they belong, one after another: a CPU may have added them
+    before it has sorted them. On a GPU one program is never faster than all.
 
     `most`: the bytes that this may take.
     """
-    merges: list[Merge] = []
+    scattering, merges = program, list[Merge]()
     enough = min(machine.enough_programs, prod(program.sizes))
     for ref in targets if machine.cores > 1 else ():
-        if prod(program.sizes[a] for a in place(program, ref).own) >= enough:
+        if prod(program.sizes[a] for a in place(scattering, ref).own) >= enough:
             continue
-        found = scattered(program, ref)
+        found = scattered(scattering, ref)
         if found is not None and sum(map(_bytes, found[1].refs)) <= most:
-            program = found[0]
+            scattering = found[0]
             merges.append(found[1])
-    return program, merges
+    rows = machine.one_unit and all(merge.is_rows for merge in merges)
+    return [(scattering, merges), *([(program, [])] if merges and rows else [])]
 
 
 def _narrowed(steps: list[Built], final: dict[Value, T.DType]) -> list[Built]:
@@ -538,7 +583,10 @@ def _kernels(
         names = "_".join(dict.fromkeys(names))
         order = grid_order(group, len(stage.sizes))
         parts = {} if changing else cut_into_parts(group, order, stage.sizes, sums)
-        built.append(build(program, f"{stage.name}_{names}", group, order, parts))
+        one = build(program, f"{stage.name}_{names}", group, order, parts)
+        if prod(stage.sizes) < sums.machine.enough_programs:
+            one = replace(one, kernel=carried_axis(one.kernel))
+        built.append(one)
     return built
 
 

@@ -18,6 +18,7 @@ from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import VIEWS
+from pallasite.passes.schedule.gpu_blocks import may_fit
 from pallasite.target import Machine
 
 MOST_STEPS = 1 << 16  # of a loop with a computed trip count, for an estimate
@@ -52,6 +53,8 @@ def estimate(kernels: Sequence[Kernel], machine: Machine) -> Estimate:
         slow = machine.sums_in_memory if _adds_to_parts(pipeline) else 1.0
         seconds += slow * machine.kernel(*work, steps, count) + machine.launch
         if machine.must_fit and _blocks(pipeline) > (machine.on_chip or inf):
+            seconds = inf
+        if machine.gpu is not None and not may_fit(kernel, machine.gpu):
             seconds = inf
         programs.append(count)
         flops += total.flops + total.transcendentals

@@ -7,7 +7,7 @@ grid steps, which can then be ordered so that each block of a cotangent is visit
 that is cheap, and otherwise saved to memory by a first stage.
 """
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pallasite.autodiff.op_derivative import is_pure
@@ -15,11 +15,12 @@ from pallasite.autodiff.per_program import Program, producers_of
 from pallasite.autodiff.reverse_activity import defined, facts_of
 from pallasite.autodiff.sink_sums import sink_sums
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, BlockDim, Op, Value, Window, walk
+from pallasite.ir.nodes import Access, Block, BlockDim, Op, Value, Window, walk
 from pallasite.ir.rewrite import clone, substitute, used_values
 from pallasite.ir.roles import Loop
 from pallasite.ir.types import INDEX, RefType
 from pallasite.passes.analysis.affine import Forms
+from pallasite.passes.analysis.memory import Roots
 
 MOST_STEPS = 1 << 16  # of a loop with a computed trip count, as a grid axis
 
@@ -49,8 +50,58 @@ def split(program: Program, may_cut: Callable[[Program], bool]) -> Stages:
             first, rest = split(main, may_cut), split(loop, may_cut)
             programs = (*first.programs, *rest.programs)
             return Stages(programs, (*saved, *first.saved, *rest.saved))
-    is_needed = any(op.name in ("atomic_rmw", "store") for op in walk(program.body))
-    return Stages((program,) if is_needed else ())
+    return Stages((program,) if _is_needed(program) else ())
+
+
+def sums_apart(stages: Stages, may_join: Callable[[Program], bool]) -> Stages | None:
+    """A stage for the products that are added to a cotangent, or for each of them.
+
+    Others before it save their factors, where these are costly. So products can have
+    blocks of their own, whereas one kernel has to hold all sums at the same time.
+
+    Args:
+        stages: what to split.
+        may_join: whether all products of a cotangent may be one stage, given as that.
+
+    Returns:
+        More stages; None if there are no such products.
+    """
+    programs, saved = list[Program](), [*stages.saved]
+    for stage in stages.programs:
+        found = _stage_apart(stage, may_join)
+        programs += filter(_is_needed, found.programs)
+        saved += found.saved
+    if len(programs) == len(stages.programs):
+        return None
+    return Stages(tuple(programs), tuple(saved))
+
+
+def _stage_apart(stage: Program, may_join: Callable[[Program], bool]) -> Stages:
+    body, slicer, roots = stage.body, Slice(stage.body.ops), Roots(stage.body)
+    adds = [op for op in body.ops if op.name == "atomic_rmw"]
+    factors = {op: dot.operands for op in adds if (dot := slicer.product(op))}
+    every = dict.fromkeys(v for values in factors.values() for v in values)
+    refs = {v: saved_ref(v, stage.sizes) for v in slicer.to_save(every, every)}
+
+    def adding(ops: Sequence[Op]) -> Program:
+        operands = (v for op in ops for v in op.operands)
+        ops = (*slicer.closure(operands, list(refs)), *ops)
+        return stage.with_body(_with_saved(body.params, ops, refs)).simplified()
+
+    rest = _saving(body.params, [op for op in body.ops if op not in factors], refs)
+    programs = [stage.with_body(rest).simplified()]
+    targets: dict[Value, list[Op]] = {}
+    for op in factors:
+        targets.setdefault(roots.of(op.operands[0]), []).append(op)
+    for ops in targets.values():
+        joined = adding(ops)
+        is_one = len(ops) == 1 or may_join(joined)
+        programs += [joined] if is_one else [adding([op]) for op in ops]
+    return Stages(tuple(programs), tuple(refs.values()))
+
+
+def _is_needed(program: Program) -> bool:
+    return any(op.name in ("atomic_rmw", "store") for op in walk(program.body))
 
 
 def _free_loop(program: Program, op: Op) -> tuple[Program, Op] | None:
@@ -165,22 +216,34 @@ def _cut(program: Program, loop: Op) -> tuple[Program, Program, list[Value]]:
     needed = _captured(region)
     factors = {v for op in walk(region) if op.name == "dot" for v in op.operands}
     costly = slicer.to_save([v for v in needed if not v.is_ref], factors)
-    saved = [saved_ref(v, program.sizes) for v in costly]
-
-    main = Builder()
-    main.ops += [op for op in body.ops if op is not loop]
-    reload = Builder()
-    loaded: dict[Value, Value] = {}
-    for value, ref in zip(costly, saved, strict=True):
-        main.store(save_block(main, ref, body.params, value, "out"), value)
-        loaded[value] = reload.load(save_block(reload, ref, body.params, value, "in"))
+    refs = {v: saved_ref(v, program.sizes) for v in costly}
+    main = _saving(body.params, [op for op in body.ops if op is not loop], refs)
     ops = (*slicer.closure(needed, costly), *region.ops)
-    moved = substitute(Block((), ops), loaded)
-    params = (*body.params, Loop.of(loop).index)
-    moved = clone(Block(params, (*reload.ops, *moved.ops)))
+    moved = _with_saved(body.params, ops, refs, Loop.of(loop).index)
     sizes = (*program.sizes, count)
-    main_program = program.with_body(Block(body.params, tuple(main.ops)))
-    return main_program, replace(program, body=moved, sizes=sizes), saved
+    inner = replace(program, body=moved, sizes=sizes)
+    return program.with_body(main), inner, list(refs.values())
+
+
+def _saving(
+    ids: Sequence[Value], ops: Iterable[Op], refs: Mapping[Value, Value]
+) -> Block:
+    """Code of a program, which then stores some of its values in refs."""
+    b = Builder()
+    b.ops += ops
+    for value, ref in refs.items():
+        b.store(save_block(b, ref, ids, value, "out"), value)
+    return Block(tuple(ids), tuple(b.ops))
+
+
+def _with_saved(
+    ids: Sequence[Value], ops: Sequence[Op], refs: Mapping[Value, Value], *more: Value
+) -> Block:
+    """A copy of code that loads these values from refs; `more`: indices of its own."""
+    b = Builder()
+    loaded = {v: b.load(save_block(b, ref, ids, v, "in")) for v, ref in refs.items()}
+    moved = substitute(Block((), tuple(ops)), loaded)
+    return clone(Block((*ids, *more), (*b.ops, *moved.ops)))
 
 
 def _factors_before(body: Block, op: Op) -> tuple[Block, Op]:
@@ -277,6 +340,14 @@ class Slice:
                 sources = [value]
             saved.update(dict.fromkeys(sources))
         return [v for v in self.made if v in saved]
+
+    def product(self, op: Op) -> Op | None:
+        """The matmul whose result an op takes, if all else that it takes is cheap."""
+        value = Access.of(op).value
+        sources = self.sources(value) if value is not None else None
+        sources = sources or ()
+        made = [self.made[v] for v in sources]
+        return made[0] if len(made) == 1 and made[0].name == "dot" else None
 
     def sources(self, value: Value) -> list[Value] | None:
         """Results of costly ops from which the rest is cheap; None: not tiles."""

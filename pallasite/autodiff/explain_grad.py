@@ -195,7 +195,10 @@ def _how(made: "BackwardPlan", operand: int) -> str:
     ref = made.targets[operand]
     for merge in made.merges:
         if merge.target is ref:
-            by = [s.kernel.name for s in made.steps if merge.refs[0] in s.results]
+            refs = set(merge.refs)
+            by = [s.kernel.name for s in made.steps if refs.intersection(s.results)]
+            if not by:
+                return "rows of the result's cotangent, merged in order"
             return f"{', '.join(by)} writes what each program adds, merged in order"
     steps = [step for step in made.steps if ref in step.results]
     if not steps:

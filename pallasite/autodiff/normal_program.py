@@ -30,7 +30,7 @@ def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     kernel = results_in_scratch(normal)
     if kernel is not normal:
         kernel = run(kernel, NORMAL)  # rules for scratch apply to these, too
-    if machine.cuts_rows:
+    if machine.gpu is not None:
         # A mask of a loaded tile would be a mask of its cotangent, after a matmul.
         kernel = fewer_rows(edge_fills(kernel))
     program = _with_known_integers(step_blocks(program_of(kernel)))

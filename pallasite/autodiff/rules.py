@@ -76,6 +76,8 @@ def pull_back(
             raise NoBackwardKernel(
                 "pl.Partition(local=...) defines what one device runs"
             )
+        if call.kernel.symbols:
+            raise NoBackwardKernel("its shapes are symbolic")
         made = backward.cotangents(call, primals, cotangents, wanted, kept)
         return [
             # Its type must be that of its primal, also on explicit mesh axes.
@@ -133,7 +135,8 @@ def _keeping(
 ) -> tuple[list[Array], list[Array]] | None:
     """Results of the call, and its kernel's residuals for a reverse; None: none."""
     avals = list(map(jaxcompat.aval_of, primals))
-    if wants_emulation(call) or local_of(call) is not None:
+    whole = call.kernel.symbols or local_of(call) is not None
+    if wants_emulation(call) or whole:
         return None
     if any(jaxcompat.manual_axes(a) or any(jaxcompat.explicit_spec(a)) for a in avals):
         return None

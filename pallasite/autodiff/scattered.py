@@ -18,11 +18,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallasite.autodiff.backward_stages import save_block, saved_ref
+from pallasite.autodiff.overlaps import sum_of_overlaps
 from pallasite.autodiff.per_program import Program, producers_of
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.parse import parse_kernel
+from pallasite.ir.types import DType, dtype_of
 from pallasite.passes.analysis.affine import Forms
+from pallasite.passes.analysis.carried import covers_whole
+from pallasite.passes.analysis.memory import Roots
+from pallasite.target import Machine
 
 MOST_COLUMNS = 1024  # of the rows that one program adds up
 
@@ -61,6 +66,21 @@ class Merge:
     def refs(self) -> tuple[Value, ...]:
         found = [(a.values, a.rows) for a in self.addends]
         return tuple(ref for pair in found for ref in pair if ref is not None)
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether all addends are rows, sorted before they are added."""
+        return all(addend.rows is not None for addend in self.addends)
+
+
+def merge_seconds(merge: Merge, machine: Machine) -> float:
+    """Estimated time to add up: all are read, all sums written; one core sorts."""
+    refs = [*merge.refs, merge.target]
+    moved = sum(ref.ref.size * ref.ref.dtype.bytes for ref in refs)
+    rows = sum(a.rows.ref.size for a in merge.addends if a.rows is not None)
+    compared = rows * max(rows - 1, 1).bit_length()
+    sorting = machine.cores * machine.starting(steps=compared)
+    return machine.copying(moved) + sorting + len(refs) * machine.launch
 
 
 def scattered(program: Program, ref: Value) -> tuple[Program, Merge] | None:
@@ -103,6 +123,7 @@ class _Scatter:
         self.made = producers_of(program.body)
         self.forms = Forms(program.body.params)
         self.forms.add_ops(program.body.ops)
+        self.written = Roots(program.body).written(program.body)
 
     def is_use(self, op: Op) -> bool:
         return any(v is self.ref or self.view(v) is not None for v in op.operands)
@@ -221,7 +242,10 @@ class _Scatter:
         return x if is_wider and x.tile.dtype.bits >= 16 else value
 
     def kept(self, b: Builder, value: Value, ids: Sequence[Value]) -> Value:
-        """A new array that holds a value of every program."""
+        """An array with a value of every program: what it is loaded from, or new."""
+        array = self.loaded(value)
+        if array is not None:
+            return array
         if not value.tile.shape:
             value = b.broadcast(value, (1,), ())
         ref = saved_ref(value, self.program.sizes)
@@ -229,17 +253,69 @@ class _Scatter:
         b.store(save_block(b, ref, ids, value, "out"), value)
         return ref
 
+    def loaded(self, value: Value) -> Value | None:
+        """The array of which each program loads its own tile, if these follow another.
+
+        So rows of a result's cotangent are added up where they lie.
+        """
+        op = self.made.get(value)
+        view = (
+            None if op is None or op.name != "load" else self.made.get(op.operands[0])
+        )
+        if op is None or view is None or view.name != "block_view":
+            return None
+        array, *numbers = view.operands
+        whole = covers_whole(op.operands[0].ref.shape, op.attrs["index"])
+        if not whole or Access.of(op).mask is not None or array in self.written:
+            return None
+        axes, is_last = list(range(len(self.program.sizes))), False
+        pairs = zip(view.attrs["window"].dims, numbers, array.ref.shape, strict=True)
+        for dim, number, n in pairs:
+            if dim.kind not in ("blocked", "squeezed") or any(dim.padding):
+                return None
+            count = 0 if is_last else self.digits(number, axes)
+            steps = prod(self.program.sizes[a] for a in axes[:count])
+            if count and n == steps * dim.size:
+                del axes[:count]
+                is_last = dim.size > 1  # what follows is inside a tile
+            elif n == dim.size and self.constant(number) == 0:
+                is_last |= n > 1
+            else:
+                return None
+        return None if axes else array
+
+    def digits(self, number: Value, axes: Sequence[int]) -> int:
+        """How many of the first of these axes are the digits of a number."""
+        form = self.forms.of(number)
+        if form.affine is None or form.affine.const != 0 or form.spread:
+            return 0
+        coeffs, unit = form.affine.coeffs, 1
+        count = sum(coeffs[a] != 0 for a in axes)
+        for axis in reversed(axes[:count]):
+            if coeffs[axis] != unit:
+                return 0
+            unit *= self.program.sizes[axis]
+        return count
+
 
 # --- adding up ---
 
 
-def merged(merge: Merge, arrays: Mapping[Value, Any], run: Any) -> Any:
+def merged(
+    merge: Merge,
+    arrays: Mapping[Value, Any],
+    final: DType,
+    run: Any,
+    machine: Machine,
+) -> Any:
     """The sum of all addends.
 
     Args:
         merge: what to add up.
         arrays: the addends and their rows.
+        final: the type that the sum will have, perhaps narrower than while adding up.
         run: calls a kernel, given its operands.
+        machine: what runs it.
     """
     shape, dtype = merge.target.ref.shape, merge.target.ref.dtype
     total, rows, values = None, list[Any](), list[Any]()
@@ -249,7 +325,9 @@ def merged(merge: Merge, arrays: Mapping[Value, Any], run: Any) -> Any:
         if not same or addend.rows is None:
             x = x.astype(dtype.np)
         if addend.rows is None:
-            part = _shifted(x, merge.sizes, addend.strides, shape)
+            places = merge.sizes, addend.strides, shape
+            alone = machine.one_unit
+            part = _in_one_kernel(x, *places, run) if alone else _shifted(x, *places)
             total = part if total is None else total + part
             continue
         first = arrays[addend.rows].reshape(prod(merge.sizes), -1)
@@ -260,8 +338,40 @@ def merged(merge: Merge, arrays: Mapping[Value, Any], run: Any) -> Any:
     if rows:
         given = merge.addends[0].values.ref.dtype.name if same else dtype.name
         lists = jnp.concatenate(rows), jnp.concatenate(values)
-        part = _by_row(*lists, shape, (given, dtype.name), run)
+        stored = final if total is None else dtype
+        part = _by_row(*lists, shape, (given, dtype.name, stored.name), run)
         total = part if total is None else total + part
+    return total
+
+
+def _in_one_kernel(
+    x: Any,
+    sizes: Sequence[int],
+    strides: Sequence[Stride],
+    shape: Sequence[int],
+    run: Any,
+) -> Any:
+    """`_shifted` by a kernel of `overlaps.py`, where tiles start at zero.
+
+    XLA makes a pass over everything of each copy that it shifts, on a CPU.
+    """
+    tile = x.shape[len(sizes) :]
+    starts = all(
+        s.first == 0 and (s.axis is not None or t == n)
+        for s, t, n in zip(strides, tile, shape, strict=True)
+    )
+    if not starts:
+        return _shifted(x, sizes, strides, shape)
+    axes = [s.axis for s in strides if s.axis is not None]
+    others = [a for a in range(len(sizes)) if a not in axes]
+    dims = range(len(sizes), x.ndim)
+    x = x.sum(axis=tuple(others), keepdims=True).transpose(*others, *axes, *dims)
+    x = x.reshape(*x.shape[len(others) :])
+    steps = tuple(None if s.axis is None else s.step for s in strides)
+    dtype = dtype_of(x.dtype)
+    assert dtype is not None
+    kernel = sum_of_overlaps(x.shape, dtype.name, steps, tuple(shape))
+    (total,) = run(kernel, [x])
     return total
 
 
@@ -308,11 +418,11 @@ def _overlapped(x: Any, place: int, step: int) -> Any:
 
 
 def _by_row(
-    rows: Any, values: Any, shape: Sequence[int], dtypes: tuple[str, str], run: Any
+    rows: Any, values: Any, shape: Sequence[int], dtypes: tuple[str, str, str], run: Any
 ) -> Any:
     """Rows of an array, each the sum of values in the order of their programs.
 
-    `dtypes`: of the values and of the sums.
+    `dtypes`: of the values, of the sums, and of the sums as they are stored.
     """
     count, width = shape[0], prod(shape[1:])
     inside = (rows >= 0) & (rows < count)
@@ -326,22 +436,26 @@ def _by_row(
 
 
 @lru_cache(maxsize=64)
-def row_sums(count: int, addends: int, width: int, given: str, dtype: str) -> Kernel:
+def row_sums(
+    count: int, addends: int, width: int, given: str, dtype: str, stored: str
+) -> Kernel:
     """A kernel that adds up rows: `order` lists them, row i from `firsts[i]` on."""
     size = next(n for n in range(min(width, MOST_COLUMNS), 0, -1) if width % n == 0)
     params = (
         f"%firsts: ref<i32[{count + 1}] smem>, %order: ref<i32[{addends}] smem>, "
         f"%values: ref<{given}[{addends},{width}] any>, "
-        f"%sums: ref<{dtype}[{count},{width}] any>"
+        f"%sums: ref<{stored}[{count},{width}] any>"
     )
     grid = f"grid=({count}, {width // size}), windows=(out[squeezed 1, {size}])"
     is_wide = given == dtype
     cast = "" if is_wide else f"%wide: {dtype}[{size}] = cast %value {{dtype={dtype}}}"
+    last = f"%narrow: {stored}[{size}] = cast %total {{dtype={stored}}}"
+    last = "" if stored == dtype else last
     return parse_kernel(f"""
 kernel @row_sums({params}) outputs 1 {{
   pipeline %sums {{{grid}, semantics=("parallel", "parallel")}}
     map (%i0: i32, %i1: i32) {{ yield %i0, %i1 }}
-    body (%i2: i32, %i3: i32, %sum: ref<{dtype}[{size}] block>) {{
+    body (%i2: i32, %i3: i32, %sum: ref<{stored}[{size}] block>) {{
       %one: i32 = constant {{value=1}}
       %size: i32 = constant {{value={size}}}
       %next: i32 = add %i2, %one
@@ -357,7 +471,8 @@ kernel @row_sums({params}) outputs 1 {{
           %new: {dtype}[{size}] = add %old, {"%value" if is_wide else "%wide"}
           yield %new
         }}
-      store %sum[:] = %total
+      {last}
+      store %sum[:] = {"%total" if stored == dtype else "%narrow"}
     }}
 }}
 """)

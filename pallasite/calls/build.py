@@ -226,7 +226,7 @@ def _scratch(spec: GridSpec, request: Request) -> tuple[tuple[MemoryRef, ...], A
         if (
             ref is None
             or T.dtype_of(ref.dtype) is None
-            or min(ref.shape, default=0) < 0
+            or any(n < 0 for n in ref.shape)
         ):
             raise SpecError(
                 f"scratch_shapes[{n}] is not a memory shape and dtype",

@@ -8,7 +8,7 @@ all its rules are in `primitive.py`.
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -188,8 +188,9 @@ def pallas_call(
         built = cache.get(key)
         extra: tuple[Any, ...] = ()
         if built is None:
-            built, extra, cacheable = build(request, flat, tree)
-            if cacheable:
+            with jaxcompat.open_sizes([("kernel", request.name)], request.at):
+                built, extra, cacheable = build(request, flat, tree)
+            if cacheable and not built.kernel.symbols:
                 cache[key] = built
         arrays = [_stored(x) for x in flat]
         try:
@@ -220,22 +221,6 @@ def _operands_by_name(by_name: Mapping[str, Any], request: Request) -> KernelTyp
 
 def _kind(x: Any) -> str:
     return describe(x) if is_shaped(x) else type(x).__name__
-
-
-_WITHOUT_SYMBOLS = (
-    "write the kernel for one element and jax.vmap it over the symbolic dimension, "
-    "or export the function for each shape it is used with"
-)
-
-
-def _symbols(shape: Sequence[Any]) -> str:
-    """The symbolic dimensions (`jax.export`) as text; empty if there are none."""
-    found = [
-        f"dimension {axis} is {size}"
-        for axis, size in enumerate(shape)
-        if not isinstance(size, (int, np.integer))
-    ]
-    return ", ".join(found)
 
 
 def _one_of(a: Any, b: Any, name_a: str, name_b: str, at: Any) -> Any:
@@ -283,13 +268,6 @@ def _shape_of(leaf: Any, n: int, out_shape: Any, at: Any) -> Any:
             "jax.ShapeDtypeStruct(shape, dtype)",
         )
     refuse_traced(leaf.shape, f"out_shape {n}", [("shape", tuple(leaf.shape))], at)
-    if symbols := _symbols(leaf.shape):
-        raise UnsupportedError(
-            f"out_shape {n} has a symbolic shape: {symbols}",
-            [("shape", tuple(leaf.shape))],
-            at,
-            _WITHOUT_SYMBOLS,
-        )
     if any(d < 0 for d in leaf.shape):
         raise SpecError(
             "out_shape has a negative size",
@@ -418,13 +396,6 @@ def _as_array(x: Any, n: int, request: Request) -> Any:
             "pass arrays of numbers; bind other arguments with "
             "functools.partial(kernel, ...)",
         ) from None
-    if symbols := _symbols(array.shape):
-        raise UnsupportedError(
-            f"operand {n} has a symbolic shape: {symbols}",
-            [("kernel", request.name), ("shape", array.shape)],
-            request.at,
-            _WITHOUT_SYMBOLS,
-        )
     is_key = jaxcompat.is_key_dtype(array.dtype)
     if T.dtype_of(array.dtype) is None and not is_key:
         raise UnsupportedError(

@@ -9,6 +9,7 @@ then raises it: if one raised it alone, the others would wait forever.
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallasite import jaxcompat
-from pallasite.errors import PallasError
+from pallasite.errors import CheckError, PallasError
 from pallasite.interpret.checked import run_devices
 from pallasite.ir.nodes import Kernel
 
 Array = Any
 
 _reports: dict[int, Exception] = {}  # by number; the oldest are dropped
+_raised: dict[int, bool] = {}  # the numbers of those raised, in order
 _numbers = itertools.count(1)
 _KEPT = 64
 
@@ -103,6 +105,7 @@ def _checked_results(parts: Sequence[Array]) -> tuple[Array, ...]:
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results)
 
     def raise_report(number: Array, *results: Array) -> Any:
+        _raised[int(number)] = True
         raise _reports[int(number)]
 
     return jax.lax.cond(
@@ -117,3 +120,13 @@ def _checked_results(parts: Sequence[Array]) -> tuple[Array, ...]:
 @functools.cache
 def _report_once() -> None:
     jaxcompat.keep_out_of_callback_log(PallasError)
+    jaxcompat.drop_failed_tokens(CheckError, _finish)
+
+
+def _finish(wait: Callable[[], None]) -> None:
+    """Prints the reports of calls that a program did not wait for before it ended."""
+    before = set(_raised)
+    wait()
+    for number in _raised:
+        if number not in before and number in _reports:
+            print(_reports[number], file=sys.stderr)

@@ -31,7 +31,8 @@ def emulate(kernel: Kernel) -> Callable[..., list[Array]]:
     """A JAX function with the kernel's meaning."""
 
     def run(*operands: Array) -> list[Array]:
-        with jaxcompat.own_tracing():
+        open_sizes = jaxcompat.open_sizes([("kernel", kernel.name)], kernel.loc)
+        with jaxcompat.own_tracing(), open_sizes:
             return Walker(kernel, JaxNumbers()).run(list(operands))
 
     return run

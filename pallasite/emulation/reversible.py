@@ -46,7 +46,8 @@ def emulate_smooth(kernel: Kernel) -> Callable[..., list[Array]]:
     """A JAX function with the kernel's meaning, for forward mode."""
 
     def run(*operands: Array) -> list[Array]:
-        with jaxcompat.own_tracing():
+        open_sizes = jaxcompat.open_sizes([("kernel", kernel.name)], kernel.loc)
+        with jaxcompat.own_tracing(), open_sizes:
             return SmoothWalker(kernel, SmoothNumbers()).run(list(operands))
 
     return run
@@ -57,7 +58,8 @@ def emulate_reverse(kernel: Kernel) -> Callable[..., list[Array]]:
     kernel = _prepared(kernel)
 
     def run(*operands: Array) -> list[Array]:
-        with jaxcompat.own_tracing():
+        open_sizes = jaxcompat.open_sizes([("kernel", kernel.name)], kernel.loc)
+        with jaxcompat.own_tracing(), open_sizes:
             return ReverseWalker(kernel, ReverseNumbers()).run(list(operands))
 
     return run
@@ -100,7 +102,8 @@ class ReverseNumbers(SmoothNumbers):
         self.most_trips: int | None = None  # of the next counted loop
 
     def tile_op(self, op: Op, operands: Sequence[Array]) -> Sequence[Array]:
-        if op.name == "constant" and not op.result.tile.shape:
+        is_scalar = op.name == "constant" and not op.result.tile.shape
+        if is_scalar and not jaxcompat.is_symbolic(op.attrs["value"]):
             # Known at trace time, as the trip count must be.
             return (np.asarray(op.attrs["value"], op.attrs["type"].dtype.np),)
         return super().tile_op(op, operands)

@@ -228,12 +228,13 @@ def int32(x: Any) -> Array:
 
 def clamp_index(index: Any, low: int, high: int) -> Any:
     """An index, or a tile of indices, clamped to a range, as int32."""
-    if isinstance(index, int):
+    if isinstance(index, int) and isinstance(high, int):
         return min(max(index, low), high)
+    index = index if hasattr(index, "dtype") else int32(index)
     if index.dtype.itemsize >= 4 and index.dtype != jnp.int32:
         # Clamp before the conversion, which wraps around.
         least = 0 if jnp.issubdtype(index.dtype, jnp.unsignedinteger) else low
-        index = jnp.clip(index, index.dtype.type(least), index.dtype.type(high))
+        index = jnp.clip(index, index.dtype.type(least), jnp.asarray(high, index.dtype))
     return jnp.clip(int32(index), int32(low), int32(high))
 
 

@@ -44,6 +44,8 @@ class _FusedCall:
     def fuse(self) -> None:
         if isinstance(self.call.partition, Partition):
             self.notes.append("nothing: pl.Partition fixes the list of operands")
+        elif self.call.kernel.symbols:
+            self.notes.append("nothing: shapes are symbolic")
         else:
             results = [v for v in self.node.results if self.graph.uses(v)]
             for value in results:

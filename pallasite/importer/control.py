@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from pallasite import jaxcompat
@@ -375,6 +376,16 @@ def _program_id(im: Importer, eqn: Any) -> Value:
 def _num_programs(im: Importer, eqn: Any) -> Value:
     size = im.grid.sizes[eqn.params["axis"]]
     return size if isinstance(size, Value) else im.builder.index(size)
+
+
+@RULES.rule("dim_as_value", params="dim")
+def _symbolic_size(im: Importer, eqn: Any) -> Value:
+    """A size that `jax.export` leaves open is a value from outside the kernel."""
+    size = eqn.params["dim"]
+    if size not in im.open_sizes:
+        im.open_sizes[size] = jnp.asarray(size, jnp.int32)
+    dtype = tile_type(eqn.outvars[0].aval, im.where).dtype
+    return im.builder.cast(im.captured(im.open_sizes[size]), dtype)
 
 
 @RULES.rule("axis_index", params="axis_name")

@@ -76,6 +76,7 @@ class Importer:
         self.env: dict[Any, Value] = {}
         self.freed: set[Any] = set()  # variables of refs whose memory is gone
         self.hidden: dict[str, Value] = {}
+        self.open_sizes: dict[Any, Any] = {}  # arrays of the symbolic sizes in use
         self.has_subcores = False  # of a SparseCore, which may meet
         self.sums: dict[Value, Any] = {}  # of matrix units (`matrix_units.py`)
         self.refused: PallasError | None = None  # the error on its way out
@@ -166,6 +167,11 @@ class Importer:
 
     def equation(self, eqn: Any, used: set[Any]) -> None:
         self.locate(eqn)
+        facts = [("kernel", self.kernel_name), ("in", eqn.primitive.name)]
+        with jaxcompat.open_sizes(facts, self.where):
+            self._equation(eqn, used)
+
+    def _equation(self, eqn: Any, used: set[Any]) -> None:
         name = eqn.primitive.name
         operands = [self.value(v) for v in eqn.invars]
         try:

@@ -355,6 +355,8 @@ def _counted_from_the_end(im: Importer, index: Value, size: int) -> Value:
 
 
 def _expect_integer(im: Importer, ref: Value, d: int, entry: Any) -> None:
+    if jaxcompat.is_symbolic(entry):
+        return
     facts = [("kernel", im.kernel_name), ("ref", ref.type), ("dimension", d)]
     if refused := non_integer_index(entry, facts, im.where):
         raise refused
@@ -366,7 +368,7 @@ def static(entry: Any) -> int | None:
         return int(entry)
     if hasattr(entry, "val") and np.ndim(entry.val) == 0:
         return int(entry.val)
-    return None
+    return entry if jaxcompat.is_symbolic(entry) else None
 
 
 def _outside(im: Importer, ref: Value, d: int, index: Any, size: int) -> RefIndexError:

@@ -188,6 +188,11 @@ class Indices:
                 ]
                 what = "a block is out of bounds of its array"
                 fix = "check the index map and the grid; clamp with jnp.minimum"
+                if dim.kind == "blocked" and _is_offset(dim, n, index):
+                    fix = (
+                        "an index map counts blocks, not elements: leave out the "
+                        f"factor of {dim.size}"
+                    )
                 at = _line_of(index_map) or op.loc
                 self.monitor.report("bounds", what, facts, fix, at)
         return plain
@@ -223,6 +228,11 @@ def _window_problem(dim: BlockDim, n: int, index: int, length: int | None) -> st
         if length is not None and not 0 <= length <= dim.size:
             inside, text = False, f"{length} elements, the block holds {dim.size}"
     return "" if inside else text
+
+
+def _is_offset(dim: BlockDim, n: int, index: int) -> bool:
+    """Whether an index may be that of a block's first element."""
+    return dim.size > 1 and index % dim.size == 0 and 0 <= index < n
 
 
 def _line_of(index_map: Block) -> Any:

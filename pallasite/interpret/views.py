@@ -128,7 +128,7 @@ def _run(entry: At | Span, operand: Any, extent: int, numbers: Numbers):
     reach = 1 if isinstance(entry, At) else entry.extent
     start = entry.start
     if start is None:
-        start = numbers.clamp(operand, 0, max(extent - reach, 0))
+        start = numbers.clamp(operand, 0, numbers.larger(extent - reach, 0))
     return start, size, stride, isinstance(entry, Span)
 
 

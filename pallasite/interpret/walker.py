@@ -564,7 +564,7 @@ class Walker:
 
     def grid_sizes(self, op: Op) -> list[Array | int]:
         sizes = Pipeline.of(op).sizes
-        return [n if isinstance(n, int) else self.env[n] for n in sizes]
+        return [self.env[n] if isinstance(n, Value) else n for n in sizes]
 
     def window_refs(self, op: Op, ids: list[Array]) -> list[View]:
         """The blocks that a program sees."""

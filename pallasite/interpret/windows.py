@@ -54,7 +54,7 @@ def plan_padding(kernel: Kernel, roots: Roots) -> dict[Value, Padding]:
                 )
             ]
             low, high = (tuple(r[k] for r in reach) for k in (0, 1))
-            if any(low) or any(high):
+            if any(n != 0 for n in (*low, *high)):
                 fills = () if window.fill is None else (window.fill,)
                 found[root] = _join(found.get(root), Padding(low, high, fills))
     return found
@@ -64,10 +64,27 @@ def _join(a: Padding | None, b: Padding) -> Padding:
     if a is None:
         return b
     return Padding(
-        tuple(map(max, a.low, b.low)),
-        tuple(map(max, a.high, b.high)),
+        tuple(map(_most, a.low, b.low)),
+        tuple(map(_most, a.high, b.high)),
         (*a.fills, *b.fills),
     )
+
+
+def _most(a: int, b: int) -> int:
+    """At least the larger one: of two symbolic sizes, their sum."""
+    if isinstance(a, int) and isinstance(b, int):
+        return max(a, b)
+    return a if a == b else a + b
+
+
+def _blocks(n: int, size: int) -> int:
+    """How many blocks an array has; one, if it is empty."""
+    count = -(-n // size) if size != 0 else 1
+    return max(1, count) if isinstance(count, int) else count
+
+
+def _last(n: int) -> int:
+    return max(n - 1, 0) if isinstance(n, int) else n - 1
 
 
 def _start_ranges(
@@ -93,10 +110,14 @@ def _overhang(n: int, dim: BlockDim, bounds: tuple[float, float]) -> tuple[int, 
     if dim.kind == "blocked":
         if not dim.size:
             return 0, 0
-        blocks = max(1, -(-n // dim.size))
+        blocks = _blocks(n, dim.size)
+        if not isinstance(n, int):
+            return 0, blocks * dim.size - n
         last = min(max(bounds[1], 0), blocks - 1)
         return 0, max(0, int(last + 1) * dim.size - n)
     low, high = dim.padding
+    if not isinstance(n, int):
+        return low, high + dim.size - 1
     first = min(max(bounds[0], 0), n + low + high)
     last = max(0, min(bounds[1], n + low + high - 1))
     before = max(0, low - int(first))
@@ -149,14 +170,14 @@ def _place(numbers: Numbers, dim: BlockDim, r: Range, index: Array, length: Any)
     """
     n = r.size
     if dim.kind == "blocked":
-        blocks = max(1, -(-n // dim.size)) if dim.size else 1
+        blocks = _blocks(n, dim.size)
         offset = numbers.mul(numbers.clamp(index, 0, blocks - 1), dim.size)
         hangs = blocks * dim.size != n
     elif dim.kind == "squeezed":
-        offset, hangs = numbers.clamp(index, 0, max(n - 1, 0)), False
+        offset, hangs = numbers.clamp(index, 0, _last(n)), False
     else:
         low, high = dim.padding
-        last = max(n + low + high - 1, 0)
+        last = _last(n + low + high)
         offset = numbers.add(numbers.clamp(index, 0, last), -low)
         hangs = True
     start = numbers.add(r.start, numbers.mul(offset, r.stride))

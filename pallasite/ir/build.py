@@ -151,6 +151,8 @@ class Builder:
 
 def python_scalar(value: Any, dtype: T.DType) -> Scalar:
     """`value` rounded to `dtype`, as the Python number the text form prints."""
+    if not hasattr(value, "dtype") and hasattr(value, "__jax_array__"):
+        return value  # a symbolic size
     array = np.asarray(value).astype(dtype.np)
     if dtype.is_bool:
         return bool(array)

@@ -191,6 +191,14 @@ class Kernel:
         """For each aliased operand, the output that shares its memory."""
         return {self.inputs[i]: self.outputs[o] for i, o in self.aliases}
 
+    @cached_property
+    def symbols(self) -> str:
+        """The operands and results of symbolic shape; empty if there are none."""
+        found = [
+            p for p in self.params if not all(isinstance(n, int) for n in p.ref.shape)
+        ]
+        return ", ".join(f"{p.name or 'unnamed'}: {p.ref.tile}" for p in found)
+
     def with_(self, **changes: Any) -> "Kernel":
         return replace(self, **changes)
 
@@ -201,8 +209,16 @@ class Kernel:
 
         return print_kernel(self)
 
+    @cached_property
+    def _scope(self) -> Any:
+        """What tells the symbols of one export from those of another (`jax.export`)."""
+        sizes = (n for p in self.params for n in p.ref.shape)
+        return next((n.scope for n in sizes if hasattr(n, "scope")), None)
+
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Kernel) and self.text == other.text)
+        if self is other or not isinstance(other, Kernel):
+            return self is other
+        return self.text == other.text and self._scope is other._scope
 
     def __hash__(self) -> int:
         return hash(self.text)

@@ -30,7 +30,7 @@ from pallasite.ir.nodes import (
 )
 from pallasite.ir.opdef import table
 from pallasite.ir.parse import parse_kernel as parse_kernel
-from pallasite.ir.types import DType, RefType, TileType
+from pallasite.ir.types import DType, RefType, TileType, size_text
 
 _IMPLIED = frozenset({"index", "mask", "other"})  # shown by the syntax of indexed ops
 _TYPE, _NOTHING = frozenset({"type"}), frozenset[str]()
@@ -145,14 +145,14 @@ class _Printer:
                 entries.append("gather " + self.name(next(pending)))
                 continue
             start = entry.start
-            first = f"{start:d}" if start is not None else self.name(next(pending))
+            first = size_text(start) if start is not None else self.name(next(pending))
             if isinstance(entry, At):
                 entries.append(first)
             elif start == 0 and entry.stride == 1 and shape[d : d + 1] == (entry.size,):
                 entries.append(":")
             else:
                 stride = f":{entry.stride}" if entry.stride != 1 else ""
-                entries.append(f"{first}:+{entry.size:d}{stride}")
+                entries.append(f"{first}:+{size_text(entry.size)}{stride}")
         text = f"{self.name(access.ref)}[{', '.join(entries)}]"
         stored = [v for v in (access.compare, access.value) if v is not None]
         text += f" = {self.values(stored)}" if stored else ""
@@ -242,6 +242,8 @@ def attr_text(value: object) -> str:
         return _tuple_text(tuple(cast(Sequence[Any], value)))
     if isinstance(value, Mapping):
         return _dict_text(cast(Mapping[str, Any], value))
+    if hasattr(value, "__jax_array__"):  # a symbolic size
+        return size_text(cast(Any, value))
     raise InternalError(
         "an attribute has no text form",
         [("value", repr(value))],
@@ -282,7 +284,7 @@ def _dim_text(dim: BlockDim) -> str:
     kind = "" if dim.kind == "blocked" else dim.kind + " "
     low, high = dim.padding
     padding = f" pad ({low}, {high})" if (low, high) != (0, 0) else ""
-    return f"{kind}{dim.size:d}{padding}"
+    return f"{kind}{size_text(dim.size)}{padding}"
 
 
 def _at_text(entry: At) -> str:
@@ -290,7 +292,7 @@ def _at_text(entry: At) -> str:
 
 
 def _span_text(entry: Span) -> str:
-    return f"span({attr_text(entry.start)}, {entry.size:d}, {entry.stride:d})"
+    return f"span({attr_text(entry.start)}, {size_text(entry.size)}, {entry.stride:d})"
 
 
 _WRITERS: dict[type, Callable[[Any], str]] = {

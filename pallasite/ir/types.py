@@ -134,6 +134,15 @@ class Layout:
         return f"@{self.kind}{numbers}"
 
 
+def size_text(n: int) -> str:
+    """A size: a number, or a symbol (`b`, `2*b + 1`) that an export leaves open.
+
+    Symbols are objects of JAX's that compute like ints, stand for 1 or more, and raise
+    where a comparison has no one answer.
+    """
+    return f"{n:d}" if isinstance(n, (int, np.integer)) else str(n)
+
+
 @dataclass(frozen=True)
 class TileType:
     """An immutable array value. `shape == ()` is a scalar."""
@@ -160,7 +169,7 @@ class TileType:
         layout = "" if self.layout is None else f" {self.layout}"
         if not self.shape:
             return self.dtype.name + layout
-        return f"{self.dtype}[{','.join([f'{n:d}' for n in self.shape])}]{layout}"
+        return f"{self.dtype}[{','.join(map(size_text, self.shape))}]{layout}"
 
 
 # Memory spaces. `any` is main memory as a whole; `block` is wherever a backend puts the

@@ -10,6 +10,7 @@ import jax.ref
 import numpy as np
 from jax import lax
 
+from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError
 from pallasite.language.trace import location_of, user_location
 
@@ -210,6 +211,8 @@ def cdiv(a: Any, b: Any) -> Any: ...
 def cdiv(a: Any, b: Any) -> Any:
     """Division rounded up, for operands of either sign."""
     if isinstance(a, (int, np.integer)) and isinstance(b, (int, np.integer)):
+        return -(-a // b)
+    if jaxcompat.is_symbolic(a) or jaxcompat.is_symbolic(b):
         return -(-a // b)
     if jnp.issubdtype(jnp.result_type(a, b), jnp.unsignedinteger):
         return jnp.floor_divide(a + (b - 1), b)

@@ -41,7 +41,9 @@ class MemorySpace(enum.Enum):
         try:
             if dtype is None:
                 raise TypeError("no dtype")
-            sizes = tuple(operator.index(n) for n in sizes)
+            sizes = tuple(
+                n if jaxcompat.is_symbolic(n) else operator.index(n) for n in sizes
+            )
             return MemoryRef(sizes, np.dtype(dtype), self)
         except TypeError as error:
             raise SpecError(

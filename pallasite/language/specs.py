@@ -281,7 +281,7 @@ def _grid_entry(axis: int, given: Any, grid: tuple[Any, ...]) -> Any:
         return int(entry)
     is_scalar = hasattr(entry, "dtype") and getattr(entry, "shape", None) == ()
     if not (is_scalar and jnp.issubdtype(entry.dtype, jnp.integer)):
-        if type(entry).__name__ == "_DimExpr":  # a symbolic dimension
+        if jaxcompat.is_symbolic(entry):
             return entry
         raise SpecError(
             "a grid size must be an integer or an integer scalar",
@@ -440,6 +440,8 @@ def _block_dim(
         size = entry
     facts = [("operand", operand), ("block", spec.block_shape), ("dimension", d)]
     refuse_traced((size,), "a block", facts, at)
+    if jaxcompat.is_symbolic(size):
+        return BlockDim(_whole_dimension(size, n, kind, facts, at))
     if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
         raise SpecError(
             f"a block size must be an integer, got {size!r}",
@@ -447,8 +449,7 @@ def _block_dim(
             at,
             "use integer division, or pl.cdiv"
             if isinstance(size, (bool, float, np.generic))
-            else "use an int: blocks and scratch have static sizes, also in an export "
-            "with symbolic shapes",
+            else "use an int",
         )
     if size <= 0 and n != 0:
         raise SpecError(
@@ -466,6 +467,18 @@ def _block_dim(
         )
     before, after = padding
     return BlockDim(int(size), kind, (int(before), int(after)))
+
+
+def _whole_dimension(size: Any, n: Any, kind: str, facts: Any, at: Any) -> Any:
+    """A symbolic block size; the block has all elements of its dimension."""
+    if size == n and kind == "blocked":
+        return size
+    raise SpecError(
+        f"a block size is {size}, a symbol that is not the size of the dimension",
+        facts,
+        at,
+        "use an int, or the size of the whole dimension: x.shape[axis]",
+    )
 
 
 def refuse_traced(shape: Sequence[Any], what: str, facts: Any, at: Any) -> None:

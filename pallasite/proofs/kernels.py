@@ -27,8 +27,8 @@ def prove_source(source: str, operands: str, claims: Sequence[str] = ()) -> Proo
     claims = claims or CLAIMS
     check_names(claims)
     trace = trace_of(source, operands)
-    # The trace of a function is a partial that ends with the function and operands.
-    given = trace.args[1:] if isinstance(trace, partial) else ()
+    # The trace of a function is a partial over the function and its operands.
+    given = trace.args if isinstance(trace, partial) else ()
     retrace = doubled(given[0], tuple(given[1:]), {}) if given else None
     return prove_sites(trace, claims, retrace)
 

@@ -112,6 +112,11 @@ class Proof:
         return all(kernel.ok for kernel in self.kernels)
 
     @property
+    def refused(self) -> bool:
+        """Whether some claim is refuted; named as in the reports of other commands."""
+        return not self.ok
+
+    @property
     def proved(self) -> bool:
         """Whether every claim about every kernel is proved."""
         return all(c.verdict == PROVED for k in self.kernels for c in k.claims)

@@ -31,16 +31,16 @@ from pallasite.runtime import bundles
 from pallasite.runtime.bundles import Bundles
 from pallasite.runtime.forms import Form
 
-# No TPU runtime is queried: the topology's name determines the target.
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+# What libtpu would otherwise ask the computer, complaining where there is no TPU.
+NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
     "TPU_LOG_DIR": "disabled",
 }
+# No TPU runtime is queried: the topology's name determines the target.
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", **NO_TPU}
 
 
 def missing() -> str:

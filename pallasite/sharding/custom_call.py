@@ -448,7 +448,7 @@ def _warn_gathered(task: Task, tiles: Mapping[int, np.ndarray], at: Placement) -
         task.loc,
         "shard them along dimensions that follow the grid, or call it in a shard_map",
     )
-    warn(message, PartitionWarning)
+    warn(message, PartitionWarning, task.loc)
 
 
 def _why_gathered(

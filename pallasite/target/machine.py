@@ -85,7 +85,7 @@ class Machine:
             memory.
         base_two: whether its exponentials have base two.
         sums_in_memory: slowdown of programs that accumulate in main memory.
-        cuts_rows: whether tiles should fit into its registers.
+        gpu: the chip, if it is a GPU: tiles should fit into its registers.
         enough_programs: with this many in parallel, no sum is split into parts.
     """
 
@@ -109,7 +109,7 @@ class Machine:
     must_fit: bool = False
     base_two: bool = False
     sums_in_memory: float = 1.0
-    cuts_rows: bool = False
+    gpu: Gpu | None = field(default=None, hash=False)
     enough_programs: int = 16
     f32: Mapping[str, tuple[str, int]] = field(default_factory=dict, hash=False)
 
@@ -279,7 +279,7 @@ def _gpu(chip: Chip, used: float = 1.0) -> Machine:
         on_chip=chip.shared.bytes,
         base_two=True,
         sums_in_memory=chip.sums_in_memory,
-        cuts_rows=True,
+        gpu=chip,
         enough_programs=chip.cores,
     )
 

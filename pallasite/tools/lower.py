@@ -4,6 +4,7 @@ Traces a JAX function, finds its kernels and shows what the passes and a backend
 them into. Nothing is run. `PALLASITE_DUMP` writes the same texts during normal use.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 
 from pallasite import config
 from pallasite.backends import base
-from pallasite.errors import SpecError
+from pallasite.errors import PerformanceWarning, SpecError
 from pallasite.ir.nodes import Kernel
 from pallasite.language.trace import user_location
 from pallasite.primitive import Call, Choice, accelerator, check_platform, choose
@@ -73,10 +74,13 @@ class Lowered:
         """
         call, platform = self.calls[kernel], platform or _own_platform()
         check_platform(call, (platform,))
-        return choose(call, platform)
+        # How fast it would be there was not asked.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PerformanceWarning)
+            return choose(call, platform)
 
     def in_parts(self, platform: str | None = None) -> "Lowered":
-        """The calls as they run: a call whose axis is split is several.
+        """The calls as they run: one call may be several kernels.
 
         Args:
             platform: "cpu", "cuda" or "tpu"; by default the one JAX uses.

@@ -15,6 +15,7 @@ from pallasite.ir.verify import verify
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.sites import kernels_in
 from pallasite.target import AVX2, GPUS, Host, Machine
+from tests.share import chosen
 from tests.zoo import all_cases
 
 BY_NAME = {case.name: case for case in all_cases()}
@@ -46,8 +47,8 @@ def names_of(kernel):
 
 
 def test_most_of_the_zoo_has_backward_kernels():
-    refused = {}
-    for name in BY_NAME:
+    refused, names = {}, chosen([*BY_NAME])
+    for name in names:
         for kernel in zoo_kernels(name):
             if not any(p.ref.dtype.is_float for p in kernel.inputs):
                 continue
@@ -58,7 +59,7 @@ def test_most_of_the_zoo_has_backward_kernels():
                 continue
             for step in steps:
                 verify(step.kernel)
-    assert refused == FUNCTIONAL
+    assert refused == {n: why for n, why in FUNCTIONAL.items() if n in names}
 
 
 def test_a_matmul_has_one_dot_per_step_and_operand():

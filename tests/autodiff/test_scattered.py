@@ -6,18 +6,27 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import config
+from pallasite import tpu as pltpu
+from pallasite.autodiff import backward
 from pallasite.autodiff.backward import plan
 from pallasite.ir.nodes import walk
-from pallasite.sites import calls_in
-from pallasite.target import GPUS, Machine
+from pallasite.sites import calls_in, kernels_in
+from pallasite.target import GPUS, Host, Machine
 
 H200 = Machine.usual(GPUS["h200"])
 
 
-def merges(function, *args) -> int:
+@pytest.fixture(autouse=True)
+def planned_for_a_gpu(monkeypatch):
+    """Gradients here are computed as on a GPU, which merges what programs scatter."""
+    monkeypatch.setattr(backward, "chip_for", lambda backend: GPUS["h200"])
+
+
+def merges(function, *args, machine: Machine = H200) -> int:
     (call,) = calls_in(function, *args)
     wanted = tuple(ref.ref.dtype.is_float for ref in call.kernel.inputs)
-    return len(plan(call.kernel, wanted, (True,), H200).merges)
+    return len(plan(call.kernel, wanted, (True,), machine).merges)
 
 
 def check(function, reference, *args, merged: int = 1):
@@ -64,6 +73,19 @@ def test_rows_by_an_index_array(dtype, width: int):
     check(embedding(8), lambda t, i: t[i], table, ids)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [1, 40])
+def test_few_cores_add_rows_where_they_belong(dtype, width: int, monkeypatch):
+    """Sorting rows takes longer than adding them one after another."""
+    host = Host(32, 16, threads=2)
+    ids = jax.random.randint(jax.random.key(1), (48,), 0, 7).at[3:9].set(5)
+    table = jax.random.normal(jax.random.key(0), (13, width), dtype)
+    run = embedding(8)
+    assert not merges(run, table, ids, machine=Machine.usual(host))
+    monkeypatch.setattr(backward, "chip_for", lambda backend: host)
+    check(run, lambda t, i: t[i], table, ids)
+
+
 def stencil(padding: int):
     """Three rows around each; blocks overlap, and may begin before the array."""
 
@@ -85,13 +107,59 @@ def stencil(padding: int):
     return run
 
 
-def test_overlapping_windows():
+@pytest.fixture(params=["gpu", "cpu"])
+def either_chip(request, monkeypatch):
+    """Shifted copies are added up by XLA on a GPU, by one kernel on a CPU."""
+    if request.param == "cpu":
+        host = Host(32, 16, threads=2)
+        monkeypatch.setattr(backward, "chip_for", lambda backend: host)
+
+
+def test_overlapping_windows(either_chip):
     x = jax.random.normal(jax.random.key(0), (26, 5))
     reference = lambda x: jnp.tanh(x[:-2] + 2 * x[1:-1] + 3 * x[2:])
     check(stencil(0), reference, x)
 
 
-def test_windows_that_begin_before_the_array():
+def halo(rows: int, columns: int, dtype):
+    """Blocks that overlap in two dimensions, and may end past those of the result."""
+
+    def kernel(x_ref, o_ref):
+        x = x_ref[...].astype(jnp.float32)
+        y = jnp.sin(x[:-3, :-1]) * x[3:, 1:]
+        o_ref[...] = y.astype(o_ref.dtype)
+
+    def run(x):
+        n, m = x.shape[0] - 3, x.shape[1] - 1
+        block = pl.Element(rows + 3), pl.Element(columns + 1)
+        return pl.pallas_call(
+            kernel,
+            jax.ShapeDtypeStruct((n, m), dtype),
+            grid=(n // rows, m // columns),
+            in_specs=[pl.BlockSpec(block, lambda i, j: (i * rows, j * columns))],
+            out_specs=pl.BlockSpec((rows, columns), lambda i, j: (i, j)),
+        )(x)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "dtype, block",
+    [(jnp.float32, (6, 7)), (jnp.float32, (2, 14)), (jnp.bfloat16, (6, 7))],
+    ids=str,
+)
+def test_overlaps_in_two_dimensions(dtype, block, either_chip):
+    """With two rows a block, three tiles reach each of its elements."""
+    x = jax.random.normal(jax.random.key(0), (15, 29)).astype(dtype)
+
+    def reference(x):
+        wide = x.astype(jnp.float32)
+        return (jnp.sin(wide[:-3, :-1]) * wide[3:, 1:]).astype(dtype)
+
+    check(halo(*block, dtype), reference, x)
+
+
+def test_windows_that_begin_before_the_array(either_chip):
     x = jax.random.normal(jax.random.key(0), (24, 5))
 
     def inside(x):
@@ -208,3 +276,41 @@ def test_weights_that_a_loop_captures_have_cotangents_of_their_size():
     (step,) = plan(call.kernel, (True, True), (True,), H200).steps
     carried = [op for op in walk(step.kernel.body) if op.name == "for"][-1].results
     assert sum(v.tile.size for v in carried) <= 8 * 16 + 16
+
+
+def rows_of():
+    """One row a program, chosen by a prefetched index; two axes number the rows."""
+
+    def kernel(ids_ref, row_ref, o_ref):
+        o_ref[...] = row_ref[...]
+
+    def run(table, ids):
+        spec = pl.BlockSpec((1, table.shape[1]), lambda i, j, ids: (ids[i * 3 + j], 0))
+        out = pl.BlockSpec((1, table.shape[1]), lambda i, j, ids: (i * 3 + j, 0))
+        grid = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1, grid=(ids.shape[0] // 3, 3), in_specs=[spec],
+            out_specs=out,
+        )  # fmt: skip
+        shape = jax.ShapeDtypeStruct((ids.shape[0], table.shape[1]), table.dtype)
+        return pl.pallas_call(kernel, shape, grid_spec=grid)(ids, table)
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+def test_rows_of_cotangents_are_added_up_where_they_lie(dtype):
+    """No kernel copies them, and sums are stored in the operand's type."""
+    ids = jax.random.randint(jax.random.key(1), (48,), 0, 7)
+    table = jax.random.normal(jax.random.key(0), (13, 33), dtype)
+    for function in (embedding(8), rows_of()):
+        args = (table, ids)
+        check(function, lambda t, i: t[i], *args)
+        (call,) = calls_in(function, *args)
+        wanted = tuple(ref.ref.dtype.is_float for ref in call.kernel.inputs)
+        made = plan(call.kernel, wanted, (True,), H200)
+        (step,) = made.steps
+        assert [p.ref.dtype.name for p in step.kernel.outputs] == ["i32"]
+        gradient = jax.grad(lambda t, i: function(t, i).astype(jnp.float32).sum())
+        with config.override(target="gpu:h200"):
+            *_, last = kernels_in(gradient, *args)
+        assert last.outputs[0].ref.dtype.name == call.kernel.outputs[0].ref.dtype.name

@@ -753,3 +753,14 @@ def test_small_types_and_empty_arrays_run(dtype):
     specs = {"grid": (3,), "in_specs": [rows(5)], "out_specs": rows(5)}
     np.testing.assert_array_equal(call(kernel, shape(12, dtype=dtype), **specs)(x), x)
     assert call(kernel, shape(0, dtype=dtype))(x[:0]).shape == (0,)
+
+
+def test_an_index_map_that_counts_elements():
+    by_elements = pl.BlockSpec((8,), lambda i: (8 * i,))
+
+    def copy(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    run = call(copy, shape(32), grid=4, in_specs=[by_elements], out_specs=rows(8))
+    with pytest.raises(CheckError, match=r"block 8.*\n.*\n.*\n.*factor of 8"):
+        run(X)

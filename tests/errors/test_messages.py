@@ -6,6 +6,8 @@ The expected texts are in messages.txt, one section per case; run with
 
 import os
 import re
+import threading
+import warnings
 from pathlib import Path
 
 import jax
@@ -15,7 +17,8 @@ import pytest
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.errors import PallasError
+from pallasite.errors import PallasError, one_of
+from pallasite.ir.nodes import Loc
 
 S = jax.ShapeDtypeStruct
 TABLE = jnp.array([1, 0])
@@ -563,12 +566,13 @@ BAD = {
             lambda a_ref, b_ref: a_ref[...], grid=2, in_specs=[spec], out_specs=[spec]
         )(x_ref, o_ref)
     ),
-    "symbolic shape": lambda: jax.export.export(jax.jit(lambda v: call(args=(v,))))(
-        S(jax.export.symbolic_shape("n, 128"), jnp.float32)
-    ),
-    "symbolic result": lambda: jax.export.export(
-        jax.jit(lambda v: call(out_shape=S((v.shape[0], 128), jnp.float32)))
-    )(S(jax.export.symbolic_shape("n"), jnp.float32)),
+    "symbolic shape of a backend": lambda: jax.export.export(
+        jax.jit(lambda v: call(args=(v,), out_shape=v, interpret=False, backend="tpu")),
+        platforms=["tpu"],
+    )(S(jax.export.symbolic_shape("n, 128"), jnp.float32)),
+    "symbolic block": lambda: jax.export.export(
+        jax.jit(lambda v: call(grid=v.shape[0], out_specs=pl.BlockSpec(v.shape)))
+    )(S(jax.export.symbolic_shape("n, 128"), jnp.float32)),
     "partition kind": lambda: call(partition=3),
     "partition arrow": lambda: call(partition="m n"),
     "partition rank": lambda: call(partition="m n -> m"),
@@ -739,3 +743,23 @@ def test_errors_of_jax_name_the_kernel_and_line(name):
     fixes = [n for n in more if n.startswith("fix: ")]
     assert len(fixes) == (FROM_JAX[name] is not None)
     assert not fixes or FROM_JAX[name] in fixes[0]
+
+
+def test_a_similar_name_is_not_hidden_in_a_long_list():
+    names = [f"name_{n}" for n in range(30)]
+    assert one_of("nam_7", names) == "did you mean 'name_7'?"
+    assert one_of("nam_7", names[:9]).startswith("did you mean 'name_7'? one of name_0")
+    assert one_of("other", names).startswith("one of name_0, name_1")
+
+
+def test_a_warning_where_no_code_of_the_user_runs_names_the_given_line():
+    """As when XLA calls: `sys:1` would be neither the user's line nor of use."""
+    code = "from pallasite.errors import *\nwarn('text', KernelWarning, at)"
+    own = {"__name__": "pallasite.x", "at": Loc("train.py", 7)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        thread = threading.Thread(target=exec, args=(code, own))
+        thread.start()
+        thread.join()
+    (found,) = caught
+    assert (found.filename, found.lineno) == ("train.py", 7)

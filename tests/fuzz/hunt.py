@@ -197,7 +197,7 @@ class Worker:
 
     def end(self) -> str:
         """End the process; how it ended, if it had before."""
-        self.process.join(0 if self.is_stuck() else 1)
+        self.process.join(0 if self.is_stuck() else 60)
         code = self.process.exitcode
         self.process.kill()
         self.process.join()

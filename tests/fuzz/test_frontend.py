@@ -29,6 +29,7 @@ from tests.fuzz.generate import BYTES as KERNEL_BYTES
 from tests.fuzz.generate import FAMILIES, Case, random_kernel
 from tests.fuzz.python_kernels import RandomCall, random_call
 from tests.fuzz.running import COMPILER_OPTIONS
+from tests.share import SHARE
 
 BATCH = 6  # calls that XLA compiles together
 BYTES = 96
@@ -54,7 +55,7 @@ def test_python_kernels_and_their_vmap(part: int):
         calls = [random_call(Stream(s)) for s in streams]
         check_calls(calls, [s[-1] for s in streams], interpret=part % 2 == 0)
 
-    each_batch(check, part, CALLS, BATCH, BYTES)
+    each_batch(check, part, max(CALLS // SHARE, 1), BATCH, BYTES)
 
 
 def check_calls(

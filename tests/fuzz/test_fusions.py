@@ -8,6 +8,7 @@ from tests.fuzz.batches import each_batch
 from tests.fuzz.choices import Stream
 from tests.fuzz.fusions import check_fusion
 from tests.fuzz.hunt import stream_of
+from tests.share import SHARE
 
 BYTES = 192
 
@@ -19,7 +20,7 @@ def test_fused_functions_give_what_they_gave(engine: str):
     def check(streams: list[bytes]) -> None:
         seen.update(check_fusion(Stream(stream), engine) for stream in streams)
 
-    each_batch(check, part=len(engine), count=4, batch=2, size=BYTES)
+    each_batch(check, part=len(engine), count=max(4 // SHARE, 2), batch=2, size=BYTES)
     assert seen["fused"]
 
 

@@ -15,8 +15,9 @@ from pallasite.passes.transform.batch import batch_kernel, changed_operands
 from tests.fuzz.agreement import beyond_op_table, run_numpy, same
 from tests.fuzz.choices import Choices, Stream, chance
 from tests.fuzz.generate import BYTES, FAMILIES, Case, random_kernel
+from tests.share import SHARE
 
-EXAMPLES = 60
+EXAMPLES = max(60 // SHARE, 20)
 COPIES = 3  # elements of a mapped axis
 
 families = pytest.mark.parametrize("family", [*FAMILIES, "edges"])

@@ -14,7 +14,6 @@ import pytest
 
 import pallasite as pl
 from benchmarks.partitioning import matmul, mesh, normal, put
-from pallasite.errors import SpecError, UnsupportedError
 
 ROOT = Path(__file__).parents[2]
 TRITON = "__gpu$xla.gpu.triton"
@@ -122,35 +121,6 @@ def test_symbolic_grid_over_arrays_of_fixed_shape():
     np.testing.assert_array_equal(exported.call(X, jnp.ones(1))[:8], 2 * X[:8])
     np.testing.assert_array_equal(exported.call(X, jnp.ones(1))[8:], X[8:])
     np.testing.assert_array_equal(exported.call(X, jnp.ones(2)), 2 * X)
-
-
-def test_symbolic_arrays_are_refused_with_a_way_out():
-    with pytest.raises(UnsupportedError, match="vmap it over the symbolic"):
-        jax.export.export(jax.jit(double))(symbolic("n", 128))
-
-
-def test_symbolic_arrays_name_the_dimension():
-    def refused(out_shape, x):
-        call = lambda v: pl.pallas_call(double_kernel, out_shape=out_shape(v))(v)
-        with pytest.raises(UnsupportedError) as refusal:
-            jax.export.export(jax.jit(call))(x)
-        return str(refusal.value)
-
-    shape = "operand 0 has a symbolic shape: dimension 1 is n"
-    assert shape in refused(lambda _: X, symbolic(16, "n"))
-    grown = lambda v: jax.ShapeDtypeStruct((2 * v.shape[0], 128), jnp.float32)
-    shape = "out_shape 0 has a symbolic shape: dimension 0 is 2*n"
-    assert shape in refused(grown, symbolic("n", 128))
-
-
-def test_symbolic_blocks_are_refused_with_a_way_out():
-    def f(x, like):
-        rows = pl.BlockSpec((like.shape[0], 128), lambda: (0, 0))
-        return pl.pallas_call(double_kernel, out_shape=x, in_specs=[rows])(x)
-
-    with pytest.raises(SpecError, match="got n") as refusal:
-        jax.export.export(jax.jit(f))(X, symbolic("n"))
-    assert "blocks and scratch have static sizes" in str(refusal.value)
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")

@@ -303,7 +303,6 @@ def test_what_no_unit_of_a_tpu_takes_is_refused(made, why):
     assert why in str(raised.value)
 
 
-@pytest.mark.slow
 @pytest.mark.tpu
 def test_kernels_that_schedule_units_compile():
     dtypes = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn

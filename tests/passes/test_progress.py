@@ -1,7 +1,8 @@
 """A step that takes long is named while it runs."""
 
 import logging
-import time
+import threading
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 
@@ -20,18 +21,54 @@ def slow_kernel():
 
 
 def test_names_kernel_and_pass(monkeypatch, caplog):
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.01)
+    named = threading.Event()
 
-    def sleep(kernel):
-        time.sleep(0.6)
+    class Said(logging.Handler):
+        def emit(self, record):
+            if "pass waits" in record.getMessage():
+                named.set()
+
+    def wait(kernel):
+        assert named.wait(60)
         return kernel
 
-    with caplog.at_level(logging.WARNING, "pallasite"):
-        run(slow_kernel(), [Pass("quick", lambda k: k), Pass("sleep", sleep)])
-    assert 1 <= len(caplog.messages) <= 6  # at times that double
-    assert all("'slow'" in m and "pass sleep" in m for m in caplog.messages)
+    said = Said()
+    logging.getLogger("pallasite").addHandler(said)
+    try:
+        run(slow_kernel(), [Pass("quick", lambda k: k), Pass("waits", wait)])
+    finally:
+        logging.getLogger("pallasite").removeHandler(said)
+    assert any("'slow'" in m and "pass waits" in m for m in caplog.messages)
 
 
-def test_quick_compilations_say_nothing(caplog):
-    run(slow_kernel(), [Pass("quick", lambda k: k)])
+class Clock:
+    """`time` and the event for which `tell` waits: the compilation ends at `end`."""
+
+    def __init__(self, end):
+        self.now, self.end = 0.0, end
+
+    def monotonic(self):
+        return self.now
+
+    def wait(self, seconds):
+        self.now += seconds
+        return self.now > self.end
+
+
+def told(monkeypatch, end):
+    clock = Clock(end)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=clock.monotonic))
+    progress.Progress(slow_kernel()).tell(clock)
+
+
+def test_it_is_said_at_times_that_double(monkeypatch, caplog):
+    told(monkeypatch, 100.0)
+    assert [m.split(" has taken ")[1] for m in caplog.messages] == [
+        f"{seconds} s so far" for seconds in (10, 20, 40, 80)
+    ]
+
+
+def test_quick_compilations_say_nothing(monkeypatch, caplog):
+    told(monkeypatch, 9.0)
     assert not caplog.messages

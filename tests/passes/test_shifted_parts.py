@@ -59,6 +59,16 @@ def whole(x_ref, y_ref, o_ref):
     o_ref[...] = jnp.concatenate([x[2:-1], x[:1]], axis=0) + x[1:-1] + y_ref[...]
 
 
+def padded(x_ref, y_ref, o_ref):
+    """The derivatives of shifts; one row, and one element, on all sides."""
+    x, y = x_ref[...], y_ref[...]
+    pad = lambda x, *edges: jax.lax.pad(x, jnp.asarray(2.0, x.dtype), edges)
+    up = pad(x[2:], (0, 2, 0), (0, 0, 0)) + pad(x[:-1], (1, 0, 0), (0, 0, 0))
+    both = pad(y[1:, 3:], (1, 0, 0), (0, 3, 0)) * pad(y[:, :-5], (0, 0, 0), (4, 1, 0))
+    row = pad(x[4:5], (3, ROWS - 4, 0), (0, 0, 0))
+    o_ref[...] = up - both + row + pad(y[:1, 1:2], (0, ROWS - 1, 0), (1, WIDTH - 2, 0))
+
+
 def kernel_of(body, dtype=F32, **more) -> Kernel:
     shape = jax.ShapeDtypeStruct((STEPS * ROWS, WIDTH), dtype)
     spec = pl.BlockSpec((ROWS, WIDTH), lambda i: (i, 0))
@@ -83,7 +93,7 @@ def evaluated(kernel: Kernel) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", [F32, jnp.bfloat16])
-@pytest.mark.parametrize("body", [beside, rolled, taps, whole])
+@pytest.mark.parametrize("body", [beside, rolled, taps, whole, padded])
 def test_parts_are_the_same_as_the_block(body, dtype):
     before = kernel_of(body, dtype)
     after = subject.shifted_parts(before)
@@ -148,3 +158,37 @@ def test_others_stay(body):
 def test_memory_that_is_written_stays():
     before = kernel_of(rolled, input_output_aliases={0: 0})
     assert subject.shifted_parts(before) is before
+
+
+def test_smaller_results_are_stored_by_one_part():
+    def kernel(x_ref, y_ref, o_ref, row_ref, number_ref):
+        padded(x_ref, y_ref, o_ref)
+        row_ref[...] = x_ref[5:6, :] * 2
+        number_ref[...] = jnp.full((1,), pl.program_id(0) * 7)
+
+    shape = jax.ShapeDtypeStruct((STEPS * ROWS, WIDTH), F32)
+    spec = lambda *block: pl.BlockSpec(block, lambda i: (i, 0))
+    outs = [shape, jax.ShapeDtypeStruct((STEPS, WIDTH), F32),
+            jax.ShapeDtypeStruct((STEPS,), jnp.int32)]  # fmt: skip
+    call = pl.pallas_call(
+        kernel, out_shape=outs, grid=(STEPS,), in_specs=[spec(ROWS, WIDTH)] * 2,
+        out_specs=[spec(ROWS, WIDTH), spec(1, WIDTH), pl.BlockSpec((1,), lambda i: i)],
+    )  # fmt: skip
+    before = run(sites.kernels_in(call, shape, shape)[0])
+    after = subject.shifted_parts(before)
+    verify(after)
+    assert Pipeline.of(find_pipeline(after)).grid == (STEPS, 3, 5)
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=shape.shape).astype(np.float32) for _ in range(2)]
+    want, got = (Walker(k, NumpyNumbers()).run(arrays) for k in (before, after))
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+
+
+def test_parts_of_few_rows_are_wider():
+    """34 rows are 17 times 2; the part has as many elements."""
+    made = object.__new__(subject._Parts)
+    made.shape = (34, 64)
+    assert made.sizes() == (2, 16)
+    made.shape = (16, 64)
+    assert made.sizes() == (4, 8)

@@ -13,7 +13,7 @@ import pytest
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.ir.parse import parse_kernel
-from pallasite.proofs.kernels import prove_kernel
+from pallasite.proofs.kernels import prove_kernel, prove_source
 from tests.checked import test_gpu_level
 from tests.prove import bugs
 from tests.prove.bugs import blocks, call, copy_kernel, copying, counting, rows, whole
@@ -319,7 +319,7 @@ REPORT = """\
 copy_kernel  bugs.py:LINE in call
   bounds   refuted the index map of x_ref leaves the array
                    at program i = 7: dimension 0 is block 8; the last is 7
-                   bugs.py:LINE in map_one_too_far.<locals>.<lambda>
+                   bugs.py:LINE in <lambda>
   coverage proved  every element of the output is written
   races    proved  programs along i0 share nothing that one writes
   order    proved  no program sees what another along a parallel axis does
@@ -361,3 +361,25 @@ def test_the_command():
     claims = {c["claim"]: c for c in json.loads(done.stdout)["kernels"][0]["claims"]}
     assert claims["coverage"]["verdict"] == "refuted"
     assert claims["bounds"]["verdict"] == "proved"
+    assert "Traceback" not in done.stderr
+
+
+def test_of_a_file_traces_other_numbers_of_rows(tmp_path: Path):
+    file = tmp_path / "rows.py"
+    file.write_text(ROWS_FILE)
+    found = prove_source(f"{file}::double", "f32[20,8]")
+    assert found.proved, found
+
+
+ROWS_FILE = """
+import pallasite as pl
+
+def kernel(x_ref, o_ref):
+    o_ref[...] = 2 * x_ref[...]
+
+def double(x):
+    rows = pl.BlockSpec((8, 8), lambda i: (i, 0))
+    return pl.pallas_call(
+        kernel, x, grid=pl.cdiv(x.shape[0], 8), in_specs=[rows], out_specs=rows
+    )(x)
+"""

@@ -1,13 +1,15 @@
 """libtpu in a process of its own: what becomes of jobs, told by stand-ins for it."""
 
 import json
+import queue
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pallasite import config
 from pallasite.errors import CompileError
-from pallasite.runtime import bundles
+from pallasite.runtime import aot, bundles
 from pallasite.runtime.aot import Compiled, Job, compile_all
 
 ARRAY = ((8, 128), "float32")
@@ -75,13 +77,28 @@ def test_a_job_that_ends_the_process_is_reported_and_the_others_run(tmp_path):
     assert results[0].error == "libtpu aborted: F1116 fatal: no rule"
 
 
-def test_a_job_that_does_not_end_is_given_up(tmp_path):
-    lines = ["echo ready", "read a", "exec sleep 60"]
+class Told(queue.Queue):
+    """Nothing is late but what says so, however busy the machine is."""
+
+    def get(self, block=True, timeout=None):
+        line = super().get()
+        if line == "late\n":
+            raise queue.Empty
+        return line
+
+
+@pytest.fixture
+def told(monkeypatch):
+    monkeypatch.setattr(aot, "queue", SimpleNamespace(Queue=Told, Empty=queue.Empty))
+
+
+def test_a_job_that_does_not_end_is_given_up(tmp_path, told):
+    lines = ["echo ready", "read a", "echo late", "exec sleep 60"]
     (result,) = compiled(tmp_path, [job("a")], *lines, cycles=True, timeout=0.5)
     assert result.error == "libtpu did not end within 0.5 seconds"
 
 
-def test_where_the_estimator_gives_up_the_code_is_read(tmp_path):
+def test_where_the_estimator_gives_up_the_code_is_read(tmp_path, told):
     code = {"cycles": 7, "busy": {}, "spills": 0, "fills": 0, "vmem": 64}
     lines = [
         "echo ready",
@@ -94,7 +111,10 @@ def test_where_the_estimator_gives_up_the_code_is_read(tmp_path):
     assert result.ok and result.cycles is None and result.estimated == 7
     assert result.no_estimate == "libtpu aborted: F1116 LLO_CHECK failure"
     # An estimator that does not end has given up, too.
-    lines[2] = 'case "$LIBTPU_INIT_ARGS" in *static_llo_profile*) exec sleep 60;; esac'
+    lines[2] = (
+        'case "$LIBTPU_INIT_ARGS" in *static_llo_profile*)'
+        " echo late; exec sleep 60;; esac"
+    )
     (slow,) = compiled(tmp_path, [job("a")], *lines, cycles=True, timeout=2)
     assert slow.ok and slow.estimated == 7
     assert slow.no_estimate == "libtpu did not end within 2 seconds"

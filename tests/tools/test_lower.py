@@ -56,3 +56,13 @@ def test_dump_writes_the_backends_stages(tmp_path):
     shown.remove("scheduled")  # the last pass's text
     want = [f"cpu-{name}" if name in ("llvm", "asm") else name for name in shown]
     assert names == sorted(f"{name}.txt" for name in want)
+
+
+def test_the_choice_of_another_chip_does_not_warn():
+    """Of blocks that a TPU has to copy: only whether it can run them was asked."""
+    block = pl.BlockSpec((8,), lambda i: (i,))
+    shape = jax.ShapeDtypeStruct((32,), jnp.float32)
+    call = pl.pallas_call(
+        double, out_shape=shape, grid=4, in_specs=[block], out_specs=block
+    )
+    assert pl.lower(call)(shape).choice("tpu").backend == "tpu"

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,10 @@ while length := read(8):
     else:
         name = ""
     if name == "hangs":
-        open(sys.argv[1], "w").close()  # a pipe: waits for a reader
+        if sys.argv[1:]:
+            open(sys.argv[1], "w").close()  # a pipe: waits for a reader
+        else:
+            print("hangs", flush=True)
         time.sleep(600)
     if name == "crashes":
         print("the last words", file=sys.stderr)
@@ -55,10 +59,17 @@ def call(name: str):
     return found
 
 
+def late(files, _writing, _errors, _seconds):
+    """`select` for which the time is over when the child says that it hangs."""
+    (file,) = files
+    return [] if file.peek().startswith(b"hangs") else files, [], []
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_children_that_hang_or_crash_are_replaced(count: int, monkeypatch):
     calls = [call(n) for n in ("hangs", "fine", "crashes", "refuses", "good")]
-    command = (sys.executable, "-c", CHILD, os.devnull)
+    command = (sys.executable, "-c", CHILD)
+    monkeypatch.setattr(workers_module, "select", SimpleNamespace(select=late))
     with Workers(count, 2.0, "cpu", command) as workers:
         said = workers.probe(calls)
         assert [said[c] for c in calls] == [

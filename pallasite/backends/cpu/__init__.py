@@ -34,6 +34,7 @@ from pallasite.passes.lower.place_windows import place_windows
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.known_comparisons import known_comparisons
 from pallasite.passes.optimise.guard_bounds import guard_bounds
+from pallasite.passes.optimise.one_hots import one_hots
 from pallasite.passes.optimise.scratch_values import scratch_values
 from pallasite.passes.optimise.unmasked_steps import unmasked_steps
 from pallasite.passes.run import Pass, run
@@ -56,6 +57,8 @@ def passes_for(host: Host) -> tuple[Pass, ...]:
         Pass("matrix_units", write_out),
         Pass("own_inputs", own_inputs),
         Pass("choose_blocks", blocks),
+        Pass("canonicalize", canonicalize, if_changed=True),
+        Pass("one_hots", one_hots),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
         Pass("guard_bounds", guard_bounds),

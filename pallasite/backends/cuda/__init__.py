@@ -42,6 +42,7 @@ from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.derive_counters import derive_counters
 from pallasite.passes.normal.edge_fills import edge_fills
+from pallasite.passes.normal.exact_factors import exact_factors
 from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.normal.replicated import replicated
 from pallasite.passes.normal.results_in_scratch import results_in_scratch
@@ -90,6 +91,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("matrix_units", write_out),
         Pass("split_accesses", split_accesses),
         Pass("sums_of_products", sums_of_products),
+        Pass("exact_factors", exact_factors),
         Pass("loop_steps", loop_steps),
         Pass("edge_fills", edge_fills),
         Pass("results_in_scratch", results_in_scratch),

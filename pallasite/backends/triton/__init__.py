@@ -22,6 +22,7 @@ from pallasite.backends.base import (
     stored_launch,
 )
 from pallasite.backends.triton import emit
+from pallasite.backends.triton.bf16_pieces import bf16_pieces
 from pallasite.backends.triton.fill_in_parts import fill_in_parts
 from pallasite.backends.triton.flat_indices import flat_indices
 from pallasite.backends.triton.integer_dots import integer_dots
@@ -38,6 +39,7 @@ from pallasite.passes.lower.plain_copies import plain_copies
 from pallasite.passes.lower.promote import promote
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.edge_fills import edge_fills
+from pallasite.passes.normal.exact_factors import exact_factors
 from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.normal.sums_of_products import sums_of_products
 from pallasite.passes.optimise.early_loads import early_loads
@@ -102,10 +104,12 @@ class TritonBackend:
             Pass("shifted_parts", shifted_parts),
             Pass("split_accesses", split_accesses),
             Pass("sums_of_products", sums_of_products),
+            Pass("exact_factors", exact_factors),
             Pass("loop_steps", loop_steps),
             Pass("edge_fills", edge_fills),
             Pass("choose_blocks", blocks),
             Pass("canonicalize", canonicalize, if_changed=True),
+            Pass("bf16_pieces", bf16_pieces),
             *PASSES,
             Pass("reload_operands", fitted),
             Pass("launch", launch),

@@ -41,18 +41,24 @@ class Atomics(Memory):
                 change = lambda now: self.after(op, now, value, dtype)
                 old = self.swapped(op, place, mask, dtype, change)
             elif by_sign:
-                old = self.float_extreme(kind, place.pointers, value, mask)
+                old = self.float_extreme(kind, place, value, mask)
             else:
                 assert name is not None
-                old = self.atomic(name, place.pointers, value, mask)
+                old = self.atomic(name, place.pointers, value, mask, self.order(place))
         self.env[op.result] = self.past_edge_filled(place, old)
 
-    def atomic(self, name: str, pointers: Val, value: Val, mask: Val) -> Val:
+    def order(self, place: Place) -> str:
+        """Where nobody reads, nothing else needs to be visible before or after."""
+        return "relaxed" if place.view.memory in self.merged else "acq_rel"
+
+    def atomic(
+        self, name: str, pointers: Val, value: Val, mask: Val, order: str = "acq_rel"
+    ) -> Val:
         types = f"({pointers.type}, {value.type}, {mask.type}) -> {value.type}"
-        text = f"tt.atomic_rmw {name}, acq_rel, gpu, {pointers}, {value}, {mask}"
+        text = f"tt.atomic_rmw {name}, {order}, gpu, {pointers}, {value}, {mask}"
         return self.let(f"{text} : {types}", value.shape, value.elem, shared=False)
 
-    def float_extreme(self, kind: str, pointers: Val, value: Val, mask: Val) -> Val:
+    def float_extreme(self, kind: str, place: Place, value: Val, mask: Val) -> Val:
         """The maximum or minimum of floats, by integer atomics.
 
         The bits of floats without sign are ordered like the floats; with sign, in
@@ -70,11 +76,12 @@ class Atomics(Memory):
         numbers = self.select(is_nan, nan, numbers)
         negative = self.compare("slt", numbers, self.like(0, numbers))
         positive = self.apply("arith.xori", negative, self.like(True, negative))
-        places = self.retyped(pointers, whole)
+        places = self.retyped(place.pointers, whole)
         names = ("max", "umin") if kind == "max" else ("min", "umax")
+        masks = (self.apply("arith.andi", mask, x) for x in (positive, negative))
         old = [
-            self.atomic(name, places, numbers, self.apply("arith.andi", mask, signed))
-            for name, signed in zip(names, (positive, negative), strict=True)
+            self.atomic(name, places, numbers, each, self.order(place))
+            for name, each in zip(names, masks, strict=True)
         ]
         return self.bits(self.select(negative, old[1], old[0]), value.elem)
 

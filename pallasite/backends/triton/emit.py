@@ -29,8 +29,10 @@ from pallasite.backends.triton.prints import Prints, print_ops
 from pallasite.backends.triton.text import Val, memory_element
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.ir.types import DType, TileType
+from pallasite.passes.analysis.commuting import only_merged
 from pallasite.passes.analysis.fences import fenced
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.intervals import Fact
@@ -99,7 +101,9 @@ class Emitter(Prints):
         super().__init__()
         self.kernel, self.with_lines = kernel, lines
         accesses = accesses_of(kernel)
-        self.fenced = fenced(kernel, accesses)
+        users = users_of(kernel.body)
+        self.merged = {m for m, ops in accesses.items() if only_merged(ops, users)}
+        self.fenced = fenced(kernel, accesses) - self.merged
         self.rounded_away = rounded_away(kernel)
         self.called = called_kinds(kernel, self.is_rough)
         self.several_from_if = any(

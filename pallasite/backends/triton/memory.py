@@ -44,6 +44,7 @@ class Memory(Dots, StridedViews[View, Val]):
         super().__init__()
         self.views: dict[Value, View] = {}
         self.fenced: set[Value] = set()  # memory that is written and read again
+        self.merged: set[Value] = set()  # memory that only atomics access, in any order
 
     def array(
         self, ref: RefType, pointer: Val, memory: Value | None, offset: Number = 0

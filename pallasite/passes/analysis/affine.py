@@ -50,7 +50,7 @@ class Affine:
             return -inf, inf
         low = high = float(self.const)
         for c, n in zip(self.coeffs, sizes, strict=True):
-            reach = c * (inf if n is None else max(n - 1, 0)) if c else 0
+            reach = c * (max(n - 1, 0) if isinstance(n, int) else inf) if c else 0
             low, high = low + min(reach, 0), high + max(reach, 0)
         return low, high
 

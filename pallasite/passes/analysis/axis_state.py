@@ -43,6 +43,7 @@ from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Loop, Pipeline
 from pallasite.passes.analysis.carried import carried_from, covers_whole
+from pallasite.passes.analysis.commuting import ATOMIC_MERGES, is_merge
 from pallasite.passes.analysis.exponents import Power, Powers
 from pallasite.passes.analysis.grid import GridInfo, WindowMoves, analyze, find_pipeline
 from pallasite.passes.analysis.memory import MAIN_MEMORY, Roots
@@ -67,14 +68,6 @@ from pallasite.passes.analysis.step_facts import FIRST, LAST, MIDDLE, facts_of_s
 # What a memory op on a state or an output is to the parts of the axis.
 INIT, UPDATE, FINISH, FREE, EACH = "init", "update", "finish", "free", "each"
 Role = Literal["init", "update", "finish", "free", "each"]
-_ATOMIC_MERGES = {
-    "add": "sum",
-    "max": "max",
-    "min": "min",
-    "and": "and",
-    "or": "or",
-    "xor": "xor",
-}
 
 
 @dataclass(frozen=True)
@@ -698,7 +691,7 @@ class _Search:
         ref, value = op.operands[:2]
         known = self.values.get(value)
         if op.name == "atomic_rmw":
-            merge = _ATOMIC_MERGES[op.attrs["kind"]]
+            merge = ATOMIC_MERGES[op.attrs["kind"]]
         else:
             assert isinstance(known, Old)
             merge = known.merge
@@ -757,9 +750,7 @@ class _Search:
         sources = path.sources
         for operand in op.operands[1:]:
             sources |= self.sources(operand)
-        used = any(self.uses.get(v) for v in op.results)
-        known = op.attrs["kind"] in _ATOMIC_MERGES
-        self.write_state(op, path, sources, known and not used and not sources)
+        self.write_state(op, path, sources, is_merge(op, self.uses) and not sources)
 
 
 def _name(ref: Value) -> str:

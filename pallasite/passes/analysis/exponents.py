@@ -22,13 +22,15 @@ class Power:
     """A value as `u + power * scale`, or `u * exp(power * scale)` if `is_factor`.
 
     `axes`: for each dimension of the value, the scale's dimension that it varies along,
-    if any.
+    if any. `is_stopped`: the scale is a constant to derivatives; what depends on it so
+    and what does not are not taken together, since only equal derivatives cancel.
     """
 
     powers: tuple[tuple[Value, float], ...]
     axes: tuple[int | None, ...]
     is_factor: bool
     is_pure: bool  # without `u`
+    is_stopped: bool = False
 
     def times(self, number: float) -> "Power | None":
         return _power({s: p * number for s, p in self.powers}, self)
@@ -63,7 +65,7 @@ def _combined(x: Known, y: Known, sign: int = 1) -> Known:
     if x is None and y is None:
         return None
     if isinstance(x, Power) and isinstance(y, Power):
-        if x.axes != y.axes or x.is_factor != y.is_factor:
+        if _kind(x) != _kind(y):
             return UNKNOWN
         powers = dict(x.powers)
         for scale, p in y.powers:
@@ -95,9 +97,12 @@ def _alike(values: Iterable[Known]) -> Known:
 
 
 def same_powers(x: Power, y: Power) -> bool:
-    if x.axes != y.axes or x.is_factor != y.is_factor:
-        return False
-    return dict(x.powers) == dict(y.powers)
+    return _kind(x) == _kind(y) and dict(x.powers) == dict(y.powers)
+
+
+def _kind(x: Power) -> tuple[object, ...]:
+    """What values have in common whose exponents add up."""
+    return x.axes, x.is_factor, x.is_stopped
 
 
 @dataclass
@@ -211,6 +216,14 @@ class Powers:
     def at_cast(self, op: Op) -> Known:
         is_float = op.result.tile.dtype.is_float
         return self.of(op.operands[0]) if is_float else UNKNOWN
+
+    def at_stop(self, op: Op) -> Known:
+        """Of the scale; of what else depends on it, derivatives would differ."""
+        x = self.of(op.operands[0])
+        if not isinstance(x, Power):
+            return x
+        is_scale = x.is_pure and not x.is_factor
+        return replace(x, is_stopped=True) if is_scale else UNKNOWN
 
     def at_neg(self, op: Op) -> Known:
         x = self.of(op.operands[0])
@@ -350,6 +363,7 @@ _RULES = {
     "reshape": Powers.at_reshape,
     "transpose": Powers.at_transpose,
     "cast": Powers.at_cast,
+    "stop_gradient": Powers.at_stop,
     "neg": Powers.at_neg,
     "add": Powers.at_sum,
     "sub": Powers.at_sum,

@@ -252,9 +252,11 @@ class Facts:
 
     def _fact(self, op: Op) -> Fact | None:
         if op.name == "constant":
-            return exactly(int(op.attrs["value"]))
+            value = op.attrs["value"]
+            return exactly(int(value)) if isinstance(value, (int, float)) else None
         if op.name in _POSITIONS:
-            return Fact(0, max(_POSITIONS[op.name](op) - 1, 0))
+            size = _POSITIONS[op.name](op)
+            return Fact(0, max(size - 1, 0) if isinstance(size, int) else HIGHEST)
         values = op.operands[:1] if op.name in _MOVES else op.operands
         if not all(map(_is_number, values)):
             return None

@@ -370,6 +370,30 @@ class _Joined:
         for other in op.operands[1:]:
             self.alike(x, other)
 
+    def gather(self, op: Op) -> None:
+        """Rows with indices of their own are apart; so are elements of a gather."""
+        x, indices = op.operands[:2]
+        is_read = op.name == "gather"
+        tile = op.result if is_read else op.operands[2]
+        offsets, _, _, batch, index_batch = op.attrs["dimension_numbers"]
+        places = [d for d in range(tile.tile.rank) if d not in offsets]
+        apart = dict(zip(index_batch, batch, strict=True))
+        for k, place in enumerate(places):
+            if k in apart:
+                self.join((x, apart[k]), (tile, place))
+            if k in apart or is_read:
+                self.join((indices, k), (tile, place))
+        if not is_read:
+            self.alike(x, op.result)
+        whole = [(x, d) for d in range(x.tile.rank) if d not in batch]
+        whole += [(tile, d) for d in offsets]
+        if not is_read:
+            whole += [(tile, p) for k, p in enumerate(places) if k not in apart]
+            whole += [(indices, k) for k in range(len(places)) if k not in apart]
+        whole.append((indices, indices.tile.rank - 1))
+        for node in whole:
+            self.hold(node, f"'{op.name}' needs all of it")
+
     def dot(self, op: Op) -> None:
         parts, y = Dot.of(op), op.result
         lhs, rhs = parts.sides
@@ -501,6 +525,8 @@ _RULES: dict[str, Callable[[_Joined, Op], None]] = {
     "sort": _Joined.reduce,
     "top_k": _Joined.reduce,
     "dot": _Joined.dot,
+    "gather": _Joined.gather,
+    "scatter": _Joined.gather,
     "load": _Joined.load,
     "store": _Joined.store,
     "subview": _Joined.subview,

@@ -176,6 +176,7 @@ def _is_short(region: Block) -> bool:
         if op.name not in _FOLDABLE or op.attrs.get("mask"):
             return False
         sizes = [r.tile.size for r in op.results if not r.is_ref]
+        sizes = [n for n in sizes if isinstance(n, int)]  # symbols: as if small
         if op.name in rows and max(sizes, default=0) > _FOLD_ELEMENTS:
             return False
     return True

@@ -13,19 +13,18 @@ Kernel in, Kernel out.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Gather, Kernel, Op, Span, Value
 from pallasite.ir.opdef import TILE
 from pallasite.ir.types import BOOL, TileType
-from pallasite.passes.facts_walk import FactsWalk
 from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.index_arrays import Count, IndexArrays, first_along
 
 
 def consecutive_indices(kernel: Kernel) -> Kernel:
     """Replace index arrays of neighbouring elements in loads and stores."""
-    body = _Walk().block(kernel.body)
+    body = _Slicing().block(kernel.body)
     return kernel if body is kernel.body else kernel.with_(body=body)
 
 
@@ -33,24 +32,15 @@ def single_slices(kernel: Kernel) -> Kernel:
     """The same only where an access is one slice, as it stands: the normal form.
 
     It is inside its ref, or has a mask; it is not transposed, and made in one part.
+    Where only some arrays count up, along the last dimensions (`ref[rows[:, None],
+    jnp.arange(n)]`), slices are gathered, and added to: `ref[rows, :]`. The counting
+    arrays are then inside the ref, so that the slice is what they select; the others
+    are alike along its dimensions, so that their first elements there are all of them.
     """
     if kernel.level != TILE:
         return kernel
     body = _SingleSlices().block(kernel.body)
     return kernel if body is kernel.body else canonicalize(kernel.with_(body=body))
-
-
-@dataclass(frozen=True)
-class _Count:
-    """An index array: `start` plus the position along dimension `dim` (None: alike).
-
-    `starts` are scalars to add up; no element is known to be less than `low`.
-    """
-
-    dim: int | None
-    starts: tuple[Value, ...] = ()
-    offset: int = 0
-    low: float = -inf
 
 
 @dataclass(frozen=True)
@@ -68,7 +58,7 @@ class _Part:
     start: Value
 
 
-class _Walk(FactsWalk):
+class _Slicing(IndexArrays):
     def rewritten(self, op: Op) -> Sequence[Op]:
         if op.name not in ("load", "store"):
             return (op,)
@@ -84,12 +74,12 @@ class _Walk(FactsWalk):
         assert last.results == (made,)
         return (*before, last.with_(results=op.results))
 
-    def _counts(self, access: Access) -> list[_Count] | None:
+    def _counts(self, access: Access) -> list[Count] | None:
         """What each index array counts, if all do and along different dimensions."""
         arrays = _index_arrays(access)
         if not arrays or any(isinstance(e, Span) for e in access.index):
             return None
-        counts = [self._count(v) for v in arrays]
+        counts = [self.count(v) for v in arrays]
         found = [c for c in counts if c is not None]
         dims = [c.dim for c in found if c.dim is not None]
         shape = arrays[0].tile.shape
@@ -101,52 +91,77 @@ class _Walk(FactsWalk):
         pairs = zip(found, arrays, strict=True)
         return [replace(c, low=self.facts.of(v).low) for c, v in pairs]
 
-    def _count(self, value: Value) -> _Count | None:
-        fact = self.facts.of(value)
-        if fact.number is not None:
-            return _Count(None, (), fact.number)
-        if not value.tile.rank:
-            return _Count(None, (value,))
-        op = self.producers.get(value)
-        if op is None:
-            return None
-        if op.name == "iota":
-            return _Count(op.attrs["dim"])
-        if op.name == "cast":
-            source = op.operands[0].tile.dtype
-            is_exact = source.is_integer and not self.facts.may_wrap(op)
-            return self._count(op.operands[0]) if is_exact else None
-        if op.name == "broadcast_in_dim":
-            return self._broadcast(op)
-        if op.name == "reshape":
-            return self._reshaped(op)
-        if op.name == "add" and not self.facts.may_wrap(op):
-            return _sum(*map(self._count, op.operands))
-        return None
 
-    def _broadcast(self, op: Op) -> _Count | None:
-        (operand,), shape = op.operands, op.result.tile.shape
-        count = self._count(operand)
-        if count is None or count.dim is None:
-            return count
-        dim = op.attrs["dims"][count.dim]
-        is_alike = operand.tile.shape[count.dim] == shape[dim]
-        return replace(count, dim=dim) if is_alike else None
+class _SingleSlices(_Slicing):
+    def rewritten(self, op: Op) -> Sequence[Op]:
+        new = super().rewritten(op)
+        is_access = op.name in ("load", "store", "atomic_rmw")
+        return self._gathered_slices(op) if is_access and new == (op,) else new
 
-    def _reshaped(self, op: Op) -> _Count | None:
-        """Only with dimensions of size 1 added or removed."""
-        old, new = op.operands[0].tile.shape, op.result.tile.shape
-        wide, now = ([d for d, n in enumerate(s) if n > 1] for s in (old, new))
-        count = self._count(op.operands[0])
-        if [old[d] for d in wide] != [new[d] for d in now] or count is None:
-            return None
-        if count.dim not in wide:
-            return replace(count, dim=None)
-        return replace(count, dim=now[wide.index(count.dim)])
+    def _gathered_slices(self, op: Op) -> Sequence[Op]:
+        """The last dimensions of the index arrays as slices, where they count up."""
+        access = Access.of(op)
+        counted = self._counted_last(access)
+        if not counted:
+            return (op,)
+        shape = _index_arrays(access)[0].tile.shape
+        kept = shape[: len(shape) - len(counted)]
+        b, entries, operands = (
+            Builder(op.loc),
+            list[At | Span | Gather](),
+            list[Value](),
+        )
+        for n, (entry, operand) in enumerate(access.split_index()):
+            if n in counted:
+                start = counted[n]
+                entries.append(Span(None, shape[len(kept) + list(counted).index(n)]))
+                operands.append(first_along(b, start, ()))
+                continue
+            if isinstance(entry, Gather):
+                assert operand is not None
+                operand = first_along(b, operand, kept)
+                entry = entry if kept else At()
+            entries.append(entry)
+            operands += [operand] if operand is not None else []
+        before = [v for v in (access.ref, access.value) if v is not None]
+        after = [v for v in (access.mask, access.other) if v is not None]
+        attrs = {**op.attrs, "index": tuple(entries)}
+        return (*b.ops, op.with_(operands=(*before, *operands, *after), attrs=attrs))
 
+    def _counted_last(self, access: Access) -> dict[int, Value]:
+        """The arrays that count along the last dimensions, by their place, in order."""
+        arrays = _index_arrays(access)
+        shape = arrays[0].tile.shape if arrays else ()
+        if not all(shape):
+            return {}
+        found: dict[int, tuple[int, Value]] = {}
+        entries, spans = access.split_index(), False
+        for n, (entry, value) in enumerate(entries):
+            spans |= isinstance(entry, Span)
+            if not isinstance(entry, Gather) or spans:
+                continue
+            assert value is not None
+            count, size = self.count(value), access.ref.ref.shape[n]
+            inside = self.facts.of(value).within(0, size - 1)
+            dim = count.dim if count is not None else None
+            if inside and dim is not None and shape[dim] > 1:
+                found[n] = dim, value
+        dims = [dim for dim, _ in found.values()]
+        while dims and dims != list(range(len(shape) - len(dims), len(shape))):
+            found.pop(next(iter(found)))
+            dims = dims[1:]
+        for n, (entry, value) in enumerate(entries):
+            if not isinstance(entry, Gather) or value is None:
+                continue
+            own = found[n][0] if n in found else None
+            inside = self.facts.of(value).within(0, access.ref.ref.shape[n] - 1)
+            if not (inside or len(dims) < len(shape)):
+                return {}  # a gather is dropped outside, an index is clamped
+            if not all(self.is_alike(value, d) for d in dims if d != own):
+                return {}
+        return {n: value for n, (_, value) in found.items()}
 
-class _SingleSlices(_Walk):
-    def _counts(self, access: Access) -> list[_Count] | None:
+    def _counts(self, access: Access) -> list[Count] | None:
         counts = super()._counts(access)
         if counts is None:
             return None
@@ -170,17 +185,10 @@ def _index_arrays(access: Access) -> list[Value]:
     return [v for e, v in access.split_index() if isinstance(e, Gather) and v]
 
 
-def _sum(x: _Count | None, y: _Count | None) -> _Count | None:
-    if x is None or y is None or (x.dim is not None and y.dim is not None):
-        return None
-    dim = y.dim if x.dim is None else x.dim
-    return _Count(dim, x.starts + y.starts, x.offset + y.offset)
-
-
 class _Slices:
     """One access through index arrays, as accesses of slices."""
 
-    def __init__(self, b: Builder, op: Op, access: Access, counts: Sequence[_Count]):
+    def __init__(self, b: Builder, op: Op, access: Access, counts: Sequence[Count]):
         self.b, self.op, self.access = b, op, access
         arrays = _index_arrays(access)
         self.shape = arrays[0].tile.shape
@@ -189,7 +197,7 @@ class _Slices:
         everywhere = TileType(self.shape, BOOL)
         self.mask = access.mask or b.constant(True, everywhere)
 
-    def _parts_of(self, counts: Sequence[_Count]) -> list[list[_Part]]:
+    def _parts_of(self, counts: Sequence[Count]) -> list[list[_Part]]:
         """Per index entry, in order: the parts it is accessed in."""
         waiting = iter(counts)
         sizes = self.access.ref.ref.shape
@@ -205,7 +213,7 @@ class _Slices:
             parts.append([_Part(0, None, start)])
         return parts
 
-    def _parts(self, count: _Count, most: int) -> list[_Part]:
+    def _parts(self, count: Count, most: int) -> list[_Part]:
         b, start = self.b, self.b.index(count.offset)
         for value in count.starts:
             start = b.add(start, b.as_index(value))

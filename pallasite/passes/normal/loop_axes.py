@@ -40,23 +40,23 @@ def loop_axes(kernel: Kernel) -> Kernel:
 
 def _with_one_loop_fewer(kernel: Kernel) -> Kernel | None:
     whole = Pipeline.of(find_pipeline(kernel))
-    loop = _only_loop(kernel, whole)
-    if loop is None:
+    loop = only_loop(kernel, whole)
+    if loop is None or not all(map(_is_dead, _carried(loop))):
         return None
-    made = _with_axis(kernel, whole, loop).to_op()
+    made = with_axis(kernel, whole, loop).to_op()
     new = narrow_windows(canonicalize(with_pipeline(kernel, made)))
-    return new if _moves_results(new) else None
+    return new if moves_results(new) else None
 
 
-def _only_loop(kernel: Kernel, whole: Pipeline) -> Loop | None:
-    """The loop that does all the work of a body, if nothing is carried along it."""
+def only_loop(kernel: Kernel, whole: Pipeline) -> Loop | None:
+    """The loop that does all the work of a body, if nobody needs its results."""
     effects = [op for op in whole.body.ops if writes(op)]
     if len(effects) != 1 or effects[0].name != "for":
         return None
     loop = Loop.of(effects[0])
     rest = whole.body.ops[whole.body.ops.index(loop.op) + 1 :]
     later = {v for op in rest for v in used_values(Block((), (op,)))}
-    if later & {*loop.results} or not all(map(_is_dead, _carried(loop))):
+    if later & {*loop.results}:
         return None
     roots = Roots(kernel)
     again = Again(whole.body.ops, roots, whole.body)
@@ -101,7 +101,7 @@ def _is_dead(place: tuple[Loop, int]) -> bool:
     return param not in [*used_values(body), *rest]
 
 
-def _with_axis(kernel: Kernel, whole: Pipeline, loop: Loop) -> Pipeline:
+def with_axis(kernel: Kernel, whole: Pipeline, loop: Loop) -> Pipeline:
     """The pipeline with the iterations of a loop as its last axis."""
     axis = Value(INDEX, f"i{len(whole.grid)}")
     b = Builder(loop.op.loc)
@@ -131,7 +131,7 @@ def _with_axis(kernel: Kernel, whole: Pipeline, loop: Loop) -> Pipeline:
     )
 
 
-def _moves_results(kernel: Kernel) -> bool:
+def moves_results(kernel: Kernel) -> bool:
     """Whether the last axis picks the block of every result that is written."""
     whole = Pipeline.of(find_pipeline(kernel))
     last = len(whole.grid) - 1

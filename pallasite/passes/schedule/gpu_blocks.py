@@ -52,6 +52,8 @@ LEAST_LAUNCHES = 2  # a kernel that takes no longer than these is not worth opti
 EXACT = (None, "default", "highest", "ieee", "f32_f32_f32")
 EXACT_DEPTH, TOO_DEEP = 16, 4.0
 EXACT_BYTES = 1 << 16  # of their results
+# Of a block, whose cotangent would be a sum of as many: half of an SM's registers.
+SUMMED_ELEMENTS = 1 << 15
 COMPUTED_BYTES = 1 << 15  # of a tile that is computed before its matmul
 STEP = 128  # elements of a block along which running maxima and sums go, when split
 SHORT_TILE = 64  # rows below which Hopper's wgmma is not used
@@ -60,6 +62,7 @@ TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
 SMALL_BATCH = 1 << 16  # elements of one operand times those of the other
 # Contiguous elements of a tile that would not fit otherwise.
 LEAST_LINE = 8
+ADDED = frozenset({"add", "pad", "reshape", "transpose"})
 MOVES = frozenset({"slice", "concatenate", "dynamic_slice", "pad", "rev", "gather"})
 
 
@@ -113,6 +116,22 @@ def for_gpu(
     if not blocks.dots:
         return _without_products(blocks, chip, tuned)
     tiles = tiles or Tiles()
+    products = _products(blocks, chip, tiles)
+    if products.seconds({}) is None and products.best() == inf:
+        made = _rows_in_loops(products.blocks)
+        if made is not None:
+            return for_gpu(made, chip, tuned, tiles)
+    return products.kernel(tuned)
+
+
+def seconds_of_products(kernel: Kernel, chip: Gpu) -> float:
+    """Of a kernel's matmuls with the best blocks; infinite if none are known to fit."""
+    blocks = blocks_of(kernel)
+    return inf if blocks is None else _products(blocks, chip, Tiles()).best()
+
+
+def _products(blocks: Blocks, chip: Gpu, tiles: Tiles) -> "_WithProducts":
+    """What there is to choose from: with narrower steps, if only those fit."""
     blocks = _batches_apart(blocks)
     products = _WithProducts(blocks, chip, tiles)
     if products.seconds({}) is None:  # it does not fit
@@ -120,17 +139,30 @@ def for_gpu(
         narrow = _narrow_steps(products)
         if narrow is not None and narrow.best() < products.best():
             products = narrow
-        if products.best() == inf:
-            made = _rows_in_loops(products.blocks)
-            if made is not None:
-                return for_gpu(made, chip, tuned, tiles)
-    return products.kernel(tuned)
+    return products
 
 
-def _rows_in_loops(blocks: Blocks) -> Kernel | None:
-    """The kernel with loops over parts of a dimension that is reduced, if it may be."""
+def may_fit(kernel: Kernel, chip: Gpu) -> bool:
+    """Whether there are blocks whose matmuls certainly fit an SM; rough otherwise."""
+    blocks = blocks_of(kernel)
+    if blocks is None or not blocks.dots:
+        return True
+    products = _WithProducts(blocks, chip, Tiles())
+    if products.seconds({}) is not None:
+        return True
+    blocks = with_uses_apart(_batches_apart(blocks))
+    return _WithProducts(blocks, chip, Tiles()).best() < inf
+
+
+def _rows_in_loops(blocks: Blocks, least: int = 0) -> Kernel | None:
+    """The kernel with loops over parts of a dimension that is reduced, if it may be.
+
+    `least`: the elements of a block for which this is done.
+    """
+    arrays = blocks.found.pipeline.blocks
     for dim in blocks.found.dims:
-        if dim.reduces and dim.size > STEP:
+        largest = max(arrays[n].ref.size for n, _ in dim.windows)
+        if dim.reduces and dim.size > STEP and largest > least:
             try:
                 made = loop_over_rows(blocks.kernel, dim.windows[0], STEP)
             except CannotReblock:
@@ -214,8 +246,8 @@ class _WithProducts:
         return held
 
     def _total(self, value: Value) -> Value:
-        """The sum that a tile is only a term of."""
-        while len(users := self._users[value]) == 1 and users[0].name == "add":
+        """The sum that a tile is only a term of, perhaps moved or reshaped before."""
+        while len(users := self._users[value]) == 1 and users[0].name in ADDED:
             value = users[0].result
         return value
 
@@ -330,10 +362,11 @@ class _WithProducts:
         """Contracted dimensions, with their allowed depths."""
         deep = {}
         for dim in self.blocks.found.dims:
-            exact = any(map(_is_exact, map(Dot.of, dim.products)))
-            why_not = why_not_in_rounds(self.blocks.found, dim, reduced=exact)
+            products = list(map(Dot.of, dim.products))
+            exact, wide = any(map(_is_exact, products)), any(map(_is_wide, products))
+            why_not = why_not_in_rounds(self.blocks.found, dim, reduced=wide)
             if dim.products and why_not is None:
-                widest = self._widest(map(Dot.of, dim.products))
+                widest = self._widest(products)
                 halves = [
                     dim.size >> n for n in range(1, 20) if not dim.size % (1 << n)
                 ]
@@ -500,9 +533,15 @@ def _is_loaded(value: Value, made: Mapping[Value, Op]) -> bool:
 
 def _is_exact(dot: Dot) -> bool:
     types = {side.value.tile.dtype.name for side in dot.sides}
+    return types == {"f32"} and _is_wide(dot)
+
+
+def _is_wide(dot: Dot) -> bool:
+    """Whether threads hold f32 operands in registers: exact ones, or in pieces."""
+    types = {side.value.tile.dtype.name for side in dot.sides}
     precision = dot.op.attrs["precision"]
     asked = precision.lower() if isinstance(precision, str) else precision
-    return types == {"f32"} and asked in EXACT
+    return "f32" in types and asked in EXACT
 
 
 def _reasons(blocks: Blocks, value: Value) -> Iterator[tuple[str, str]]:
@@ -547,14 +586,16 @@ def _most_elements(blocks: Blocks, chip: Gpu) -> int:
 
 
 def fewer_rows(kernel: Kernel) -> Kernel:
-    """Split code without matmuls that has more rows than registers, by rows.
+    """Split code with more rows than registers: by rows, or into loops over them.
 
-    For derived kernels that may sum over rows: after that no pass can split them any
+    For derived kernels, which may sum over rows: after that no pass can split them any
     more.
     """
     blocks = blocks_of(kernel)
-    if blocks is None or blocks.dots or _largest(blocks, {}) <= 2 * TILE_ELEMENTS:
+    if blocks is None or _largest(blocks, {}) <= 2 * TILE_ELEMENTS:
         return kernel
+    if blocks.dots:
+        return _rows_in_loops(blocks, SUMMED_ELEMENTS) or kernel
     rows = [d for d in blocks.free if not is_last(blocks, d)]
     sizes = _cut(blocks, ((rows, 1),))
     try:

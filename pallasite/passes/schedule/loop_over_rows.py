@@ -21,6 +21,7 @@ by the rounding of sums and products.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -113,6 +114,20 @@ def _divided_last(found: LoopDims, dim: LoopDim) -> Kernel:
     return dead_code(map_ops(found.kernel, rewrite))
 
 
+class _Rescaled(NamedTuple):
+    """How a sum depends on a maximum: relative to it.
+
+    Attributes:
+        power: the exponent.
+        dims: the sum's dimensions along which the maximum varies.
+        is_stopped: the maximum is a constant to derivatives.
+    """
+
+    power: float
+    dims: tuple[int, ...]
+    is_stopped: bool
+
+
 class _Loops:
     def __init__(self, found: LoopDims, dim: LoopDim, size: int):
         self.dim, self.size = dim, size
@@ -183,7 +198,9 @@ class _Loops:
         self.powers = Powers(self.made, {})
         self.powers.add_scale(scale)
         self.powers.block(self.made.values())
-        if not all(self._rescaled(op, scale) is not None for op in sums):
+        found = [self._rescaled(op, scale) for op in sums]
+        kinds = {None if each is None else each.is_stopped for each in found}
+        if len(kinds) != 1 or None in kinds:
             return None
         self.after = {scale}
         for value, op in self.made.items():
@@ -192,11 +209,8 @@ class _Loops:
         groups[1] = [*top, *groups.pop(2)]
         return scale
 
-    def _rescaled(self, op: Op, scale: Value) -> tuple[float, tuple[int, ...]] | None:
-        """The exponent of a maximum in a sum, and the sum's dimensions it varies along.
-
-        None: it depends on the maximum in another way.
-        """
+    def _rescaled(self, op: Op, scale: Value) -> "_Rescaled | None":
+        """How a sum depends on a maximum; None: not by an exponent."""
         power = self.powers.of(op.result)
         if not isinstance(power, Power) or not power.is_factor:
             return None
@@ -206,7 +220,8 @@ class _Loops:
         long = [d for d, n in enumerate(scale.tile.shape) if n > 1]
         if power.total >= 0 or sorted(where) != long or len(long) != scale.tile.rank:
             return None
-        return power.total, tuple(where[d] for d in long)
+        dims = tuple(where[d] for d in long)
+        return _Rescaled(power.total, dims, power.is_stopped)
 
     def _is_inside(self, value: Value) -> bool:
         return value in self.inside.members
@@ -214,8 +229,8 @@ class _Loops:
     def _loop(self, b: Builder, group: Sequence[Op], scale: Value | None) -> None:
         """The reductions of a group, in one loop; sums are relative to `scale`."""
         b.loc = group[0].loc
-        first = Value(INDEX, "part")
-        inner = Builder(b.loc)
+        number, inner = Value(INDEX, "part"), Builder(b.loc)
+        first = inner.mul(number, inner.index(self.size))
         part = Part(self.inside, self.size, first)
         part.new.update(self.replaced)
         carried, totals, starts = list[Value](), list[Value](), list[Value]()
@@ -233,9 +248,12 @@ class _Loops:
             share = inner.op(sink.name, *part.mapped(sink.operands), **attrs)
             if scale is not None and sink.result is scale:
                 start = float(np.finfo(dtype.np).min)
-                part.new[scale] = inner.op(MERGED[kind], old, share)
-                change = inner.sub(old, part.new[scale])
-                totals.append(part.new[scale])
+                part.new[scale] = new = inner.op(MERGED[kind], old, share)
+                totals.append(new)
+                apart = [old, new]
+                if (last := self._rescaled(group[-1], scale)) and last.is_stopped:
+                    apart = [inner.op("stop_gradient", v) for v in apart]
+                change = inner.sub(*apart)
             else:
                 kept = old
                 if scale is not None:
@@ -243,8 +261,8 @@ class _Loops:
                 totals.append(inner.op(MERGED[kind], kept, share))
             starts.append(b.constant(start, old.tile))
             carried.append(old)
-        bounds = [b.index(n) for n in (0, self.dim.size, self.size)]
-        body = inner.block((first, *carried), totals)
+        bounds = [b.index(n) for n in (0, self.dim.size // self.size, 1)]
+        body = inner.block((number, *carried), totals)
         made = b.emit("for", *bounds, *starts, regions=(body,))
         for sink, total in zip(group, made, strict=True):
             self.replaced[sink.result] = b.cast(total, sink.result.tile.dtype)
@@ -255,11 +273,10 @@ class _Loops:
         """What a sum is multiplied by when its maximum has grown by -`change`."""
         found = self._rescaled(sink, scale)
         assert found is not None
-        power, dims = found
-        if power != -1:
-            change = b.mul(change, b.like(-power, change))
+        if found.power != -1:
+            change = b.mul(change, b.like(-found.power, change))
         shrunk = b.cast(b.exp(change), sums.tile.dtype)
-        return b.broadcast(shrunk, sums.tile.shape, dims)
+        return b.broadcast(shrunk, sums.tile.shape, found.dims)
 
     def _needed(self, values: Sequence[Value]) -> list[Op]:
         """The ops that compute these values in a loop, in order.

@@ -1,7 +1,9 @@
-"""plan_parts: which sequential axis of a kernel is split into how many parts.
+"""plan_parts: which kernels a call runs as.
 
 `plan(kernel, chip)` is asked once per kernel and chip, before a backend's own passes.
-A kernel that already fills the chip's cores stays as it is, and so does one that would
+On a GPU, products that programs would compute again become kernels of their own
+(`products_apart.py`). Otherwise a sequential axis may be split into parts. A kernel
+that already fills the chip's cores stays as it is, and so does one that would
 not get faster by the estimate of `analysis/cost.py`. Where an axis remains serial that
 could have filled the chip, the plan has the reason.
 """
@@ -15,9 +17,11 @@ from pallasite.errors import InternalError
 from pallasite.ir.nodes import Kernel, Loc, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.axis_state import AxisState, state_along
-from pallasite.passes.analysis.cost import bytes_of, cost, seconds
+from pallasite.passes.analysis.cost import UNKNOWN_ROUNDS, bytes_of, cost, seconds
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 from pallasite.passes.run import run
+from pallasite.passes.schedule.commuting_steps import commuting_steps, in_any_order
+from pallasite.passes.schedule.products_apart import apart
 from pallasite.passes.schedule.split_axis import Program, even_parts, split
 from pallasite.target import Chip, Gpu, Host, Machine, chips
 
@@ -45,13 +49,15 @@ class Plan:
 
     Attributes:
         program: the kernels that replace it; None: it stays as it is.
-        axis: what was split.
+        why: what they are, for tools.
+        axis: what was split, if an axis was.
         parts: into how many.
         kind: what the axis carries.
         serial: why cores stay idle, if they do.
     """
 
     program: Program | None = None
+    why: str = ""
     axis: int | None = None
     parts: int = 1
     kind: str = ""
@@ -87,12 +93,16 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
     if cores < 2 or not any(_long_axes(kernel)):
         return Plan()
     kernel = run(kernel)
+    if isinstance(chip, Gpu):
+        program = apart(kernel, chip)
+        if program is not None:
+            return Plan(program, "each product is computed once")
     info = analyze(kernel)
     programs = prod(info.axes[a].size or 1 for a in info.parallel)
     if programs >= cores:
         return Plan()
     assert isinstance(chip, Gpu | Host)
-    serial = None
+    serial = best = None
     for axis in info.sequential:
         if (info.axes[axis].size or 0) < 2:
             continue
@@ -103,14 +113,40 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
             serial = serial or Serial(axis, state.reason, state.loc)
             continue
         found = _best(kernel, info, state, chip, programs)
-        if found is not None:
+        if found is not None and found.parts * programs >= cores:
             return found
-        if serial is None:
+        best = best or found
+        if serial is None and found is None:
             why = f"parts of its {state.kind} would take longer to merge than they save"
             serial = Serial(axis, why, None)
+    unordered = _in_any_order(kernel, info, chip, programs)
+    if unordered is not None or best is not None:
+        return unordered or best or Plan()
     if serial is not None and _is_wasteful(kernel, chip, programs):
         return Plan(serial=serial)
     return Plan()
+
+
+def _in_any_order(
+    kernel: Kernel, info: GridInfo, chip: Gpu | Host, programs: int
+) -> Plan | None:
+    """All steps at once where atomics do not mind, if that is faster.
+
+    Only on GPUs: their caches add floats at the rate at which they store them.
+    """
+    found = commuting_steps(kernel, info) if isinstance(chip, Gpu) else None
+    if found is None:
+        return None
+    sizes = [info.axes[a].size for a in found.axes]
+    known = prod(n or UNKNOWN_ROUNDS for n in sizes)
+    program = in_any_order(kernel, found)
+    after = _overhead(chip, len(program.kernels) - 1)
+    after += seconds(program.kernels[-1], chip, programs * known)
+    if seconds(kernel, chip, programs) < GAIN * after:
+        return None
+    names = ", ".join(f"i{a}" for a in found.axes)
+    why = f"{names} ({known} steps) only merges by atomics: its steps run in any order"
+    return Plan(program, why, found.axes[0], known, "atomics in any order")
 
 
 def _cores(chip: Chip | Host | None) -> int:
@@ -161,7 +197,9 @@ def _best(
             found = after, parts, program
     if found is None or before < gain * found[0]:
         return None
-    return Plan(found[2], state.axis, found[1], state.kind)
+    _, parts, program = found
+    why = f"i{state.axis} ({size} steps, {state.kind}) runs as {parts} parts"
+    return Plan(program, why, state.axis, parts, state.kind)
 
 
 def _candidates(chip: Gpu | Host, programs: int, size: int) -> Iterator[int]:

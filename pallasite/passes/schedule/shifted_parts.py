@@ -1,16 +1,18 @@
 """shifted_parts: blocks whose elements depend on their neighbours, computed in parts.
 
-In: a program that makes a large block from shifted copies of others: slices and
-concatenations, as stencils, rolls and convolutions along time are written. Smaller
-windows cannot split it, because a part needs elements of the next. Out: more
-programs, each of which makes a part of the block and loads what that part needs, where
-it lies: at the part's own position, or some elements beside it.
+In: a program that makes a large block from shifted copies of others: slices,
+concatenations and padding, as stencils, rolls and convolutions along time are written,
+and as their derivatives are. Smaller windows cannot split it, because a part needs
+elements of the next. Out: more programs, each of which makes a part of the block and
+loads what that part needs, where it lies: at the part's own position, or some elements
+beside it. The first of them also makes what is stored besides, if that is small.
 
 Proof: every element of the result is a function of its position. A slice adds a number
-to a position along a dimension; a concatenation chooses by it, and subtracts. So an op
-on whole tiles is the same op on the elements at the positions of a part. What a choice
-drops is loaded from the nearest element that there is. Operands that nothing writes are
-the same at any time, and each part of a result is stored by one program.
+to a position along a dimension; a concatenation chooses by it, and subtracts, as
+padding does. So an op on whole tiles is the same op on the elements at the positions of
+a part. What a choice drops is loaded from the nearest element that there is. Operands
+that nothing writes are the same at any time, and each part of a result is stored by one
+program.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +30,8 @@ from pallasite.passes.analysis.memory import Roots, constant_inputs
 
 LARGE = 1 << 15  # elements of a block that is too large for one program
 PART = 1 << 12  # elements of a part
-WIDEST = 256  # elements of a row of a part
+WIDEST = 256  # elements of a row of a part, if it can have as many rows
+BESIDE = 1 << 14  # elements of other tiles, which one of the programs stores whole
 
 
 class _Whole(Exception):
@@ -68,7 +71,7 @@ class _Along:
 def shifted_parts(kernel: Kernel) -> Kernel:
     """Programs for parts of blocks, where those are large and shifted."""
     names = {op.name for op in walk(kernel.body)}
-    if kernel.level != "tile" or not names & {"concatenate", "slice"}:
+    if kernel.level != "tile" or not names & {"concatenate", "pad", "slice"}:
         return kernel
     if sum(op.name == "pipeline" for op in walk(kernel.body)) != 1:
         return kernel
@@ -85,12 +88,17 @@ class _Parts:
         body = self.pipeline.body
         self.made = {v: op for op in body.ops for v in op.results}
         self.roots, self.constant = Roots(kernel), constant_inputs(kernel)
-        self.stores = [op for op in body.ops if op.name == "store"]
-        shapes = {op.operands[1].tile.shape for op in self.stores}
-        if len(shapes) != 1 or analyze(kernel).sequential:
+        stores = [op for op in body.ops if op.name == "store"]
+        if not stores or analyze(kernel).sequential:
             raise _Whole
-        (self.shape,) = shapes
+        self.shape = max((op.operands[1].tile.shape for op in stores), key=prod)
+        self.stores = [op for op in stores if op.operands[1].tile.shape == self.shape]
+        self.beside = [op for op in stores if op not in self.stores]
         if prod(self.shape) < LARGE or not self.is_shifted():
+            raise _Whole
+        if any(op.operands[1].tile.size > BESIDE for op in self.beside):
+            raise _Whole
+        if len({op.operands[0] for op in stores}) != len(stores):
             raise _Whole
         for op in body.ops:
             pure = table()[op.name].effect is Effect.PURE
@@ -107,7 +115,7 @@ class _Parts:
         Halves that change places are stored apart (`split_accesses.py`).
         """
         return any(
-            op.name == "concatenate"
+            op.name in ("concatenate", "pad")
             and any(2 * x.tile.size > op.result.tile.size for x in op.operands)
             for op in self.made.values()
         )
@@ -126,20 +134,18 @@ class _Parts:
             # Parts of a block at the edge would be past the end.
             if not is_plain or n % dim.size:
                 raise _Whole
-        if len({op.operands[0] for op in self.stores}) != len(self.stores):
-            raise _Whole
 
     def sizes(self) -> tuple[int, ...]:
-        """The shape of a part: powers of two, the last dimension first."""
-        left, found = PART, list[int]()
-        for n in reversed(self.shape):
-            most = min(left, WIDEST if not found else left)
-            size = max(
-                k for k in (1 << p for p in range(13)) if k <= most and n % k == 0
-            )
-            found.append(size)
-            left //= size
-        return tuple(found[::-1])
+        """The shape of a part: powers of two, the last dimension first, and last."""
+        found = [1] * len(self.shape)
+        last = len(found) - 1
+        for d in (last, *reversed(range(last)), last):
+            widest = WIDEST if prod(found) == 1 and last else PART
+            found[d] = 1
+            most = min(widest, PART // prod(found))
+            powers = (1 << p for p in range(13))
+            found[d] = max(k for k in powers if k <= most and self.shape[d] % k == 0)
+        return tuple(found)
 
     # --- the kernel ---
 
@@ -168,6 +174,8 @@ class _Parts:
         for op in self.stores:
             b.loc = op.loc
             b.store(blocks[op.operands[0]], self.value(b, op.operands[1], here))
+        if self.beside:
+            self.store_beside(b, list(parts))
         body = Block((*ids, *parts, *(n.block for n in shown)), tuple(b.ops))
         new = replace(
             old,
@@ -175,6 +183,26 @@ class _Parts:
             semantics=(*old.semantics, *("parallel" for _ in self.axes)),
         )
         return with_pipeline(self.old, new.showing(shown, body).to_op())
+
+    def store_beside(self, b: Builder, parts: Sequence[Value]) -> None:
+        """Smaller tiles are stored whole, by the first part."""
+        is_first = b.op("eq", parts[0], b.index(0))
+        for part in parts[1:]:
+            is_first = b.op("and", is_first, b.op("eq", part, b.index(0)))
+        inner = Builder(b.loc)
+        self.starts = {}
+        for op in self.beside:
+            self.shape = self.part = op.operands[1].tile.shape
+            self.known = {}
+            here = tuple(_At(d, 0) for d in range(len(self.shape)))
+            inner.loc, access = op.loc, Access.of(op)
+            if access.mask is not None or access.index_operands:
+                raise _Whole
+            value = self.value(inner, op.operands[1], here)
+            inner.store(self.mapping[access.ref], value, access.index)
+        b.emit(
+            "cond", b.cast(is_first, T.INDEX.dtype), regions=(Block(), inner.block())
+        )
 
     def same(self, shown: Shown) -> Shown:
         """A window that stays for all parts."""
@@ -241,6 +269,8 @@ class _Parts:
             return self.value(b, op.operands[0], at)
         if op.name == "concatenate":
             return self.chosen(b, op, places)
+        if op.name == "pad":
+            return self.padded(b, op, places)
         if op.name == "broadcast_in_dim":
             return self.broadcast(b, op, places)
         if not table()[op.name].elementwise:
@@ -290,6 +320,34 @@ class _Parts:
             found = b.select(b.op("ge", where, b.like(first, where)), part, found)
         if found is None:
             raise _Whole
+        return found
+
+    def padded(self, b: Builder, op: Op, places: tuple[_At, ...]) -> Value:
+        x, fill = op.operands
+        if set(op.attrs["interior"]) - {0}:
+            raise _Whole
+        shape, moved, tests = self.tile_shape(places), list(places), list[Value]()
+        other = b.broadcast(self.value(b, fill, ()), shape, ())
+        for d, (at, low) in enumerate(zip(places, op.attrs["low"], strict=True)):
+            n = x.tile.shape[d]
+            end = low + n
+            last = at.start + (1 if at.axis is None else self.shape[at.axis])
+            if last <= low or end <= at.start:
+                return other
+            inside = at.inside and low <= at.start and last <= end
+            moved[d] = _At(at.axis, at.start - low, inside)
+            if n == 1:  # what is beside it is padding
+                moved[d] = _At(None, 0)
+            where = self.position(b, at, d, shape)
+            if at.start < low:
+                tests.append(b.op("ge", where, b.like(low, where)))
+            if last > end:
+                tests.append(b.op("lt", where, b.like(end, where)))
+        found = self.value(b, x, tuple(moved))
+        if found.tile.shape != shape:
+            found = b.broadcast(found, shape, range(len(shape)))
+        for test in tests:
+            found = b.select(test, found, other)
         return found
 
     def piece(

@@ -211,6 +211,31 @@ def test_atomic_add_counts_repeated_indices():
     np.testing.assert_array_equal(got, np.bincount(counted, minlength=6))
 
 
+@pytest.mark.parametrize("dtype", [F32, DTYPES["bf16"], I32])
+@pytest.mark.parametrize("kind", ["add", "max", "xchg"])
+def test_slices_at_repeated_rows_are_updated_in_order(dtype, kind: str):
+    """Slices that end in part of a vector; rows outside are dropped."""
+    which = np.array([3, -1, 0, 3, 6, 2, 3], np.int32)
+    shape, part = (6, 40), (7, 21)
+    x, new = (RNG.integers(-9, 9, s).astype(dtype.np) for s in (shape, part))
+
+    def emit(b, source, added, indices, start, out):
+        b.store(out, b.load(source))
+        attrs = dict(kind=kind, index=(Gather(), Span(None, 21)), mask=False)
+        operands = b.load(indices), b.load(start)
+        b.op("atomic_rmw", out, b.load(added), *operands, **attrs)
+
+    operands = [x, new, which, np.int32(4)]
+    (got,) = run(with_refs(emit, operands, [tile_type(dtype, *shape)]), *operands)
+    want = x.copy()
+    for n, row in enumerate(which):
+        if 0 <= row < 6:
+            old = want[row, 4:25]
+            changed = {"add": old + new[n], "max": np.maximum(old, new[n])}
+            want[row, 4:25] = changed.get(kind, new[n])
+    np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
+
+
 def test_atomic_cas_swaps_only_what_is_expected():
     x = np.array([1, 2, 3], np.int32)
 

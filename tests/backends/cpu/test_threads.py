@@ -245,10 +245,42 @@ def test_atomic_add_loses_nothing(eager_threads, dtype):
             backend="cpu",
         )
         start = jnp.zeros(16, dtype)
-        assert "cmpxchg" in llvm_of(call, ids, start)
+        assert " acq_rel monotonic" in llvm_of(call, ids, start)
         want = np.bincount(ids.ravel(), minlength=16).astype(jnp.dtype(dtype))
         for _ in range(5):
             np.testing.assert_array_equal(np.asarray(call(ids, start)), want)
+
+
+def test_updates_of_what_programs_do_not_share_are_plain(eager_threads):
+    """Each program has a block of columns and scratch of its own."""
+
+    def add(ids_ref, x_ref, o_ref, own_ref):
+        own_ref[...] = jnp.zeros_like(own_ref)
+        o_ref[...] = jnp.zeros_like(o_ref)
+        pl.atomic_add(own_ref, (ids_ref[...], slice(None)), x_ref[...])
+        pl.atomic_add(o_ref, (ids_ref[...], slice(None)), x_ref[...])
+        o_ref[...] += own_ref[...]
+
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 5, 30).astype(np.int32)
+    x = rng.integers(0, 9, (30, 40 * 64)).astype(np.float32)
+    call = pl.pallas_call(
+        add,
+        out_shape=jax.ShapeDtypeStruct((5, x.shape[1]), x.dtype),
+        grid=40,
+        in_specs=[
+            pl.BlockSpec((30,), lambda i: (0,)),
+            pl.BlockSpec((30, 64), lambda i: (0, i)),
+        ],
+        out_specs=pl.BlockSpec((5, 64), lambda i: (0, i)),
+        scratch_shapes=[pltpu.VMEM((5, 64), x.dtype)],
+        compiler_params=PARALLEL,
+        backend="cpu",
+    )
+    assert "load atomic i32" not in llvm_of(call, ids, x)
+    want = np.zeros((5, x.shape[1]), x.dtype)
+    np.add.at(want, ids, 2 * x)
+    np.testing.assert_array_equal(np.asarray(call(ids, x)), want)
 
 
 def test_atomic_max_and_exchange(eager_threads):

@@ -17,9 +17,12 @@ from tests.backends.tpu import harness, portable
 from tests.backends.tpu.kernels import CASES
 from tests.ir import kernels as by_hand
 from tests.kernels.test_operations import CASES as LIBRARY
+from tests.share import chosen, share_of, spread
 from tests.zoo import all_cases
 
 pytestmark = pytest.mark.tpu
+
+LIBRARY_CHIPS = ["v5e", "v6e"]
 
 
 def failures(jobs, chip):
@@ -56,37 +59,37 @@ def zoo_kernels() -> list[tuple[str, Kernel]]:
     return [(name, run(kernel)) for name, kernel in found]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pallasite.errors.PerformanceWarning")
 @pytest.mark.parametrize("chip", TPUS)
 def test_zoo_and_its_gradients_compile(chip):
+    """With a share of the kernels, each chip has others: all are compiled for one."""
     kernels = zoo_kernels()
     assert len(kernels) > 260
+    kernels = spread(kernels, [*TPUS].index(chip), len(TPUS))
     jobs = [harness.job(name, k, chip=TPUS[chip]) for name, k in kernels]
     failed = failures(jobs, chip)
     lacking = [n for n in failed if chip == "v4" and LACKING_ON_V4 in failed[n]]
     assert [name for name in failed if name not in lacking] == []
-    assert len(lacking) < 0.03 * len(kernels)
+    assert len(lacking) <= 0.03 * len(kernels) + 1
 
 
 # It turns some columns into rows by this, on later chips.
 LACKING_ON_V4 = "Sublane gather not supported by this TPU generation"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize("chip", LIBRARY_CHIPS)
 @pytest.mark.filterwarnings("ignore::pallasite.errors.PerformanceWarning")
 def test_library_compiles(chip):
+    cases = share_of([*LIBRARY.items()], LIBRARY_CHIPS.index(chip))
     jobs = [
         harness.job(f"{name} {number}", run(kernel))
-        for name, case in LIBRARY.items()
+        for name, case in cases
         for number, kernel in enumerate(kernels_in(case.operation, *case.operands))
     ]
-    assert len(jobs) >= len(LIBRARY)
+    assert len(jobs) >= len(cases)
     assert failures(jobs, chip) == {}
 
 
-@pytest.mark.slow
 def test_every_op_compiles():
     # The other widths are these ones with conversions around them.
     kinds = (
@@ -97,8 +100,9 @@ def test_every_op_compiles():
         "bool  vector",
     )
     kernels = harness.op_kernels()
-    jobs = [harness.job(n, kernels[n]) for n in kernels if n.endswith(kinds)]
-    jobs += [harness.job(n, kernels[n]) for n in kernels if n.startswith("cast u8")]
+    names = [n for n in kernels if n.endswith(kinds)]
+    names += [n for n in kernels if n.startswith("cast u8")]
+    jobs = [harness.job(n, kernels[n]) for n in chosen(names)]
     assert failures(jobs, "v5e") == {}
 
 

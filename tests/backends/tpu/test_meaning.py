@@ -115,7 +115,6 @@ def test_zoo_kernel_means_the_same(case):
         assert_close(got, [np.asarray(r) for r in results])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
 def test_backward_kernels_mean_the_same(case):
     from pallasite.passes.run import run

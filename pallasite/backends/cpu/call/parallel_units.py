@@ -19,6 +19,7 @@ from pallasite.ir.nodes import Kernel, Op, Window, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.cost import seconds
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
+from pallasite.passes.analysis.memory import Roots
 from pallasite.target import Host
 
 # The notes of `share_programs`, which are the fields of a Sharing.
@@ -113,12 +114,25 @@ def sharing_of(kernel: Kernel) -> Sharing | None:
     sequential = tuple(a for a in range(len(grid)) if a not in parallel)
     units = prod(n for a in parallel if (n := grid[a]) is not None)
     unit_ns = max(1, round(nanoseconds(kernel) / max(units, 1)))
-    has_atomics = any(name.startswith("atomic") for name in names)
+    has_atomics = _may_share_updates(kernel, info, parallel)
     most = tuple(info.axes[a].most for a in parallel)
     sharing = Sharing(op, parallel, sequential, unit_ns, has_atomics, most)
     if sharing.units is not None and sharing.units < sharing.least_units:
         return None
     return sharing
+
+
+def _may_share_updates(kernel: Kernel, info: GridInfo, parallel: Sequence[int]) -> bool:
+    """Whether programs that run concurrently may update the same elements.
+
+    They share arrays, and blocks that do not lie apart.
+    """
+    pipeline = Pipeline.of(find_pipeline(kernel))
+    roots = Roots(pipeline.body)
+    pairs = zip(pipeline.blocks, info.windows, strict=True)
+    blocks = {block for block, moves in pairs if not moves.apart.issuperset(parallel)}
+    updates = [op for op in walk(pipeline.body) if op.name.startswith("atomic")]
+    return any(roots.of(op.operands[0]) in {*blocks, *kernel.params} for op in updates)
 
 
 def _safe_if_too_large(parallel: tuple[int, ...], info: GridInfo) -> tuple[int, ...]:

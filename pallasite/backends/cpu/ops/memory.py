@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pallasite.backends.cpu.emitter import Emitter
-from pallasite.backends.cpu.llvm import atomics, scalars
+from pallasite.backends.cpu.llvm import atomics, scalars, vector_loops
 from pallasite.backends.cpu.llvm.writer import TRUE, Val, integer
 from pallasite.backends.cpu.ops import arithmetic
 from pallasite.backends.cpu.tiles import reinterpret, tiles
@@ -191,19 +191,27 @@ def emit_atomic(e: Emitter, op: Op) -> None:
     access, type = Access.of(op), op.result.tile
     ref = e.ref(access.ref)
     e.before_write(ref.root, e.scope.position + 1)
-    result = e.result_buffer(op) if type.rank else None
+    is_used = e.last_use(op.result) >= 0
+    result = e.result_buffer(op) if type.rank and is_used else None
     if 0 in ref.shape:
         nothing = scalars.zero(type.dtype)
         e.define_lazy(op, tiles.splat(type.shape, type.dtype, nothing))
         return
     _settle(e, op, ref.root)
+    # Only this thread writes a ref accessed by elements: see `parallel_units.py`.
+    is_shared = ref.root in e.shared_roots and ref.buffer is not None
+    if type.rank and not (
+        is_used or is_shared or access.mask or op.name == "atomic_cas"
+    ):
+        _update_slices(e, op, ref, access)
+        return
     place = places(e, ref, access)
     with e.f.nest(type.shape) as indices:
         where, touched = place(indices)
         touched = _allowed(e, access, indices, touched)
         update = lambda old, i=indices: _updated(e, op, access, old, i)
-        # Only this thread writes a ref accessed by elements: see `parallel_units.py`.
-        if ref.root in e.shared_roots and ref.buffer is not None:
+        if is_shared:
+            assert ref.buffer is not None
             address = ref.buffer.address(e.f, ref.dtype, where)
             old = atomics.update(e.f, ref.dtype, address, touched, update)
         else:
@@ -214,7 +222,37 @@ def emit_atomic(e: Emitter, op: Op) -> None:
         if result is not None:
             there = result.address(e.f, type.dtype, indices)
             scalars.store(e.f, type.dtype, old, there)
-    e.define(op.result, Tile(type.shape, type.dtype, result) if result else old)
+    if is_used:
+        e.define(op.result, Tile(type.shape, type.dtype, result) if result else old)
+
+
+def _update_slices(e: Emitter, op: Op, ref: Ref, access: Access) -> None:
+    """Update one slice per gathered index, in order.
+
+    The elements of a slice are distinct, so that it is updated a vector at a time.
+    """
+    place, shape = places(e, ref, access), op.result.tile.shape
+    gathered = (v.tile.rank for c, v in access.split_index() if isinstance(c, Gather))
+    rank = next(gathered, 0)
+    with e.f.nest(shape[:rank]) as outer:
+        _, touched = place([*outer, *[integer(0)] * (len(shape) - rank)])
+
+        def update(inner: Indices) -> None:
+            where, _ = place([*outer, *inner])
+            old = ref.tile.at(e.f, where)
+            new, _ = _updated(e, op, access, old, [*outer, *inner])
+            if ref.buffer is None:
+                ref.write(e.f, where, new)
+                return
+            address = ref.buffer.address(e.f, ref.dtype, where)
+            scalars.store(e.f, ref.dtype, new, address)
+
+        with e.f.when(touched):
+            if ref.buffer is None:
+                with e.f.nest(shape[rank:]) as inner:
+                    update(inner)
+            else:
+                vector_loops.each(e.f, shape[rank:], update)
 
 
 def _updated(

@@ -1,0 +1,267 @@
+"""one_hots: sums and products with comparisons of indices, at the places they name.
+
+In: a dot with `hot = (ids[:, None] == first + jnp.arange(k))`, or a sum of `hot`, of
+`where(hot, x[:, None], 0)` or of `hot * x[:, None]` along the ids: segment sums and
+histograms, as one writes them for matrix units, and lookups `hot @ table`. Out: every
+row is added to, or read at, the one place that its id names. A dot of n ids and k
+places takes k times the operations.
+
+Proof: `hot[i, j]` is one where `j == ids[i] - first`, otherwise zero. Products with
+zero are zero, if the other factor is finite, so that of a row's k products at most one
+matters; a sum of these may be taken in any order. Infinities and NaN times zero are NaN
+everywhere: where a float is multiplied, both ways are there, and a sum of the factors
+times zero chooses. (A zero may lose its sign.) `ids[i] - first` may wrap: an id that is
+that far away becomes a number that is outside, too, because `first + k` does not wrap.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pallasite.ir import types as T
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Gather, Kernel, Op, Span, Value
+from pallasite.ir.rewrite import dead_code
+from pallasite.ir.roles import Dot, DotSide
+from pallasite.passes.normal.index_arrays import IndexArrays, first_along
+
+LEAST_PLACES, LEAST_IDS = 32, 8  # fewer products are as fast
+
+
+def one_hots(kernel: Kernel) -> Kernel:
+    """Add and read rows where comparisons multiply them."""
+    body = _OneHots().block(kernel.body)
+    return kernel if body is kernel.body else dead_code(kernel.with_(body=body))
+
+
+@dataclass(frozen=True)
+class _Hot:
+    """A comparison of ids with consecutive numbers.
+
+    Args:
+        ids: the side without the numbers, the same along `dim`.
+        starts, offset: what the numbers start at.
+        dim: along which they count.
+    """
+
+    ids: Value
+    starts: tuple[Value, ...]
+    offset: int
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.ids.tile.shape
+
+    @property
+    def count(self) -> int:
+        return self.shape[1 - self.dim]
+
+    @property
+    def places(self) -> int:
+        return self.shape[self.dim]
+
+    def where(self, b: Builder) -> Value:
+        """The place of each id, a vector; outside if it has none."""
+        first = b.index(self.offset)
+        for start in self.starts:
+            first = b.add(first, b.as_index(start))
+        ids = b.as_index(_vector(b, self.ids, self.dim))
+        return b.sub(ids, b.broadcast(first, (self.count,), ()))
+
+    def matrix(self, b: Builder, where: Value, dtype: T.DType) -> Value:
+        """The comparison again, as it is multiplied."""
+        at = b.op("iota", dim=self.dim, type=T.TileType(self.shape, T.I32))
+        hit = b.eq(b.broadcast(where, self.shape, (1 - self.dim,)), at)
+        return b.cast(hit, dtype)
+
+
+def _vector(b: Builder, value: Value, dim: int) -> Value:
+    """A matrix that is the same along a dimension, without it."""
+    if dim == 0:
+        value = b.op("transpose", value, perm=(1, 0))
+    return first_along(b, value, value.tile.shape[:1])
+
+
+class _OneHots(IndexArrays):
+    def rewritten(self, op: Op) -> Sequence[Op]:
+        b = Builder(op.loc)
+        made = None
+        if op.name == "dot":
+            made = self._dot(b, Dot.of(op))
+        elif op.name == "reduce" and op.attrs["kind"] == "sum":
+            made = self._sum(b, op)
+        if made is None:
+            return (op,)
+        *before, last = b.ops
+        assert last.results == (made,)
+        return (*before, last.with_(results=op.results))
+
+    def _hot(self, value: Value) -> _Hot | None:
+        """The comparison that a tile of ones and zeros is."""
+        op = self.producers.get(value)
+        if op is not None and op.name == "cast":
+            value = op.operands[0]
+        elif op is not None and op.name == "select_n" and len(op.operands) == 3:
+            numbers = [self.number(v) for v in op.operands[1:]]
+            if numbers != [0, 1]:
+                return None
+            value = op.operands[0]
+        return self._comparison(value)
+
+    def _comparison(self, value: Value) -> _Hot | None:
+        op = self.producers.get(value)
+        if op is None or op.name != "eq" or value.tile.rank != 2:
+            return None
+        for ids, numbers in (op.operands, op.operands[::-1]):
+            if not ids.tile.dtype.is_integer or ids.tile.shape != numbers.tile.shape:
+                return None
+            count = self.count(numbers)
+            if count is None or count.dim is None:
+                continue
+            hot = _Hot(ids, count.starts, count.offset, count.dim)
+            if hot.places < LEAST_PLACES or hot.count < LEAST_IDS:
+                return None
+            if self.is_alike(ids, count.dim):
+                return hot
+        return None
+
+    # --- products ---
+
+    def _dot(self, b: Builder, dot: Dot) -> Value | None:
+        result = dot.op.result.tile
+        for side, other in (dot.sides, dot.sides[::-1]):
+            hot = self._hot(side.value)
+            if hot is not None and other.value.tile.rank == 2:
+                break
+        else:
+            return None
+        if side.batch or len(side.contract) != 1 or _is_narrow(result.dtype):
+            return None
+        where, rows = hot.where(b), _rows(b, other)
+        way = _read if side.contract == (hot.dim,) else _added
+
+        def at_places(b: Builder) -> Value:
+            made = way(b, hot, where, b.cast(rows, result.dtype))
+            return made if side is dot.lhs else b.op("transpose", made, perm=(1, 0))
+
+        def multiplied(b: Builder) -> Value:
+            again = hot.matrix(b, where, side.value.tile.dtype)
+            pair = [again if s is side else s.value for s in dot.sides]
+            return b.op("dot", *pair, **dot.op.attrs)
+
+        return _if_finite(b, other.value, result, at_places, multiplied)
+
+    # --- sums ---
+
+    def _sum(self, b: Builder, op: Op) -> Value | None:
+        if len(op.operands) != 1 or op.operands[0].tile.rank != 2:
+            return None
+        (tile,), (axis, *others) = op.operands, op.attrs["axes"]
+        result = op.result.tile
+        found = self._terms(tile)
+        if found is None or others or _is_narrow(result.dtype):
+            return None
+        hot, factor, multiplies = found
+        if axis == hot.dim:
+            return None
+        where = hot.where(b)
+        one = T.TileType((hot.count,), result.dtype)
+        terms = b.constant(1, one) if factor is None else _vector(b, factor, hot.dim)
+
+        def at_places(b: Builder) -> Value:
+            column = b.broadcast(terms, (hot.count, 1), (0,))
+            made = _added(b, hot, where, column)
+            return b.op("reshape", made, shape=(hot.places,))
+
+        if not multiplies:
+            return at_places(b)
+
+        def multiplied(b: Builder) -> Value:
+            wide = b.broadcast(terms, hot.shape, (1 - hot.dim,))
+            again = b.mul(hot.matrix(b, where, result.dtype), wide)
+            return b.op("reduce", again, **op.attrs)
+
+        return _if_finite(b, terms, result, at_places, multiplied)
+
+    def _terms(self, tile: Value) -> tuple[_Hot, Value | None, bool] | None:
+        """The comparison, what is summed where it holds, whether it is multiplied."""
+        hot = self._hot(tile)
+        if hot is not None:
+            return hot, None, False
+        op = self.producers.get(tile)
+        if op is None:
+            return None
+        if op.name == "select_n" and len(op.operands) == 3:
+            hot = self._comparison(op.operands[0])
+            _, other, value = op.operands
+            if hot is None or self.number(other) != 0:
+                return None
+            return (hot, value, False) if self.is_alike(value, hot.dim) else None
+        if op.name == "mul":
+            for side, value in (op.operands, op.operands[::-1]):
+                hot = self._hot(side)
+                if hot is not None and self.is_alike(value, hot.dim):
+                    return hot, value, True
+        return None
+
+
+def _is_narrow(dtype: T.DType) -> bool:
+    """Whether sums in memory would be rounded more often than those of registers."""
+    return dtype.is_float and dtype.bits < 32
+
+
+def _rows(b: Builder, side: DotSide) -> Value:
+    """The other factor, with the contracted dimension first."""
+    if side.contract == (0,):
+        return side.value
+    return b.op("transpose", side.value, perm=(1, 0))
+
+
+def _added(b: Builder, hot: _Hot, where: Value, rows: Value) -> Value:
+    """For every place the sum of the rows whose ids name it."""
+    shape = (hot.places, rows.tile.shape[1])
+    sums = b.op("alloc", type=T.RefType(shape, rows.tile.dtype))
+    b.store(sums, b.constant(0, sums.ref.tile))
+    index = (Gather(), Span(0, shape[1]))
+    attrs = dict(kind="add", index=index, mask=False)
+    b.op("atomic_rmw", sums, rows, where, **attrs)
+    return b.load(sums)
+
+
+def _read(b: Builder, hot: _Hot, where: Value, rows: Value) -> Value:
+    """For every id the row at its place; zero if it has none."""
+    table = b.op("alloc", type=T.RefType(rows.tile.shape, rows.tile.dtype))
+    b.store(table, rows)
+    low = b.ge(where, b.broadcast(b.index(0), where.tile.shape, ()))
+    high = b.lt(where, b.broadcast(b.index(hot.places), where.tile.shape, ()))
+    shape = (hot.count, rows.tile.shape[1])
+    inside = b.broadcast(b.and_(low, high), shape, (0,))
+    zeros = b.constant(0, T.TileType(shape, rows.tile.dtype))
+    return b.load(table, (Gather(), Span(0, shape[1])), [where], inside, zeros)
+
+
+def _if_finite(
+    b: Builder,
+    factor: Value,
+    result: T.TileType,
+    finite: Callable[[Builder], Value],
+    other: Callable[[Builder], Value],
+) -> Value:
+    """What `finite` computes, or `other` if some element of a factor is not finite."""
+    if not factor.tile.dtype.is_float:
+        return finite(b)
+    wide = b.cast(factor, T.F64 if factor.tile.dtype.bits > 32 else T.F32)
+    zeros = b.mul(wide, b.like(0, wide))
+    axes = tuple(range(wide.tile.rank))
+    total = b.op("reduce", zeros, kind="sum", axes=axes)
+    which = b.cast(b.eq(total, b.like(0, total)), T.I32)
+    regions = [_region(b, other), _region(b, finite)]
+    (made,) = b.emit("cond", which, regions=regions)
+    assert made.tile == result
+    return made
+
+
+def _region(b: Builder, compute: Callable[[Builder], Value]) -> Block:
+    inner = Builder(b.loc)
+    made = compute(inner)
+    return Block((), tuple(inner.ops), (made,))
