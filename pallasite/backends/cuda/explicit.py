@@ -10,6 +10,7 @@ thread starts copies after all warps have finished with what they overwrite.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product as each_of
+from itertools import takewhile
 from math import prod
 
 from pallasite.backends.cuda import hopper
@@ -135,8 +136,11 @@ class Explicit(Shared):
         at, bytes_ = self.barriers[op.operands[0]], op.attrs["bytes"]
         if not self.is_authored:
             # Bytes that copies bring beyond the tile, to fill panels.
-            copies = [u for u in self.users[op.operands[0]] if u.name == "copy_start"]
-            for target in (u.operands[1].ref for u in copies):
+            users = self.users[op.operands[0]]
+            after = users[users.index(op) + 1 :]
+            copies = takewhile(lambda u: u.name != op.name, after)
+            copied = (u for u in copies if u.name == "copy_start")
+            for target in (u.operands[1].ref for u in copied):
                 if target.layout is not None:
                     bytes_ += swizzled_bytes(target.shape, target.dtype)
                     bytes_ -= target.size * target.dtype.bytes
@@ -495,9 +499,13 @@ class Explicit(Shared):
         sums, lhs, rhs = parts.sums, parts.lhs, parts.rhs
         spread = self.spread(op.result, op)
         assert spread is not None
-        result = self.declare(op.result.tile.dtype, spread, op, "d")
         start = self.get(sums, spread, op)
-        self.copy(result, start)
+        made = self.producers.get(sums)
+        result = start
+        # What another matmul in flight adds to must stay in the same registers.
+        if made is None or made.name != "wgmma" or len(self.users[sums]) > 1:
+            result = self.declare(op.result.tile.dtype, spread, op, "d")
+            self.copy(result, start)
         anew = start.spread is None and number_of(self.producers, sums) == 0
         left, right = parts.contract
         self.meet_before(op)
