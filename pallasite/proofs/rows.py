@@ -19,7 +19,7 @@ from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.normal.normalize import nameless
 from pallasite.proofs.batch import Found
-from pallasite.proofs.replay import Replay, operands
+from pallasite.proofs.replay import Replay
 from pallasite.proofs.verdicts import (
     PROVED,
     REFUTED,
@@ -133,7 +133,7 @@ def refuted(kernel: Kernel, found: Found, replay: Replay) -> Claim:
 
 def _experiment(kernel: Kernel, found: Found, replay: Replay) -> str:
     """How a row changes between two runs; empty if it does not, or nothing is run."""
-    first, other = operands(kernel), operands(kernel, 1)
+    first, other = replay.operands(), replay.operands(1)
     apart = [x.copy() for x in first]
     turned = [x.copy() for x in first]
     for n in found.operands:
