@@ -258,7 +258,7 @@ def _candidates(
     """Numbers of parts to compare: more of them first, which are spread more evenly."""
     per_core = (chip.programs_per_core, 2, 1) if isinstance(chip, Gpu) else (2, 1)
     if uneven:  # those that are done early are followed by others
-        per_core = (4 * per_core[0], 2 * per_core[0], *per_core)
+        per_core = (4 * per_core[0], 2 * per_core[0], per_core[0])
     for each in per_core:
         yield min(size, -(-each * _cores(chip) // programs))
 
