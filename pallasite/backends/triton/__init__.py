@@ -45,6 +45,7 @@ from pallasite.passes.normal.sums_of_products import sums_of_products
 from pallasite.passes.optimise.early_loads import early_loads
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
+from pallasite.passes.optimise.guard_range import guard_range
 from pallasite.passes.optimise.hoist import hoist
 from pallasite.passes.optimise.sink_loads import sink_loads
 from pallasite.passes.optimise.split_accesses import split_accesses
@@ -74,6 +75,7 @@ PASSES = (
     # What a guard kept in the loop can now be hoisted.
     Pass("hoist", hoist, if_changed=True),
     Pass("canonicalize", canonicalize, if_changed=True),
+    Pass("guard_range", guard_range),
     Pass("fold_exp2", fold_exp2),
     Pass("sink_loads", sink_loads),
     Pass("fill_in_parts", fill_in_parts),
