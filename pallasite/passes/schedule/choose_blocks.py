@@ -42,7 +42,9 @@ class Blocks:
     def shape(self, value: Value, sizes: Sizes) -> tuple[int, ...]:
         found = (self.dims.get((value, d)) for d in range(len(value.type.shape)))
         pairs = zip(value.type.shape, found, strict=True)
-        return tuple(n if dim is None else sizes.get(dim, n) for n, dim in pairs)
+        return tuple(
+            sizes[dim] * dim.per(value) if dim in sizes else n for n, dim in pairs
+        )
 
     @cached_property
     def dots(self) -> list[Dot]:
