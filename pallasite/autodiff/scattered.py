@@ -19,10 +19,11 @@ from jax import lax
 
 from pallasite.autodiff.backward_stages import save_block, saved_ref
 from pallasite.autodiff.overlaps import sum_of_overlaps
-from pallasite.autodiff.per_program import Program, producers_of
+from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.parse import parse_kernel
+from pallasite.ir.rewrite import producers_of
 from pallasite.ir.types import DType, dtype_of
 from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.carried import covers_whole
