@@ -55,6 +55,8 @@ MOST_PARTS = (
     256  # for a GPU, where they take no more than a share of the operands' bytes
 )
 SMALL_SHARE = 1 / 32
+# Programs of a GPU wait for memory: two on each multiprocessor are worth more traffic.
+GPU_SHARE = 1 / 8
 MOST_SCATTERED = 2  # times the bytes of operands and results
 KEPT_SHARE = 1 / 8  # of the bytes of operands and results, for residuals
 UNREPEATABLE = ("debug_print", "debug_check", "delay", "atomic_rmw", "atomic_cas")
@@ -652,9 +654,10 @@ def _parts_of(
         if axis not in p.own
     )
     fits = sums.budget / max(taken, 1)  # parts that would take as much as the operands
+    share = SMALL_SHARE if sums.machine.gpu is None else GPU_SHARE
     most = min(
         MOST_PARTS // prod(others.values()),
-        max(min(FEW_PARTS, fits / 4), fits * SMALL_SHARE),
+        max(min(FEW_PARTS, fits / 4), fits * share),
     )
     counts = [d for d in range(1, int(most) + 1) if sizes[axis] % d == 0]
     # Devices come in powers of two, and each should have whole parts.
