@@ -149,7 +149,7 @@ def place(program: Program, ref: Value) -> Placement:
 
 
 def block_count(dim: BlockDim, n: int) -> int | None:
-    """How many blocks an array of n elements has along a dimension, if that is known."""
+    """How many blocks n elements have along a dimension, if that is known."""
     if dim.kind == "squeezed":
         return n
     return -(-n // dim.size) if dim.kind == "blocked" and dim.size else None
