@@ -11,6 +11,7 @@ FUNCTIONS_ARGS ?=
 PYTEST_ARGS ?=
 SHARE ?= 4
 GPU_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 
@@ -46,8 +47,8 @@ fuzz: $(VENV)/.installed-test ## random kernels on every engine, SECONDS=600 lon
 gpu: $(VENV)/.gpu-compiler ## the kernel zoo through XLA's compiler for an H200, without a GPU
 	$(BIN)/python -m tests.backends.gpu_compile $(GPU_ARGS)
 
-bench: $(VENV)/.installed-test ## every benchmark, one after another
-	@set -e; for file in benchmarks/*.py; do echo "==> $$file"; $(BIN)/python $$file; done
+bench: $(VENV)/.installed-test ## the library beside XLA, and cuDNN, torch, Tokamax where present
+	$(BIN)/python -m pallasite bench $(BENCH_ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff, rules and formatting
 	$(BIN)/ruff check .

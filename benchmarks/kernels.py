@@ -798,7 +798,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.dtype is not None:
             name = f"{name}, {options.dtype.name}"
         found[name] = row
-        rate = "" if options.grad else f"{row['tera/s']:8.2f} T{row['unit']}/s"
+        rate = "" if options.grad else f"{row['tera/s']:8.3g} T{row['unit']}/s"
         torch = ""
         if "torch ms" in row:
             faster = row["times faster than torch"]

@@ -1,4 +1,4 @@
-"""Fills the tables of speed in the pages from `benchmarks/results`.
+"""Fills the tables of speed in the pages from `benchmarks/results`, and draws charts.
 
 A table stands between `<!-- speed: NAME -->` and `<!-- end -->` in a page. `python
 docs/make_speed.py` writes all of them again; a test fails if one is out of date.
@@ -6,13 +6,17 @@ docs/make_speed.py` writes all of them again; a test fails if one is out of date
 
 import json
 import re
+import runpy
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
+BENCHMARKS = runpy.run_path(str(DOCS / "make_benchmarks.py"))
 PAGES = (
+    "benchmarks",
+    "index",
     "tpu_speed",
     "gpu",
     "kernels_attention",
@@ -165,7 +169,13 @@ def beside_xla(row: dict[str, Any]) -> list[str]:
 
 def made(name: str) -> str:
     kind, _, rest = name.partition(" ")
-    makers = {"tpu": cycles, "library": beside, "family": family, "learn": learned}
+    makers = {
+        "bench": lambda part: BENCHMARKS["TABLES"][part](),
+        "tpu": cycles,
+        "library": beside,
+        "family": family,
+        "learn": learned,
+    }
     return makers[kind](rest)
 
 
@@ -179,6 +189,8 @@ def main() -> None:
     for page in PAGES:
         path = DOCS / f"{page}.md"
         path.write_text(filled(path.read_text()))
+    for name, drawn in BENCHMARKS["charts"]().items():
+        (DOCS / "pictures" / name).write_text(drawn)
 
 
 if __name__ == "__main__":

@@ -190,8 +190,8 @@ def stepper(
         found = jax.value_and_grad(loss_of)(params, text, model, implementation)
         if mesh.size > 1:
             flat, unflatten = ravel_pytree(found)
-            mean: Any = jax.lax.pmean  # pyright: ignore[reportUnknownMemberType]
-            found = unflatten(mean(flat, "data"))
+            flat = jax.lax.pmean(flat, "data")  # pyright: ignore[reportUnknownMemberType]
+            found = unflatten(flat)
         loss, grads = found
         params, state = adam(params, grads, state, rate)
         return params, state, loss

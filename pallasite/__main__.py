@@ -10,6 +10,7 @@ import os
 import platform
 import runpy
 import sys
+from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,9 +44,17 @@ def main(argv: list[str] | None = None) -> int:
     tune = commands.add_parser("tune", help="autotune: find fast kernel configurations")
     tuner.add_arguments(tune)
     judge.add_parsers(commands)
+    commands.add_parser(
+        "bench",
+        help="measure pallasite.kernels beside XLA, and cuDNN, torch and Tokamax where "
+        "they are here; from a clone",
+        add_help=False,  # benchmarks/bench.py has its own
+    )
     given = sys.argv[1:] if argv is None else argv
     if given and not given[0].startswith("-") and given[0] not in commands.choices:
         parser.error(f"no command {given[0]!r}: {one_of(given[0], commands.choices)}")
+    if given[:1] == ["bench"]:
+        return _bench(given[1:])
     options = parser.parse_args(given)
     if options.command in ("check", "explain", "explore", "profile", "prove"):
         if options.in_child:
@@ -68,6 +77,19 @@ def _quiet_libtpu() -> None:
 
     for name, value in NO_TPU.items():
         os.environ.setdefault(name, value)
+
+
+def _bench(arguments: list[str]) -> int:
+    """Benchmarks are part of the source, not of what is installed from it."""
+    script = Path(__file__).parents[1] / "benchmarks" / "bench.py"
+    if not script.exists():
+        fix = "clone the repository, `pip install -e .` there, and run it again"
+        print(
+            f"pallasite bench: {script} does not exist\n  fix  {fix}", file=sys.stderr
+        )
+        return 2
+    runpy.run_path(str(script))["main"](arguments)
+    return 0
 
 
 def _cache(clear: bool) -> int:

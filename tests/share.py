@@ -15,7 +15,7 @@ from typing import TypeVar
 
 SHARE = int(os.environ.get("PALLASITE_TEST_SHARE", "1"))
 WORDS = re.compile(r"[^\W_]+")
-RARE = 1e-6  # a pair of words beside a word
+WORD = 1_000_000  # how many pairs of words one word counts as
 
 Case = TypeVar("Case")
 
@@ -63,9 +63,9 @@ def sample_of(names: Sequence[str], number: int) -> list[int]:
     seen: set[object] = set()
     taken: list[int] = []
 
-    def gain(case: int) -> float:
+    def gain(case: int) -> int:
         new = features[case] - seen
-        return sum(1 if isinstance(each, str) else RARE for each in new)
+        return sum(WORD if isinstance(each, str) else 1 for each in new)
 
     # What a case adds only falls while others are taken: the first whose number is
     # still true adds the most.
@@ -77,7 +77,7 @@ def sample_of(names: Sequence[str], number: int) -> list[int]:
         if heap and now > heap[0]:
             heapq.heappush(heap, now)
             continue
-        if len(taken) >= room and -now[0] < 1:
+        if len(taken) >= room and -now[0] < WORD:
             break
         taken.append(case)
         seen |= features[case]

@@ -1,6 +1,10 @@
 """The part of large tests that `make test` does."""
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +46,27 @@ def test_every_word_is_in_the_sample(part, monkeypatch):
         *TYPES,
         *PLACES,
     }
+
+
+def test_every_worker_has_the_same_sample():
+    """Whatever the order of its sets."""
+    code = (
+        "from tests.share import chosen; from itertools import product as p;"
+        "print(chosen(['-'.join(x) for x in p('abcdefg', 'hijk', 'lmn', 'op', 'qr')]))"
+    )
+    given = {**os.environ, "PALLASITE_TEST_SHARE": "4", "PYTHONPATH": "."}
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=Path(__file__).parents[1],
+            env={**given, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in "123456"
+    }
+    assert len(found) == 1
 
 
 def test_a_sample_has_as_many_pairs_of_words_as_there_is_room_for(monkeypatch):

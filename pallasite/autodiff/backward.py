@@ -168,9 +168,10 @@ def cotangents(
     for step in made.steps:
         arrays |= _run(call, step, arrays, names)
     final = {ref: made.primals[n].ref.dtype for n, ref in made.targets.items()}
+    run = partial(_run_plain, call)
     for merge in made.merges:
-        run = partial(_run_plain, call)
-        arrays[merge.target] = merged(merge, arrays, final[merge.target], run)
+        target = merge.target
+        arrays[target] = merged(merge, arrays, final[target], run, machine)
     found: list[Any] = [None] * len(primals)
     for n, ref in made.targets.items():
         if ref in arrays:

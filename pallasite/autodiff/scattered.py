@@ -19,11 +19,13 @@ from jax import lax
 
 from pallasite.autodiff.backward_stages import save_block, saved_ref
 from pallasite.autodiff.backward_windows import block_count
-from pallasite.autodiff.per_program import Program, producers_of
+from pallasite.autodiff.overlaps import sum_of_overlaps
+from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.parse import parse_kernel
-from pallasite.ir.types import DType
+from pallasite.ir.rewrite import producers_of
+from pallasite.ir.types import DType, dtype_of
 from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import Roots
@@ -306,7 +308,13 @@ class _Scatter:
 # --- adding up ---
 
 
-def merged(merge: Merge, arrays: Mapping[Value, Any], final: DType, run: Any) -> Any:
+def merged(
+    merge: Merge,
+    arrays: Mapping[Value, Any],
+    final: DType,
+    run: Any,
+    machine: Machine,
+) -> Any:
     """The sum of all addends.
 
     Args:
@@ -314,6 +322,7 @@ def merged(merge: Merge, arrays: Mapping[Value, Any], final: DType, run: Any) ->
         arrays: the addends and their rows.
         final: the type that the sum will have, perhaps narrower than while adding up.
         run: calls a kernel, given its operands.
+        machine: what runs it.
     """
     shape, dtype = merge.target.ref.shape, merge.target.ref.dtype
     total, rows, values = None, list[Any](), list[Any]()
@@ -323,7 +332,9 @@ def merged(merge: Merge, arrays: Mapping[Value, Any], final: DType, run: Any) ->
         if not same or addend.rows is None:
             x = x.astype(dtype.np)
         if addend.rows is None:
-            part = _shifted(x, merge.sizes, addend.strides, shape)
+            places = merge.sizes, addend.strides, shape
+            alone = machine.one_unit
+            part = _in_one_kernel(x, *places, run) if alone else _shifted(x, *places)
             total = part if total is None else total + part
             continue
         first = arrays[addend.rows].reshape(prod(merge.sizes), -1)
@@ -337,6 +348,37 @@ def merged(merge: Merge, arrays: Mapping[Value, Any], final: DType, run: Any) ->
         stored = final if total is None else dtype
         part = _by_row(*lists, shape, (given, dtype.name, stored.name), run)
         total = part if total is None else total + part
+    return total
+
+
+def _in_one_kernel(
+    x: Any,
+    sizes: Sequence[int],
+    strides: Sequence[Stride],
+    shape: Sequence[int],
+    run: Any,
+) -> Any:
+    """`_shifted` by a kernel of `overlaps.py`, where tiles start at zero.
+
+    XLA makes a pass over everything of each copy that it shifts, on a CPU.
+    """
+    tile = x.shape[len(sizes) :]
+    starts = all(
+        s.first == 0 and (s.axis is not None or t == n)
+        for s, t, n in zip(strides, tile, shape, strict=True)
+    )
+    if not starts:
+        return _shifted(x, sizes, strides, shape)
+    axes = [s.axis for s in strides if s.axis is not None]
+    others = [a for a in range(len(sizes)) if a not in axes]
+    dims = range(len(sizes), x.ndim)
+    x = x.sum(axis=tuple(others), keepdims=True).transpose(*others, *axes, *dims)
+    x = x.reshape(*x.shape[len(others) :])
+    steps = tuple(None if s.axis is None else s.step for s in strides)
+    dtype = dtype_of(x.dtype)
+    assert dtype is not None
+    kernel = sum_of_overlaps(x.shape, dtype.name, steps, tuple(shape))
+    (total,) = run(kernel, [x])
     return total
 
 

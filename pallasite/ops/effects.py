@@ -119,6 +119,8 @@ def _reshape_view(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     result = _ref(types).with_shape(attrs["shape"])
     if result.size != _ref(types).size:
         raise TypeRuleError(f"cannot view {types[0]} with shape {attrs['shape']}")
+    if result.layout is not None and result.shape[-1:] != _ref(types).shape[-1:]:
+        raise TypeRuleError(f"the rows of {types[0]} are laid out as they are")
     return (result,)
 
 
@@ -359,7 +361,7 @@ _row(
     **_indexed,
 )
 _row("subview", _subview, None, ("index",), **_view, **_indexed, **_laid_out)
-_row("reshape_view", _reshape_view, 1, ("shape",), **_view)
+_row("reshape_view", _reshape_view, 1, ("shape",), **_view, **_laid_out)
 _row("bitcast_view", _bitcast_view, 1, ("dtype",), **_view)
 _row("transpose_view", _transpose_view, 1, ("perm",), **_view, **_laid_out)
 _row(

@@ -14,6 +14,7 @@ from pallasite.ir.nodes import Access, At, BlockDim, Gather, Op, Span, Value
 from pallasite.passes.analysis.block_table import last_number
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.masks import Positions
+from pallasite.proofs.assume import Given
 from pallasite.proofs.places import Names, first_step
 from pallasite.proofs.replay import Replay
 from pallasite.proofs.tables import MOST_ENTRIES, Table
@@ -26,9 +27,9 @@ _DATA = (
 )
 
 
-def bounds(walk: Walk, replay: Replay) -> Claim:
+def bounds(walk: Walk, replay: Replay, given: Given) -> Claim:
     """Whether all accesses and windows of a kernel stay inside."""
-    judge = _Judge(walk, replay)
+    judge = _Judge(walk, replay, given)
     found = [c for use in walk.uses for c in judge.access(use)]
     found += [c for shows in walk.shows for c in judge.window(shows)]
     return worst(
@@ -44,10 +45,10 @@ def _counted(n: int, what: str, plural: str = "s") -> str:
 
 
 class _Judge:
-    def __init__(self, walk: Walk, replay: Replay):
+    def __init__(self, walk: Walk, replay: Replay, given: Given):
         self.walk, self.replay, self.tables = walk, replay, walk.tables
         self.names = Names(walk.kernel)
-        self.facts = Facts()
+        self.facts = Facts(given.loaded)
         self.facts.note_block(walk.kernel.body)
 
     # --- accesses ---

@@ -9,6 +9,7 @@ from pallasite.ir.nodes import walk as walk_ops
 from pallasite.ir.opdef import table
 from pallasite.passes.normal.counted_loops import counted_loops
 from pallasite.passes.normal.drop_rules import drop_rules
+from pallasite.proofs.assume import Assumed, Given, check_names, check_ranges
 from pallasite.proofs.batch import batch
 from pallasite.proofs.bounds import bounds
 from pallasite.proofs.coverage import coverage
@@ -21,19 +22,26 @@ from pallasite.proofs.verdicts import CLAIMS, PROVED, Claim, KernelProof, Proof
 from pallasite.tools.sources import trace_of
 from pallasite.tools.traces import Trace
 
+_NOTHING: Assumed = {}
 
-def prove_source(source: str, operands: str, claims: Sequence[str] = ()) -> Proof:
+
+def prove_source(
+    source: str,
+    operands: str,
+    claims: Sequence[str] = (),
+    assume: Assumed = _NOTHING,
+) -> Proof:
     """The claims about the kernels of "FILE::FUNCTION", or of a script, "FILE"."""
     claims = claims or CLAIMS
-    check_names(claims)
+    check_claims(claims)
     trace = trace_of(source, operands)
     # The trace of a function is a partial over the function and its operands.
     given = trace.args if isinstance(trace, partial) else ()
     retrace = doubled(given[0], tuple(given[1:]), {}) if given else None
-    return prove_sites(trace, claims, retrace)
+    return prove_sites(trace, claims, retrace, assume)
 
 
-def check_names(claims: Sequence[str]) -> None:
+def check_claims(claims: Sequence[str]) -> None:
     """Reject a name that is no claim's."""
     for claim in claims:
         if claim not in CLAIMS:
@@ -42,7 +50,10 @@ def check_names(claims: Sequence[str]) -> None:
 
 
 def prove_sites(
-    trace: Trace, claims: Sequence[str] = CLAIMS, retrace: Retrace | None = None
+    trace: Trace,
+    claims: Sequence[str] = CLAIMS,
+    retrace: Retrace | None = None,
+    assume: Assumed = _NOTHING,
 ) -> Proof:
     """The claims about kernel calls, each kernel once.
 
@@ -50,12 +61,15 @@ def prove_sites(
         trace: makes the calls.
         claims: the names of those wanted.
         retrace: traces the function that makes them with other numbers of rows.
+        assume: ranges of operands of integers, by the name of the parameter.
     """
+    check_ranges(assume)
     found = dict[Kernel, KernelProof]()
     for number, site in enumerate(trace()):
         kernel = site.call.kernel
         if kernel not in found:
-            found[kernel] = prove_kernel(kernel, claims, number, retrace)
+            found[kernel] = prove_kernel(kernel, claims, number, retrace, assume)
+    check_names(assume, found)
     return Proof(tuple(found.values()))
 
 
@@ -64,14 +78,17 @@ def prove_kernel(
     claims: Sequence[str] = CLAIMS,
     number: int = 0,
     retrace: Retrace | None = None,
+    assume: Assumed = _NOTHING,
 ) -> KernelProof:
     """The claims about one kernel, the function's `number`-th."""
-    replay = Replay(kernel)
+    replay = Replay(Given(kernel, assume))
     made = list[Claim]()
     if not {"bounds", "coverage", "races", "order"}.isdisjoint(claims):
-        walk = Walk(_with_counters(kernel))
+        counted = _with_counters(kernel)
+        known = Given(counted, assume)
+        walk = Walk(counted, known)
         raced = races(walk, replay)
-        made += [bounds(walk, replay), coverage(walk, replay)]
+        made += [bounds(walk, replay, known), coverage(walk, replay)]
         made += [raced, order(walk, raced)]
     if "sync" in claims:
         made.append(sync(kernel, replay))
@@ -84,7 +101,7 @@ def prove_kernel(
             else refuted(kernel, rows, replay)
         )
     wanted = tuple(claim for claim in made if claim.name in claims)
-    return KernelProof(kernel.name, str(kernel.loc or ""), wanted)
+    return KernelProof(kernel.name, str(kernel.loc or ""), wanted, replay.given.text)
 
 
 def _with_counters(kernel: Kernel) -> Kernel:

@@ -4,7 +4,7 @@
 `sync.py`, `batch.py` with `rows.py`. They read what `touches.py` says of each access.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def prove(
-    function: Callable[..., Any], claims: Sequence[str] = CLAIMS
+    function: Callable[..., Any],
+    claims: Sequence[str] = CLAIMS,
+    assume: Mapping[str | int, Any] | None = None,
 ) -> "Callable[..., Proof]":
     """Prove or refute claims about the kernels of a function, for all inputs.
 
@@ -30,6 +32,9 @@ def prove(
             `vmap`, `scan` or `shard_map`.
         claims: which of "bounds", "coverage", "races", "order", "sync" and "batch";
             default: all of them.
+        assume: ranges of the integers in kernels' operands, or arrays of them, by the
+            name of the kernel's parameter or the operand's number:
+            `{"table_ref": range(0, 64)}`. What is proved holds for such operands.
 
     Returns:
         A function of the same arguments (arrays or `jax.ShapeDtypeStruct`s; anything
@@ -37,18 +42,18 @@ def prove(
         at its `kernels`; `.ok` is False if a claim is refuted.
 
     Raises:
-        SpecError: the function calls no kernel, or there is no such claim.
+        SpecError: the function calls no kernel, or there is no such claim or operand.
 
     Example:
         `print(pl.prove(f)(jax.ShapeDtypeStruct((8192, 2048), jnp.float32)))`
     """
 
     def proved(*args: Any, **kwargs: Any) -> "Proof":
-        from pallasite.proofs.kernels import check_names, prove_sites
+        from pallasite.proofs.kernels import check_claims, prove_sites
         from pallasite.proofs.rows import doubled
 
-        check_names(claims)
+        check_claims(claims)
         trace = partial(kernels_of, function, *args, **kwargs)
-        return prove_sites(trace, claims, doubled(function, args, kwargs))
+        return prove_sites(trace, claims, doubled(function, args, kwargs), assume or {})
 
     return proved

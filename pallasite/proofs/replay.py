@@ -12,6 +12,7 @@ from pallasite.interpret.checked import run_checked
 from pallasite.interpret.devices import talks_to_devices
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.roles import Pipeline
+from pallasite.proofs.assume import Given
 from pallasite.proofs.verdicts import Counterexample
 
 MOST_PROGRAMS = 1 << 12
@@ -37,11 +38,41 @@ NO_CHECKS = Checked(
 
 @dataclass
 class Replay:
-    """Checked runs of one kernel, one kind of check each. Each is run once."""
+    """Checked runs of one kernel, one kind of check each. Each is run once.
 
-    kernel: Kernel
+    Operands of integers hold what the author promises (`assume.py`).
+    """
+
+    given: Given
     reports: dict[str, str] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
+
+    @property
+    def kernel(self) -> Kernel:
+        return self.given.kernel
+
+    def operands(self, seed: int = 0) -> list[np.ndarray]:
+        """Synthetic operands: floats between 1 and 2, integers of 0 if they may be."""
+        rng = np.random.default_rng(seed)
+        made = []
+        for param in self.kernel.inputs:
+            tile = param.ref.tile
+            if tile.dtype.is_float:
+                made.append((1 + rng.random(tile.shape)).astype(tile.dtype.np))
+            else:
+                made.append(self.given.example(param))
+        return made
+
+    def varied(self, seed: int = 0) -> list[np.ndarray]:
+        """Operands whose integers differ, too."""
+        rng, made = np.random.default_rng(seed), self.operands(seed)
+        for n, param in enumerate(self.kernel.inputs):
+            dtype = param.ref.dtype
+            if not dtype.is_float and param not in self.given.tables:
+                known = self.given.ranges.get(param, range(min(dtype.limits[1], 7) + 1))
+                drawn = rng.integers(0, len(known), made[n].shape)
+                made[n] = (known.start + known.step * drawn).astype(dtype.np)
+        return made
 
     def possible(self) -> str:
         """Why the kernel is not run; empty if it can be."""
@@ -71,7 +102,7 @@ class Replay:
             return ""
         options = replace(NO_CHECKS, **{_CHECKS[claim]: True})
         try:
-            run_checked(self.kernel, operands(self.kernel), options)
+            run_checked(self.kernel, self.operands(), options)
         except CheckError as error:
             return str(error) if error.kind == _CHECKS[claim] else ""
         except PallasError:
@@ -96,16 +127,3 @@ class Replay:
 
     def example(self, claim: str, program: str, text: str) -> Counterexample:
         return Counterexample(program, text, lambda: self.report(claim))
-
-
-def operands(kernel: Kernel, seed: int = 0) -> list[np.ndarray]:
-    """Synthetic operands: floats between 1 and 2, integers of 0."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for param in kernel.inputs:
-        tile = param.ref.tile
-        if tile.dtype.is_float:
-            made.append((1 + rng.random(tile.shape)).astype(tile.dtype.np))
-        else:
-            made.append(np.zeros(tile.shape, tile.dtype.np))
-    return made

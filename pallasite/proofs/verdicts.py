@@ -72,6 +72,7 @@ class KernelProof:
     kernel: str
     line: str
     claims: tuple[Claim, ...]
+    assumed: tuple[str, ...] = ()  # what the author promised, for people
 
     @property
     def ok(self) -> bool:
@@ -93,11 +94,13 @@ class KernelProof:
             "line": self.line,
             "ok": self.ok,
             "claims": claims,
+            "assumed": list(self.assumed),
         }
 
     def __str__(self) -> str:
         head = f"{self.kernel}  {self.line}".rstrip()
-        return "\n".join([head, *map(str, self.claims)])
+        given = [f"  {'given':<16} {', '.join(self.assumed)}"] if self.assumed else []
+        return "\n".join([head, *given, *map(str, self.claims)])
 
 
 @dataclass(frozen=True)

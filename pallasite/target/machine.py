@@ -17,6 +17,7 @@ from pallasite.target.cpu import Host
 USED = 0.5  # share of a GPU's peak rate that computing reaches, where it is the limit
 WIDE_PASSES = 4  # of a TPU's matrix unit for types that it does not multiply directly
 ROUND_BYTES = 1 << 15  # that a program of a GPU loads at a time
+LONGER = 0.5  # how much longer than others a program may run whose work data decides
 SPECIAL_FLOPS = 4  # least FLOPs of an exponential on a CPU
 USUAL_SPECIAL_FLOPS = 8  # of one on any chip, roughly
 FLOPS_PER_BYTE = 16  # roughly, of any chip: in the time to move a byte
@@ -195,7 +196,13 @@ class Machine:
         return self.step * steps + self.product * products
 
     def kernel(
-        self, flops: float, special: float, moved: float, steps: int, programs: int
+        self,
+        flops: float,
+        special: float,
+        moved: float,
+        steps: int,
+        programs: int,
+        uneven: bool = False,
     ) -> float:
         """Seconds of a kernel, from totals of its work, without its launch.
 
@@ -208,6 +215,8 @@ class Machine:
             steps: of all programs together.
             programs: how many divide the work equally. The last ones may leave cores
                 idle; so does a single one.
+            uneven: whether some have more work than others, as data says: at the end
+                only those run.
         """
         turns = -(-programs // self.cores)
         busy = self.multiplying(flops) + special / self.special
@@ -216,7 +225,8 @@ class Machine:
             return idle * (busy + self.copying(moved) + self.starting(steps))
         waits = max(steps, moved / ROUND_BYTES) / min(max(programs, 1), self.at_once)
         least = max(self.copying(moved), waits * self.latency)
-        return max(least, idle * busy) + self.starting(steps)
+        tail = LONGER * min(1.0, self.at_once / max(programs, 1)) if uneven else 0.0
+        return (1 + tail) * max(least, idle * busy) + self.starting(steps)
 
 
 def operations_of(flops: int, special: int) -> int:

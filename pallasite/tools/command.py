@@ -140,6 +140,14 @@ def _add_prove(commands: Any) -> None:
     prove.add_argument(
         "--claims", default="", help="bounds, coverage, ...; default: all of them"
     )
+    prove.add_argument(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="REF=LOW:HIGH",
+        help="integers in an operand, by the name of the kernel's parameter, such as "
+        "table_ref=0:64; may be given several times",
+    )
 
 
 def _parser(
@@ -256,7 +264,24 @@ def _proof(options: argparse.Namespace, line: "_Line") -> Any:
 
     line.show(f"reading {options.source}")
     claims = tuple(c.strip() for c in options.claims.split(",") if c.strip())
-    return prove_source(options.source, options.args, claims)
+    assume = dict(map(_range_of, options.assume))
+    return prove_source(options.source, options.args, claims, assume)
+
+
+def _range_of(text: str) -> tuple[str | int, range]:
+    """`REF=LOW:HIGH`, or `REF=LOW:HIGH:STEP`."""
+    from pallasite.errors import SpecError
+
+    name, _, numbers = text.partition("=")
+    try:
+        return int(name) if name.isdigit() else name, range(
+            *(int(n) for n in numbers.split(":", 2))
+        )
+    except (TypeError, ValueError):
+        raise SpecError(
+            f"--assume takes REF=LOW:HIGH, not {text!r}",
+            fix="--assume table_ref=0:64 for numbers from 0 to 63",
+        ) from None
 
 
 def _explore(options: argparse.Namespace, line: "_Line") -> int:

@@ -107,13 +107,59 @@ def stencil(padding: int):
     return run
 
 
-def test_overlapping_windows():
+@pytest.fixture(params=["gpu", "cpu"])
+def either_chip(request, monkeypatch):
+    """Shifted copies are added up by XLA on a GPU, by one kernel on a CPU."""
+    if request.param == "cpu":
+        host = Host(32, 16, threads=2)
+        monkeypatch.setattr(backward, "chip_for", lambda backend: host)
+
+
+def test_overlapping_windows(either_chip):
     x = jax.random.normal(jax.random.key(0), (26, 5))
     reference = lambda x: jnp.tanh(x[:-2] + 2 * x[1:-1] + 3 * x[2:])
     check(stencil(0), reference, x)
 
 
-def test_windows_that_begin_before_the_array():
+def halo(rows: int, columns: int, dtype):
+    """Blocks that overlap in two dimensions, and may end past those of the result."""
+
+    def kernel(x_ref, o_ref):
+        x = x_ref[...].astype(jnp.float32)
+        y = jnp.sin(x[:-3, :-1]) * x[3:, 1:]
+        o_ref[...] = y.astype(o_ref.dtype)
+
+    def run(x):
+        n, m = x.shape[0] - 3, x.shape[1] - 1
+        block = pl.Element(rows + 3), pl.Element(columns + 1)
+        return pl.pallas_call(
+            kernel,
+            jax.ShapeDtypeStruct((n, m), dtype),
+            grid=(n // rows, m // columns),
+            in_specs=[pl.BlockSpec(block, lambda i, j: (i * rows, j * columns))],
+            out_specs=pl.BlockSpec((rows, columns), lambda i, j: (i, j)),
+        )(x)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "dtype, block",
+    [(jnp.float32, (6, 7)), (jnp.float32, (2, 14)), (jnp.bfloat16, (6, 7))],
+    ids=str,
+)
+def test_overlaps_in_two_dimensions(dtype, block, either_chip):
+    """With two rows a block, three tiles reach each of its elements."""
+    x = jax.random.normal(jax.random.key(0), (15, 29)).astype(dtype)
+
+    def reference(x):
+        wide = x.astype(jnp.float32)
+        return (jnp.sin(wide[:-3, :-1]) * wide[3:, 1:]).astype(dtype)
+
+    check(halo(*block, dtype), reference, x)
+
+
+def test_windows_that_begin_before_the_array(either_chip):
     x = jax.random.normal(jax.random.key(0), (24, 5))
 
     def inside(x):

@@ -25,6 +25,13 @@ def test_tables_of_speed_are_up_to_date():
         assert text == script["filled"](text), "run python docs/make_speed.py"
 
 
+def test_charts_are_up_to_date():
+    script = runpy.run_path(str(DOCS / "make_benchmarks.py"))
+    for name, text in script["charts"]().items():
+        drawn = (DOCS / "pictures" / name).read_text()
+        assert drawn == text, "run python docs/make_speed.py"
+
+
 def test_every_table_of_speed_is_in_a_page_that_is_filled():
     script = runpy.run_path(str(DOCS / "make_speed.py"))
     pages = [p for p in DOCS.rglob("*.md") if "<!-- speed: " in p.read_text()]

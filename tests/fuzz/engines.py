@@ -43,8 +43,7 @@ from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.optimise.stagger_products import stagger_products
 from pallasite.passes.optimise.unmasked_steps import unmasked_steps
 from pallasite.passes.schedule.choose_blocks import for_threads
-from pallasite.passes.schedule.merge_k_rounds import merge_k_rounds
-from pallasite.passes.schedule.merge_k_steps import merge_k_steps
+from pallasite.passes.schedule.merge_k_steps import merge_k_rounds, merge_k_steps
 from pallasite.passes.schedule.row_strips import row_strips
 from pallasite.primitive import Call, Checked, bind_call, choose
 from tests.backends.cpu.direct import Guarded, Memory

@@ -127,12 +127,21 @@ def test_memory_of_an_explicit_kernel_may_be_laid_out():
 def test_ops_take_no_layouts_unless_their_row_says_so():
     code = """
     %b: ref<f32[8] smem @swizzle(128)> = alloc
-    %v: ref<f32[4,2] smem @swizzle(128)> = reshape_view %b {shape=(4, 2)}
+    %v: ref<i32[8] smem @swizzle(128)> = bitcast_view %b {dtype=i32}
     """
     refused(
         kernel_of(code, "explicit"),
-        "reshape_view takes no layouts, got b: ref<f32[8] smem @swizzle(128)>",
+        "bitcast_view takes no layouts, got b: ref<f32[8] smem @swizzle(128)>",
     )
+
+
+def test_views_keep_rows_that_are_laid_out():
+    code = """
+    %b: ref<f32[8,2] smem @swizzle(128)> = alloc
+    %v: ref<f32[16,1] smem @swizzle(128)> = reshape_view %b {shape=(16, 1)}
+    """
+    why = "the rows of ref<f32[8,2] smem @swizzle(128)> are laid out as they are"
+    refused(kernel_of(code, "explicit"), why)
 
 
 def test_ordinary_types_have_no_layout():

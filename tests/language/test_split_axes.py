@@ -13,9 +13,13 @@ import pallasite as pl
 from pallasite import sites, target
 from pallasite import tpu as pltpu
 from pallasite.errors import PerformanceWarning
+from pallasite.passes.analysis.axis_state import state_along
+from pallasite.passes.run import run
 from pallasite.passes.schedule.plan_parts import plan
+from pallasite.passes.schedule.split_axis import split
 from pallasite.target import GPUS
 from tests.backends.triton import harness
+from tests.passes.normal.meaning import outputs
 
 ROWS, STEPS = 64, 60
 
@@ -176,3 +180,103 @@ def test_what_stays_serial_is_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.jit(lambda x: unknown(x, compiler_params=asked))(x)
+
+
+def decode_kernel(n_ref, q_ref, k_ref, v_ref, o_ref, m_ref, l_ref, acc_ref):
+    j, length, block = pl.program_id(1), n_ref[pl.program_id(0)], k_ref.shape[0]
+
+    @pl.when(j == 0)
+    def _():
+        m_ref[...] = jnp.full_like(m_ref, -1e30)
+        l_ref[...] = jnp.zeros_like(l_ref)
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    @pl.when(j * block < length)
+    def _():
+        s = jnp.dot(q_ref[...], k_ref[...].T, preferred_element_type=jnp.float32)
+        at = j * block + jax.lax.broadcasted_iota(jnp.int32, s.shape, 1)
+        s = jnp.where(at < length, s, -1e30)
+        old = m_ref[...]
+        new = jnp.maximum(old, s.max(axis=1, keepdims=True))
+        p, alpha = jnp.exp(s - new), jnp.exp(old - new)
+        l_ref[...] = alpha * l_ref[...] + p.sum(axis=1, keepdims=True)
+        m_ref[...] = new
+        p = jnp.dot(
+            p.astype(v_ref.dtype), v_ref[...], preferred_element_type=jnp.float32
+        )
+        acc_ref[...] = alpha * acc_ref[...] + p
+
+    @pl.when(j == pl.num_programs(1) - 1)
+    def _():
+        o_ref[...] = (acc_ref[...] / l_ref[...]).astype(o_ref.dtype)
+
+
+def decode(rows, keys, block, dtype):
+    row = pl.BlockSpec((None, 8, 64), lambda b, j, _: (b, 0, 0))
+    column = pl.BlockSpec((None, block, 64), lambda b, j, _: (b, j, 0))
+    call = pl.pallas_call(
+        decode_kernel,
+        out_shape=jax.ShapeDtypeStruct((rows, 8, 64), dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(rows, keys // block),
+            in_specs=[row, column, column],
+            out_specs=row,
+            scratch_shapes=[pltpu.VMEM((8, n), jnp.float32) for n in (1, 1, 64)],
+        ),
+    )
+    shapes = [(rows,), (rows, 8, 64), (rows, keys, 64), (rows, keys, 64)]
+    types = [jnp.int32, dtype, dtype, dtype]
+    structs = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, types, strict=True)]
+    (kernel,) = sites.kernels_in(call, *structs)
+    return kernel
+
+
+def test_programs_with_lengths_of_their_own_are_split():
+    """The last of them would run alone."""
+    kernel = decode(256, 16384, 256, jnp.bfloat16)
+    found = plan(kernel, GPUS["h200"])
+    assert found.kind == "online softmax" and found.parts >= 4
+    assert plan(decode(4096, 1024, 256, jnp.bfloat16), GPUS["h200"]).program is None
+    small = decode(3, 64, 16, jnp.float32)
+    kernel = run(small)
+    program = split(kernel, state_along(kernel, 1), 2)
+    rng = np.random.default_rng(0)
+    shapes = [p.ref.shape for p in kernel.inputs[1:]]
+    given = [np.array([5, 64, 33], np.int32)]
+    given += [rng.normal(size=s).astype(np.float32) for s in shapes]
+    values = list(given)
+    for step in program.steps:
+        pairs = zip(step.operands, step.kernel.inputs, strict=True)
+        operands = [values[n].reshape(p.ref.shape) for n, p in pairs]
+        values += harness.simulated(step.kernel, operands, chip=GPUS["h200"])
+    (want,) = outputs(small, given)
+    result = values[program.results[0].array].reshape(want.shape)
+    np.testing.assert_allclose(result, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [8192, 512])
+def test_blocks_are_divided_before_an_axis_is_split(rows):
+    """Programs for fewer rows each need no second kernel."""
+
+    def kernel(a_ref, x_ref, o_ref):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        o_ref[...] += jnp.sum(a_ref[...] * x_ref[...], axis=1, keepdims=True)
+
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((rows, 1), jnp.float32),
+        grid=(rows // 256, 32),
+        in_specs=[
+            pl.BlockSpec((256, 512), lambda i, k: (i, k)),
+            pl.BlockSpec((1, 512), lambda i, k: (0, k)),
+        ],
+        out_specs=pl.BlockSpec((256, 1), lambda i, k: (i, 0)),
+    )
+    shapes = [(rows, 16384), (1, 16384)]
+    structs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    (made,) = sites.kernels_in(call, *structs)
+    assert (plan(made, GPUS["h200"]).program is None) == (rows == 8192)

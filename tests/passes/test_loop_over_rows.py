@@ -1,5 +1,7 @@
 """Reductions along a dimension as loops over its parts: the same meaning."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,10 @@ from pallasite.ir.verify import verify
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.run import run
+from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.loop_over_rows import loop_over_rows
 from pallasite.sites import kernels_in
+from pallasite.target import GPUS
 from tests.passes.test_same_meaning import outputs
 
 KEYS = (1, 0)  # rows of the second operand
@@ -119,3 +123,27 @@ def doubled(s):
 def test_what_stays(weights, size: int, reason: str):
     with pytest.raises(CannotReblock, match=reason):
         loop_over_rows(attention(weights), KEYS, size)
+
+
+@pytest.mark.parametrize("kind", ["sum", "max"])
+@pytest.mark.parametrize("shape", [(24, 1100), (1, 33000), (64, 300)], ids=str)
+def test_tiles_beyond_all_registers_on_a_gpu(shape, kind):
+    """What a program reduces to little needs no tile of everything."""
+
+    def kernel(x_ref, y_ref, o_ref):
+        apart = x_ref[...].astype(F32) - y_ref[...].astype(F32)
+        o_ref[...] = getattr(jnp, kind)(apart * apart, keepdims=True)
+
+    call = pl.pallas_call(kernel, jax.ShapeDtypeStruct((1, 1), F32))
+    (before,) = kernels_in(call, *[jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 2)
+    chip = replace(GPUS["h200"], registers=1 << 14)
+    before = run(before)
+    after = for_gpu(before, chip)
+    (loop,) = (op for op in walk(after.body) if op.name == "for")
+    sizes = [v.tile.size for op in walk(loop.regions[0]) for v in op.results]
+    assert max(sizes) <= 1 << 14
+    verify(after)
+    rng = np.random.default_rng(0)
+    given = [rng.normal(size=shape).astype(jnp.bfloat16) for _ in range(2)]
+    for got, want in zip(outputs(after, given), outputs(before, given), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4)

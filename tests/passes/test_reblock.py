@@ -16,8 +16,8 @@ from pallasite.passes.analysis.loop_dims import loop_dims
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.run import run
+from pallasite.passes.schedule.cut_steps import cut_steps
 from pallasite.passes.schedule.loop_over_k import loop_over_k
-from pallasite.passes.schedule.merge_k_steps import split_k_steps
 from pallasite.passes.schedule.reblock import cut, grow
 from pallasite.sites import kernels_in
 from tests.passes.test_promote import MATMUL, expect
@@ -360,10 +360,11 @@ def test_what_is_not_done_in_rounds(old: str, new: str, reason: str):
 
 
 def test_steps_along_k_become_more_and_shallower():
-    new = split_k_steps(parsed(MATMUL), 4)
+    new = cut_steps(parsed(MATMUL), 4, (X, 1))
     verify(new)
     assert "grid=(2, 2, 16), windows=(in[32, 4], in[4, 32], out[32, 32])" in head(new)
-    assert split_k_steps(parsed(MATMUL), 5).text == parsed(MATMUL).text
+    with pytest.raises(CannotReblock, match="not a multiple of 5"):
+        cut_steps(parsed(MATMUL), 5)
 
 
 @pytest.mark.parametrize("factor", [2, 4])
@@ -446,3 +447,43 @@ def test_windows_of_elements_stay_whole():
     x = np.arange(48, dtype=np.float32).reshape(12, 4)
     (found,) = outputs(cut(kernel, (0, 1), 2), [x])
     np.testing.assert_array_equal(found, x[3:11])
+
+
+MERGED = """
+kernel @k(%x: ref<f32[2,9,7,8] any>, %o: ref<f32[2,8,6,8] any>) outputs 1 {
+  pipeline %x, %o {grid=(2,), semantics=("arbitrary",),
+      windows=(in[squeezed 1, 9, 7, 8], out[squeezed 1, 8, 6, 8])}
+    map (%i: i32) { %z: i32 = constant {value=0} yield %i, %z, %z, %z }
+    map (%i1: i32) { %z1: i32 = constant {value=0} yield %i1, %z1, %z1, %z1 }
+    body (%s: i32, %xb: ref<f32[9,7,8] block>, %ob: ref<f32[8,6,8] block>) {
+      %a: f32[8,6,8] = load %xb[1:+8, 0:+6, :]
+      %b: f32[48,8] = reshape %a {shape=(48, 8)}
+      %n: i32[48,8] = iota {dim=0, type=i32[48,8]}
+      %f: f32[48,8] = cast %n {dtype=f32}
+      %c: f32[48,8] = add %b, %f
+      %d: f32[8,6,8] = reshape %c {shape=(8, 6, 8)}
+      store %ob[:, :, :] = %d
+    }
+}"""
+
+
+def test_rows_of_several_dimensions_are_cut_along_the_first():
+    """What a reshape merges is split with it: six of the merged rows for each."""
+    kernel = parsed(MERGED)
+    new = cut(kernel, (1, 1), 4)
+    verify(new)
+    assert "f32[2,6,8] = load" in new.text and "f32[12,8] = reshape" in new.text
+    x = np.random.default_rng(0).standard_normal((2, 9, 7, 8)).astype(np.float32)
+    for want, got in zip(outputs(kernel, [x]), outputs(new, [x]), strict=True):
+        np.testing.assert_array_equal(want, got)
+
+
+@pytest.mark.parametrize("place", [(1, 2), (0, 1)])
+def test_other_dimensions_of_merged_rows_stay_whole(place):
+    with pytest.raises(CannotReblock):
+        cut(parsed(MERGED), place, 2)
+
+
+def test_merged_rows_do_not_grow():
+    with pytest.raises(CannotReblock, match=r"parallel axis|mixes it"):
+        grow(cut(parsed(MERGED), (1, 1), 4), (1, 1), 2)

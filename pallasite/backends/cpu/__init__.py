@@ -33,14 +33,14 @@ from pallasite.passes.lower.own_inputs import own_inputs, own_results
 from pallasite.passes.lower.place_windows import place_windows
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.known_comparisons import known_comparisons
+from pallasite.passes.optimise.equal_factors import equal_factors
 from pallasite.passes.optimise.guard_bounds import guard_bounds
 from pallasite.passes.optimise.one_hots import one_hots
 from pallasite.passes.optimise.scratch_values import scratch_values
 from pallasite.passes.optimise.unmasked_steps import unmasked_steps
 from pallasite.passes.run import Pass, run
 from pallasite.passes.schedule.choose_blocks import for_threads
-from pallasite.passes.schedule.merge_k_rounds import merge_k_rounds
-from pallasite.passes.schedule.merge_k_steps import merge_k_steps
+from pallasite.passes.schedule.merge_k_steps import merge_k_rounds, merge_k_steps
 from pallasite.passes.schedule.row_strips import row_strips
 from pallasite.target import Host
 
@@ -58,6 +58,7 @@ def passes_for(host: Host) -> tuple[Pass, ...]:
         Pass("own_inputs", own_inputs),
         Pass("choose_blocks", blocks),
         Pass("canonicalize", canonicalize, if_changed=True),
+        Pass("equal_factors", equal_factors),
         Pass("one_hots", one_hots),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),

@@ -26,8 +26,9 @@ from pallasite.backends.cuda.before_waits import before_waits
 from pallasite.backends.cuda.fewer_dims import fewer_dims
 from pallasite.backends.cuda.late_waits import late_waits
 from pallasite.backends.cuda.overlap import overlap
-from pallasite.backends.cuda.products import MOST_COLUMNS
+from pallasite.backends.cuda.products import MOST_COLUMNS, MOST_SUMS
 from pallasite.backends.cuda.repack import forms_of, repack
+from pallasite.backends.cuda.rows_out import rows_out
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.streams import streams
 from pallasite.backends.cuda.turned import turn_tiles
@@ -42,6 +43,7 @@ from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.derive_counters import derive_counters
 from pallasite.passes.normal.edge_fills import edge_fills
+from pallasite.passes.normal.exact_factors import exact_factors
 from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.normal.replicated import replicated
 from pallasite.passes.normal.results_in_scratch import results_in_scratch
@@ -56,7 +58,7 @@ from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.optimise.unmasked_steps import unmasked_loops
 from pallasite.passes.optimise.unused import drop_unused
 from pallasite.passes.run import Pass
-from pallasite.passes.schedule.gpu_blocks import Tiles, for_gpu
+from pallasite.passes.schedule.gpu_blocks import SHORT_TILE, Tiles, for_gpu
 from pallasite.passes.schedule.row_strips import row_strips
 from pallasite.target import GPUS, Gpu
 
@@ -69,6 +71,8 @@ TILES = Tiles(
     stages=2,
     stages_alone=4,
     padded=False,
+    rows=SHORT_TILE,
+    most_sums=MOST_SUMS,
     keeps_operands=True,
     least_side=64,
     most_columns=MOST_COLUMNS,
@@ -90,6 +94,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("matrix_units", write_out),
         Pass("split_accesses", split_accesses),
         Pass("sums_of_products", sums_of_products),
+        Pass("exact_factors", exact_factors),
         Pass("loop_steps", loop_steps),
         Pass("edge_fills", edge_fills),
         Pass("results_in_scratch", results_in_scratch),
@@ -115,6 +120,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("turn_tiles", turn_tiles),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("fewer_dims", fewer_dims),
+        Pass("rows_out", rows_out),
         Pass("repack", partial(repack, chip=chip)),
         Pass("overlap", overlap),
         Pass("unmasked_loops", partial(unmasked_loops, least=MASK_ELEMENTS)),

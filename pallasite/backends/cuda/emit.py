@@ -161,7 +161,8 @@ class Emitter(TensorMemory):
                 for value in (op.result, op.operands[1]):
                     if not value.is_ref:
                         rows, columns = value.tile.shape
-                        if rows % (64 * self.warpgroups) or columns % 8:
+                        whole = self.is_authored and rows % (64 * self.warpgroups)
+                        if whole or columns % 8:
                             self.refuse(
                                 op,
                                 f"an accumulator of {rows} x {columns}; rows must be "

@@ -10,6 +10,7 @@ thread starts copies after all warps have finished with what they overwrite.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product as each_of
+from itertools import takewhile
 from math import prod
 
 from pallasite.backends.cuda import hopper
@@ -34,7 +35,7 @@ from pallasite.backends.cuda.shared import (
     swizzled_bytes,
 )
 from pallasite.ir.nodes import Access, Gather, Op, Value
-from pallasite.ir.roles import Wgmma
+from pallasite.ir.roles import Wgmma, number_of
 from pallasite.ir.types import DType, RefType
 from pallasite.passes.analysis.carried import covers_whole
 
@@ -135,8 +136,11 @@ class Explicit(Shared):
         at, bytes_ = self.barriers[op.operands[0]], op.attrs["bytes"]
         if not self.is_authored:
             # Bytes that copies bring beyond the tile, to fill panels.
-            copies = [u for u in self.users[op.operands[0]] if u.name == "copy_start"]
-            for target in (u.operands[1].ref for u in copies):
+            users = self.users[op.operands[0]]
+            after = users[users.index(op) + 1 :]
+            copies = takewhile(lambda u: u.name != op.name, after)
+            copied = (u for u in copies if u.name == "copy_start")
+            for target in (u.operands[1].ref for u in copied):
                 if target.layout is not None:
                     bytes_ += swizzled_bytes(target.shape, target.dtype)
                     bytes_ -= target.size * target.dtype.bytes
@@ -495,10 +499,14 @@ class Explicit(Shared):
         sums, lhs, rhs = parts.sums, parts.lhs, parts.rhs
         spread = self.spread(op.result, op)
         assert spread is not None
-        result = self.declare(op.result.tile.dtype, spread, op, "d")
         start = self.get(sums, spread, op)
-        self.copy(result, start)
-        anew = start.spread is None and self.is_zero(sums)
+        made = self.producers.get(sums)
+        result = start
+        # What another matmul in flight adds to must stay in the same registers.
+        if made is None or made.name != "wgmma" or len(self.users[sums]) > 1:
+            result = self.declare(op.result.tile.dtype, spread, op, "d")
+            self.copy(result, start)
+        anew = start.spread is None and number_of(self.producers, sums) == 0
         left, right = parts.contract
         self.meet_before(op)
         self.check_product(op, parts)
@@ -548,10 +556,6 @@ class Explicit(Shared):
         has_next = f"group < {self.warpgroups - 1}"
         pass_by = f"pass_by({STARTS} + group + 1, {2 * WARPGROUP})"
         self.out.line(f"if ({has_next} && {is_second}) {pass_by};")
-
-    def is_zero(self, value: Value) -> bool:
-        made = self.producers.get(value)
-        return made is not None and made.name == "constant" and not made.attrs["value"]
 
     def check_product(self, op: Op, parts: Wgmma) -> None:
         """The limits of the matrix instruction."""

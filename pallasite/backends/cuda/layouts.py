@@ -213,7 +213,7 @@ def accumulator(rows: int, columns: int, groups: int, beside: bool = False) -> S
     first, but where left operands come from registers, the mapping from rows of the
     tile to rows of the instruction is free: with `beside` it is the next one.
     """
-    blocks = rows // (64 * groups)
+    blocks = -(-rows // (64 * groups))
     first, second = (2, 1) if beside else (1, 8)
     lanes = [Lane(1, 4, 1, 2), Lane(4, 8, 0, first), Lane(32, 4, 0, 16)]
     if groups > 1:

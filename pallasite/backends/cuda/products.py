@@ -11,6 +11,7 @@ memory. What a Hopper warpgroup cannot multiply is rejected here, with the reaso
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import NoReturn
 
 from pallasite.backends.cuda.layouts import WARP, WARPGROUP
@@ -23,6 +24,7 @@ from pallasite.ir.text import print_op
 from pallasite.ir.types import F32, I32, DType, TileType
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import constant_inputs, root_among
+from pallasite.passes.schedule.gpu_blocks import SHORT_TILE, warpgroups, whole
 from pallasite.target import Gpu
 
 SWIZZLE = 128  # bytes of a row of a panel in shared memory
@@ -105,16 +107,25 @@ class Ring:
     is_shared: bool  # by all loads of these arrays and shapes
     lines: frozenset[int] = frozenset()  # tiles laid out as in main memory
     loaded: frozenset[int] = frozenset()  # tiles that threads load: lines and boxes
+    lefts: frozenset[int] = frozenset()  # tiles whose rows are a matmul's
     stages: int = 1
+
+    def held(self, number: int) -> tuple[int, ...]:
+        """The shape of a tile's memory: an instruction reads whole blocks of rows."""
+        *rows, columns = self.tiles[number].shape
+        if number not in self.lefts:
+            return (*rows, columns)
+        return (whole(prod(rows), SHORT_TILE), columns)
 
     @property
     def bytes(self) -> int:
         """Size of one stage; the rows of swizzled tiles are whole rows of panels."""
         total = 0
         for n, tile in enumerate(self.tiles):
-            row = tile.size if n in self.lines else tile.shape[-1]
+            size = prod(self.held(n))
+            row = size if n in self.lines else tile.shape[-1]
             panels = -(-row * tile.dtype.bytes // SWIZZLE)
-            total += tile.size // row * panels * SWIZZLE
+            total += size // row * panels * SWIZZLE
         return total
 
     @property
@@ -186,12 +197,13 @@ class Plan:
     def warpgroups(self) -> int:
         """How many warpgroups multiply, each with its share of the rows."""
         rows, dot = self.rows, self.products[0].dot
-        if rows % 64:
-            self.refuse(dot, f"{rows} rows, not a multiple of 64 (wgmma)")
-        groups = 2 if rows % 128 == 0 else 3 if rows % 192 == 0 else 1
+        padded = whole(rows, SHORT_TILE)
+        if 2 * rows <= padded:
+            self.refuse(dot, f"{rows} rows, at most half of the {SHORT_TILE} of wgmma")
+        groups = warpgroups(rows)
         for each in self.products:
             columns = each.result.tile.shape[1]
-            if rows // groups // 64 * (columns // 2) > MOST_SUMS:
+            if padded // groups // SHORT_TILE * (columns // 2) > MOST_SUMS:
                 self.refuse(
                     each.dot,
                     f"{rows} x {columns} accumulators do not fit in the registers of "
@@ -289,7 +301,17 @@ class Plan:
             contract = op.attrs["perm"][contract]
             value = op.operands[0]
             op = self.made.get(value)
+        if op is not None and op.name == "reshape" and contract == 1:
+            op = self.loaded_rows(op)
         return Side(value, None if self.not_streamed(op) else op, contract)
+
+    def loaded_rows(self, op: Op) -> Op | None:
+        """The load whose first dimensions a reshape merges into the rows of a matrix,
+        if that is its only use."""
+        load = self.made.get(op.operands[0])
+        if load is None or load.name != "load" or len(self.users[load.result]) > 1:
+            return None
+        return load if is_of_rows(op) else None
 
     def check_types(self, op: Op, lhs: Side, rhs: Side) -> None:
         types = {s.value.tile.dtype.name for s in (lhs, rhs)}
@@ -341,7 +363,8 @@ class Plan:
             self.refuse(
                 op, f"rows of {columns * width} bytes, not a multiple of {K_BYTES}"
             )
-        if rows > BOX or rows % 8:
+        is_left = side.value is Dot.of(op).lhs.value and side.contract == 1
+        if rows > BOX or (rows % 8 and not is_left):
             self.refuse(
                 op, f"{rows} rows of an operand, not a multiple of 8 up to {BOX}"
             )
@@ -370,9 +393,25 @@ class Plan:
         if any(side.load is None for side in sides):
             return False
         source = self.made.get(addend)
-        if source is None or source.name == "constant":
+        if source is None or source.name == "constant" or self.is_sum(addend):
             return False
         return self.home[id(source)] is self.home[id(op)]
+
+    def is_sum(self, value: Value) -> bool:
+        """Whether only a matmul adds to a sum of matmuls of loaded tiles.
+
+        It need not wait for them: all of them add to the same registers, in order.
+        """
+        op = self.made.get(value)
+        if op is None or len(self.users[value]) > 1:
+            return False
+        if op.name == "add":
+            dots = [self.made.get(v) for v in op.operands]
+            op = next((o for o in dots if o is not None and o.name == "dot"), None)
+        if op is None or op.name != "dot":
+            return False
+        sides = (self.side(s.value, s.contract[0]) for s in Dot.of(op).sides)
+        return all(side.load is not None for side in sides)
 
     # --- loads ---
 
@@ -384,7 +423,9 @@ class Plan:
         if op is None or op.name != "load":
             return "it is computed"
         access = Access.of(op)
-        if access.mask is not None or op.result.tile.rank != 2:
+        users = self.users[op.result]
+        is_rows = len(users) == 1 and is_of_rows(users[0])
+        if access.mask is not None or not (op.result.tile.rank == 2 or is_rows):
             return "it is not a plain load of a matrix"
         ref, index = access.ref, access.index
         source = self.made.get(ref)
@@ -468,7 +509,7 @@ class Plan:
 
     def is_box(self, op: Op) -> bool:
         """Whether the copy engine can load a tile into panels."""
-        if self.not_streamed(op):
+        if self.not_streamed(op) or op.result.tile.rank != 2:
             return False
         rows, columns = op.result.tile.shape
         dtype = op.result.tile.dtype
@@ -493,15 +534,15 @@ class Plan:
         apart = width  # bytes between neighbours along a dimension
         inner = True  # all dimensions after it are whole
         dims = list(zip(array.ref.shape, window.dims, strict=True))
-        for whole, dim in reversed(dims):
-            if dim.kind not in ("blocked", "squeezed") or whole % dim.size:
+        for extent, dim in reversed(dims):
+            if dim.kind not in ("blocked", "squeezed") or extent % dim.size:
                 return False
             if dim.size > 1 and not inner:
                 return False
-            if dim.size < whole and dim.size * apart % ROW_MULTIPLE:
+            if dim.size < extent and dim.size * apart % ROW_MULTIPLE:
                 return False
-            inner = inner and dim.size == whole
-            apart *= whole
+            inner = inner and dim.size == extent
+            apart *= extent
         return True
 
     def ring(self, loads: Sequence[Op]) -> Ring:
@@ -515,6 +556,8 @@ class Plan:
         sides = {id(s.load) for p in self.products for s in p.sides}
         loaded = frozenset(n for n, op in enumerate(loads) if id(op) not in sides)
         lines = frozenset(n for n in loaded if self.is_line(loads[n]))
+        left = {id(p.lhs.load) for p in self.products if p.lhs.contract == 1}
+        lefts = frozenset(n for n, op in enumerate(loads) if id(op) in left)
         is_shared = all(
             self.home[id(product.dot)] is self.home[id(side.load)]
             for product in self.products
@@ -522,10 +565,10 @@ class Plan:
             if side.load is not None and side.load in loads
         )
         for ring in self.rings if is_shared else ():
-            same = ring.arrays, ring.tiles, ring.loaded
-            if ring.is_shared and same == (arrays, tiles, loaded):
+            same = ring.arrays, ring.tiles, ring.loaded, ring.lefts
+            if ring.is_shared and same == (arrays, tiles, loaded, lefts):
                 return ring
-        self.rings.append(Ring(arrays, tiles, is_shared, lines, loaded))
+        self.rings.append(Ring(arrays, tiles, is_shared, lines, loaded, lefts))
         return self.rings[-1]
 
     def choose_stages(self) -> None:
@@ -563,16 +606,20 @@ class Plan:
         """
         threads = programs * WARPGROUP * (self.warpgroups + 1)  # one of them copies
         registers = self.chip.registers // threads // 8 * 8
-        sums = max(p.result.tile.size for p in self.products) // self.threads
+        sums = max(self.held(p.result.tile) for p in self.products) // self.threads
         return sums + PRODUCT_REGISTERS <= registers
+
+    def held(self, tile: TileType) -> int:
+        """Elements of a tile in registers, including those past its rows."""
+        return whole(tile.shape[0], SHORT_TILE) * tile.shape[1]
 
     @property
     def registers(self) -> int:
         """Per thread, for accumulators and computed left operands of one iteration."""
         sums = {self.group_of[id(p.rhs.load)].ring: p.result for p in self.products}
         made = {p.lhs.value.tile for p in self.products if p.lhs.load is None}
-        words = 4 * sum(v.tile.size for v in sums.values())
-        words += sum(tile.size * tile.dtype.bytes for tile in made)
+        words = 4 * sum(self.held(v.tile) for v in sums.values())
+        words += sum(self.held(tile) * tile.dtype.bytes for tile in made)
         return words // 4 // (128 * self.warpgroups)
 
     @property
@@ -586,7 +633,8 @@ class Plan:
                 tiles.append(
                     (product.lhs.value.tile, product.lhs.value.tile.dtype.bytes)
                 )
-            bytes_[block] = bytes_.get(block, 0) + sum(t.size * n for t, n in tiles)
+            held = sum(self.held(t) * n for t, n in tiles)
+            bytes_[block] = bytes_.get(block, 0) + held
         return max(bytes_.values()) // 4 // self.threads
 
     def try_stages(self, available: int, least: int) -> bool:
@@ -634,7 +682,9 @@ class Plan:
 
     def is_filled_again(self, ring: Ring) -> bool:
         """Whether a program may fill the slots of a ring several times."""
-        return any(g.ring is ring and g.block is not self.program for g in self.groups)
+        groups = [g for g in self.groups if g.ring is ring]
+        inside = any(g.block is not self.program for g in groups)
+        return inside or len(groups) > self.at_once(ring)
 
     def at_once(self, ring: Ring) -> int:
         """How many slots of a ring may be in use at the same time."""
@@ -655,8 +705,26 @@ class Plan:
             if group.block is block:
                 used = [n for n, op in enumerate(block.ops) if self.uses(op, group)]
                 end = next((n for n in loops if n > used[-1]), len(block.ops))
-                spans.append((used[0], end))
+                spans.append((used[0], min(end, self.next_sum(block, group) + 1)))
         return max(sum(a <= at < b for a, b in spans) for at, _ in spans)
+
+    def next_sum(self, block: Block, group: Group) -> int:
+        """The place of the matmul that adds to the sums that read a group's tiles."""
+        loads = {id(load) for load in group.loads}
+        last, places = 0, {id(op): n for n, op in enumerate(block.ops)}
+        for product in self.products:
+            if any(id(side.load) in loads for side in product.sides):
+                after = self.after(product)
+                place = None if after is None else places.get(id(self.place_of(after)))
+                last = len(block.ops) if place is None else max(last, place)
+        return last
+
+    def after(self, product: Product) -> Product | None:
+        """The matmul that adds to the result of another without waiting for it."""
+        if not self.is_sum(product.result):
+            return None
+        found = (p for p in self.products if p.addend is product.result)
+        return next((p for p in found if p.lhs.load is not None), None)
 
     def uses(self, op: Op, group: Group) -> bool:
         """Whether an op, or one nested in it, loads or multiplies a group's tiles."""
@@ -667,6 +735,14 @@ class Plan:
             if id(inner) in loads or any(id(s.load) in loads for s in sides):
                 return True
         return False
+
+
+def is_of_rows(op: Op) -> bool:
+    """Whether an op merges all dimensions but the last into the rows of a matrix."""
+    if op.name != "reshape" or op.operands[0].is_ref:
+        return False
+    x, y = op.operands[0].tile.shape, op.result.tile.shape
+    return len(x) > len(y) == 2 and x[-1] == y[-1]
 
 
 def _is_box(index: Sequence) -> bool:

@@ -238,6 +238,13 @@ class Shared(Memory):
     # --- views that change what an element is ---
 
     def emit_reshape_view(self, op: Op) -> None:
+        """Of swizzled memory: rows in several dimensions, for the copy engine."""
+        ring, shape = self.rings.get(op.operands[0]), op.attrs["shape"]
+        if ring is not None and len(ring.shape) == 2 and shape[-1] == ring.shape[-1]:
+            rows = (prod(shape[n:-1]) for n in range(1, len(shape) - 1))
+            steps = tuple(n * ring.swizzle for n in rows)
+            self.rings[op.result] = replace(ring, shape=tuple(shape), steps=steps)
+            return
         self.expect_rows_in_order(op)
         super().emit_reshape_view(op)
 

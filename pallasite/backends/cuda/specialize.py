@@ -25,7 +25,6 @@ from pallasite.backends.cuda.products import (
     ENDS_TURN,
     IN_TURN,
     ROUNDED,
-    SWIZZLE,
     TURN_DEPTH,
     TURN_PRODUCTS,
     Group,
@@ -33,15 +32,17 @@ from pallasite.backends.cuda.products import (
     Product,
     Ring,
     Side,
+    is_of_rows,
     note_product,
 )
+from pallasite.backends.cuda.rings import SCALAR, RingMemory, alloc
 from pallasite.ir.build import Builder
 from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import clone, inline, is_pure, writes
 from pallasite.ir.roles import Loop, Pipeline
-from pallasite.ir.types import F32, I32, INDEX, Layout, RefType, TileType
+from pallasite.ir.types import F32, I32, INDEX, TileType
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.lower.promote import promote_refs
 from pallasite.passes.optimise.unused import drop_unused
@@ -67,7 +68,7 @@ def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
     if not any(op.name == "dot" for op in walk(pipeline.body)):
         return kernel
     plan = Plan(kernel, pipeline.body, chip)
-    memory = _Memory(plan)
+    memory = RingMemory(plan)
     programs = prod(n for n in pipeline.grid if n is not None)
     blocks = min(programs, chip.cores * plan.per_core)
     order = Order.of(pipeline, blocks)
@@ -148,54 +149,18 @@ def _with_program(
     return with_level(kernel.with_(body=outside.block()))
 
 
-# --- ring buffers in shared memory ---
-
-
-class _Memory:
-    """Shared memory and barriers of all rings."""
-
-    def __init__(self, plan: Plan):
-        b = Builder()
-        self.buffers: dict[Ring, tuple[Value, ...]] = {}
-        self.full: dict[Ring, Value] = {}
-        self.empty: dict[Ring, Value] = {}
-        for ring in plan.rings:
-            types = [_slots(ring, n) for n in range(len(ring.tiles))]
-            self.buffers[ring] = tuple(_alloc(b, t, "ring") for t in types)
-        for ring in plan.rings:
-            warps = 4 * plan.warpgroups
-            self.full[ring] = _alloc(b, _barriers(ring.stages, 1), "full")
-            self.empty[ring] = _alloc(b, _barriers(ring.stages, warps), "empty")
-        self.ops = b.ops
-
-
-def _alloc(b: Builder, type: RefType, name: str) -> Value:
-    (ref,) = b.emit("alloc", type=type, names=[name])
-    return ref
-
-
-def _slots(ring: Ring, number: int) -> RefType:
-    tile = ring.tiles[number]
-    layout = None if number in ring.lines else Layout("swizzle", (SWIZZLE,))
-    return RefType((ring.stages, *tile.shape), tile.dtype, "smem", layout)
-
-
-def _barriers(stages: int, arrivals: int) -> RefType:
-    return RefType((stages,), I32, "mbarrier", Layout("arrivals", (arrivals,)))
-
-
-SCALAR = RefType((), I32, "regs")
+# --- roles ---
 
 
 class _Role:
     """A program being turned into one role: replaced values, ring states."""
 
-    def __init__(self, plan: Plan, memory: _Memory):
+    def __init__(self, plan: Plan, memory: RingMemory):
         self.plan, self.memory = plan, memory
         self.new: dict[Value, Value] = {}
         b = Builder()
-        self.slots = {r: _alloc(b, SCALAR, "slot") for r in plan.rings}
-        self.parities = {r: _alloc(b, SCALAR, "parity") for r in plan.rings}
+        self.slots = {r: alloc(b, SCALAR, "slot") for r in plan.rings}
+        self.parities = {r: alloc(b, SCALAR, "parity") for r in plan.rings}
         self.states = b.ops
 
     def block(self, block: Block) -> Block:
@@ -236,9 +201,12 @@ class _Role:
         return b.subview(barriers, (At(None),), [slot])
 
     def buffer(self, b: Builder, group: Group, load: Op, slot: Value) -> Value:
-        ref = self.memory.buffers[group.ring][group.loads.index(load)]
-        rows = tuple(Span(0, n) for n in ref.ref.shape[1:])
-        return b.subview(ref, (At(None), *rows), [slot])
+        number = group.loads.index(load)
+        ref, tile = self.memory.buffers[group.ring][number], group.ring.tiles[number]
+        shape = ref.ref.shape[1:]
+        if number in group.ring.lefts:
+            shape = (prod(tile.shape[:-1]), tile.shape[-1])
+        return b.subview(ref, (At(None), *(Span(0, n) for n in shape)), [slot])
 
 
 # --- loading ---
@@ -316,6 +284,8 @@ class _Loading(_Role):
             indices = self.values(access.index_operands)
             source = b.subview(self.value(access.ref), access.index, indices)
             target = self.buffer(b, group, load, slot)
+            if target.ref.shape != source.ref.shape:
+                target = b.op("reshape_view", target, shape=source.ref.shape)
             # f32 matmuls use the upper 19 bits, to which copies round.
             is_f32 = load.result.tile.dtype == F32 and not group.is_loaded(load)
             notes: dict[str, Any] = {ROUNDED: True} if is_f32 else {}
@@ -358,7 +328,7 @@ class _Chained:
 class _Computing(_Role):
     """The warpgroups' code: matmuls in flight, waited for at their first use."""
 
-    def __init__(self, plan: Plan, memory: _Memory):
+    def __init__(self, plan: Plan, memory: RingMemory):
         super().__init__(plan, memory)
         self.flights: list[_Flight] = []
         self.open: dict[Group, Value] = {}  # slots in use
@@ -373,7 +343,7 @@ class _Computing(_Role):
         b = Builder()
         self.held: dict[Ring, Value] = {}  # the slot not yet released, or -1
         for ring in plan.rings:
-            self.held[ring] = _alloc(b, SCALAR, "held")
+            self.held[ring] = alloc(b, SCALAR, "held")
             b.store(self.held[ring], b.index(-1))
         self.states = [*self.states, *b.ops]
 
@@ -495,7 +465,7 @@ class _Computing(_Role):
             if id(op) in found:
                 continue
             makes_tiles = any(v.type.shape and not v.is_ref for v in op.results)
-            is_plain = op.name in ("constant", "load", "transpose")
+            is_plain = op.name in ("constant", "load", "transpose") or is_of_rows(op)
             is_plain = is_plain or self.is_prepared(op)
             if op.regions or (makes_tiles and not is_plain):
                 return None
@@ -527,7 +497,10 @@ class _Computing(_Role):
     def is_multiplied_only(self, value: Value) -> bool:
         return all(
             user.name == "dot"
-            or (user.name == "transpose" and self.is_multiplied_only(user.result))
+            or (
+                (user.name == "transpose" or is_of_rows(user))
+                and self.is_multiplied_only(user.result)
+            )
             for user in self.plan.users[value]
         )
 
@@ -567,15 +540,31 @@ class _Computing(_Role):
         computed = [] if product.addend is None else [product.addend]
         if product.lhs.load is None:
             computed.append(product.lhs.value)
-        self.settle(computed, b)
+        before_it = self.summed_before(product)
+        if before_it is None:
+            self.settle(computed, b)
         if product.addend is None:
             sums = b.constant(0, product.result.tile.with_dtype(product.sums))
+        elif before_it is not None:
+            sums = before_it.result
         else:
             sums = self.value(product.addend)
         lhs, rhs = (self.operand(side, b) for side in product.sides)
         contract = tuple((side.contract,) for side in product.sides)
         (result,) = b.emit("wgmma", sums, lhs, rhs, contract=contract)
         self.flights.append(_Flight(product, result, []))
+        if before_it is not None:  # its slots are free once it alone has ended
+            self.flights.remove(before_it)
+            b.emit("wgmma_wait", pending=1)
+            for group, slot in before_it.frees:
+                self.free(group, slot, b)
+
+    def summed_before(self, product: Product) -> _Flight | None:
+        """The only matmul in flight, if this one adds to its result."""
+        if len(self.flights) != 1 or self.freed_at_wait:
+            return None
+        (flight,) = self.flights
+        return flight if self.plan.after(flight.product) is product else None
 
     def settle(self, values: Sequence[Value], b: Builder) -> None:
         """Wait for the matmuls among values, and for those issued before them."""

@@ -22,6 +22,7 @@ from pallasite.backends.base import (
     stored_launch,
 )
 from pallasite.backends.triton import emit
+from pallasite.backends.triton.bf16_pieces import bf16_pieces
 from pallasite.backends.triton.fill_in_parts import fill_in_parts
 from pallasite.backends.triton.flat_indices import flat_indices
 from pallasite.backends.triton.integer_dots import integer_dots
@@ -38,11 +39,13 @@ from pallasite.passes.lower.plain_copies import plain_copies
 from pallasite.passes.lower.promote import promote
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.edge_fills import edge_fills
+from pallasite.passes.normal.exact_factors import exact_factors
 from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.normal.sums_of_products import sums_of_products
 from pallasite.passes.optimise.early_loads import early_loads
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
+from pallasite.passes.optimise.guard_range import guard_range
 from pallasite.passes.optimise.hoist import hoist
 from pallasite.passes.optimise.sink_loads import sink_loads
 from pallasite.passes.optimise.split_accesses import split_accesses
@@ -72,6 +75,7 @@ PASSES = (
     # What a guard kept in the loop can now be hoisted.
     Pass("hoist", hoist, if_changed=True),
     Pass("canonicalize", canonicalize, if_changed=True),
+    Pass("guard_range", guard_range),
     Pass("fold_exp2", fold_exp2),
     Pass("sink_loads", sink_loads),
     Pass("fill_in_parts", fill_in_parts),
@@ -102,10 +106,12 @@ class TritonBackend:
             Pass("shifted_parts", shifted_parts),
             Pass("split_accesses", split_accesses),
             Pass("sums_of_products", sums_of_products),
+            Pass("exact_factors", exact_factors),
             Pass("loop_steps", loop_steps),
             Pass("edge_fills", edge_fills),
             Pass("choose_blocks", blocks),
             Pass("canonicalize", canonicalize, if_changed=True),
+            Pass("bf16_pieces", bf16_pieces),
             *PASSES,
             Pass("reload_operands", fitted),
             Pass("launch", launch),

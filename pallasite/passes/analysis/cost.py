@@ -66,15 +66,21 @@ def cost(kernel: Kernel) -> Cost:
     return _Counter().block(kernel.body) + Cost(bytes_accessed=prefetched)
 
 
-def seconds(kernel: Kernel, chip: Gpu | Host, programs: int = 1) -> float:
-    """Estimated time of a kernel that has a number of programs of equal work."""
+def seconds(
+    kernel: Kernel, chip: Gpu | Host, programs: int = 1, uneven: bool = False
+) -> float:
+    """Estimated time of a kernel that has a number of programs of equal work.
+
+    `uneven`: of work that differs from program to program, as data says.
+    """
     total = cost(kernel)
     rounds = 1 if total.exact else UNKNOWN_ROUNDS
     grids = [Pipeline.of(op).grid for op in kernel.body.ops if op.name == "pipeline"]
     steps = sum(prod(n for n in grid if n is not None) for grid in grids)
     flops, special = rounds * total.flops, rounds * total.transcendentals
     moved = rounds * total.bytes_accessed
-    return Machine.usual(chip).kernel(flops, special, moved, steps, programs)
+    machine = Machine.usual(chip)
+    return machine.kernel(flops, special, moved, steps, programs, uneven)
 
 
 class _Counter:

@@ -146,7 +146,7 @@ class Solver:
     def _solve_for_quotient(self, part: Part, loc: Loc | None) -> Bounds | None:
         """Solve a condition on `index / n`: `index / n >= k` is `index >= n k`.
 
-        Steps of parts of a block (`cut_sums.py`) have the block index as a quotient.
+        Steps of parts of a block (`cut_steps.py`) have the block index as a quotient.
         """
         low = self.facts.of(self.first).low
         for value, op in self.inside.items():

@@ -102,6 +102,13 @@ def _not_equal(x: Fact, y: Fact) -> Fact:
     return exactly(1) if x.high < y.low or y.high < x.low else Fact(0, 1)
 
 
+def _below(least: Fact, most: Fact, gap: int) -> Fact:
+    """Whether one number is smaller than another by at least `gap`."""
+    if least.high + gap <= most.low:
+        return exactly(1)
+    return exactly(0) if least.low + gap > most.high else Fact(0, 1)
+
+
 def _chosen(which: Fact, *cases: Fact) -> Fact:
     return _any_of(*cases) if which.number is None else cases[which.number]
 
@@ -114,6 +121,12 @@ def _any_of(*cases: Fact) -> Fact:
 def _shift_left(x: Fact, y: Fact) -> Fact | None:
     by = y.number
     return _mul(x, exactly(1 << by)) if by is not None and 0 <= by < 31 else None
+
+
+def _shift_right(x: Fact, y: Fact) -> Fact | None:
+    if x.low < 0 or y.low < 0:
+        return None
+    return Fact(x.low >> min(y.high, 63), x.high >> min(y.low, 63))
 
 
 def _and(x: Fact, y: Fact) -> Fact | None:
@@ -169,6 +182,13 @@ _RULES: dict[str, Callable[..., Fact | None]] = {
     "div": _div,
     "rem": _rem,
     "ne": _not_equal,
+    "eq": lambda x, y: _sub(exactly(1), _not_equal(x, y)),
+    "lt": lambda x, y: _below(x, y, 1),
+    "le": lambda x, y: _below(x, y, 0),
+    "gt": lambda x, y: _below(y, x, 1),
+    "ge": lambda x, y: _below(y, x, 0),
+    "shift_right_logical": _shift_right,
+    "shift_right_arithmetic": _shift_right,
     "select_n": _chosen,
     "concatenate": _any_of,
     "and": _and,
@@ -183,10 +203,14 @@ _RULES: dict[str, Callable[..., Fact | None]] = {
 
 
 class Facts:
-    """What is known so far."""
+    """What is known so far.
 
-    def __init__(self) -> None:
+    `loaded` says what is known of a load; nothing, otherwise.
+    """
+
+    def __init__(self, loaded: "Loaded | None" = None) -> None:
         self._known: dict[Value, Fact] = {}
+        self._loaded = loaded
 
     def of(self, value: Value) -> Fact:
         """The fact about an integer; that of its type if nothing more is known."""
@@ -257,6 +281,8 @@ class Facts:
         if op.name in _POSITIONS:
             size = _POSITIONS[op.name](op)
             return Fact(0, max(size - 1, 0) if isinstance(size, int) else HIGHEST)
+        if op.name == "load" and self._loaded is not None:
+            return self._loaded(op, self)
         values = op.operands[:1] if op.name in _MOVES else op.operands
         if not all(map(_is_number, values)):
             return None
@@ -268,6 +294,9 @@ class Facts:
             )
         rule = _RULES.get(op.name)
         return rule(*operands) if rule else None
+
+
+Loaded = Callable[[Op, Facts], Fact | None]
 
 
 def _is_number(value: Value) -> bool:

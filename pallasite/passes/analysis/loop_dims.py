@@ -21,6 +21,7 @@ from pallasite.ir.roles import Dot, Loop, Pipeline, Shown, While
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 from pallasite.passes.analysis.memory import Roots, written_refs
 
+MERGED = "a reshape mixes it with others"
 Place = tuple[int, int]  # the number of a window, a dimension of its array
 _Node = tuple[Value, int]  # a ref or tile, one of its dimensions
 
@@ -30,7 +31,11 @@ _REPEATABLE = {"store", "alloc", "for", "while", "cond", "custom", "pipeline", "
 
 @dataclass(frozen=True, eq=False)
 class LoopDim:
-    """Dimensions of refs and tiles that can only be split together."""
+    """Dimensions of refs and tiles that can only be split together.
+
+    Where a reshape merges dimensions, the first of them and the merged one are split
+    together, too: an element of one is `per(value)` elements of the other.
+    """
 
     size: int
     members: Mapping[Value, int]  # each ref and tile with it, and its dimension there
@@ -41,6 +46,11 @@ class LoopDim:
     is_twice: bool = False  # whether it is two dimensions of one ref or tile
     reduces: tuple[Op, ...] = ()  # those along it
     besides: str | None = None  # why it is whole, other than that it is reduced
+    is_merged: bool = False  # it is only whole because a reshape merges it with others
+
+    def per(self, value: Value) -> int:
+        """Elements of a tile for each position along the dimension."""
+        return value.type.shape[self.members[value]] // self.size
 
 
 class LoopDims:
@@ -75,7 +85,7 @@ class LoopDims:
 
     def why_not_free(self, dim: LoopDim) -> str | None:
         """Why a dimension cannot be split between programs; None if it can."""
-        if dim.whole is not None:
+        if dim.whole is not None and not dim.is_merged:
             return dim.whole
         if dim.products:
             return "a matmul contracts it"
@@ -186,13 +196,19 @@ class _Joined:
             spans[self.root(node)].add(op)
         for root, nodes in members.items():
             windows = tuple(places[node] for node in nodes if node in places)
-            size = root[0].type.shape[root[1]]
+            sizes = {node: node[0].type.shape[node[1]] for node in nodes}
+            size = min(sizes.values())
             if size < 1 or not (windows or spans[root]):
                 continue
             reason = whole.get(root)
             is_twice = len(dict(nodes)) < len(nodes)
             if is_twice:
                 reason = reason or "two dimensions of one tile depend on it"
+            merged = [node for node, n in sizes.items() if n != size]
+            shown = any(node in places for node in merged)
+            is_merged = bool(merged) and reason is None and size > 1 and not shown
+            if merged:
+                reason = reason or MERGED
             yield LoopDim(
                 size,
                 dict(nodes),
@@ -202,7 +218,8 @@ class _Joined:
                 frozenset(spans[root]),
                 is_twice,
                 tuple(reduces[root]),
-                besides.get(root),
+                besides.get(root) or (MERGED if merged else None),
+                is_merged,
             )
 
     def nodes(self) -> Iterator[_Node]:
@@ -301,12 +318,13 @@ class _Joined:
                 if n == 1:
                     self.hold((value, d), "a reshape may drop its one element")
         for before, after in _groups(x.type.shape, y.type.shape):
-            if len(before) == len(after) == 1:
-                self.join((x, before[0]), (y, after[0]))
-                continue
-            for value, dims in ((x, before), (y, after)):
-                for d in dims:
-                    self.hold((value, d), "a reshape mixes it with others")
+            first = [(x, before[0]), (y, after[0])] if before and after else []
+            if len(before) == 1 or len(after) == 1:
+                self.join(*first)
+                first = []
+            inner = [(x, d) for d in before[1:]] + [(y, d) for d in after[1:]]
+            for node in (*first, *inner):
+                self.hold(node, MERGED)
 
     def transpose(self, op: Op) -> None:
         for to, d in enumerate(op.attrs["perm"]):

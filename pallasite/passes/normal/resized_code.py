@@ -35,8 +35,8 @@ class Resized:
         d = self.dim.members.get(value)
         if d is None:
             return value.type
-        shape = value.type.shape
-        return value.type.with_shape((*shape[:d], self.size, *shape[d + 1 :]))
+        shape, size = value.type.shape, self.size * self.dim.per(value)
+        return value.type.with_shape((*shape[:d], size, *shape[d + 1 :]))
 
     def define(self, values: Sequence[Value]) -> tuple[Value, ...]:
         for value in values:
@@ -78,12 +78,13 @@ class Resized:
         d = self.dim.members.get(op.operands[0]) if op.operands else None
         if d is None:
             return attrs
+        size = self.size * self.dim.per(op.operands[0])
         for key in ("limits", "sizes"):
             if key in attrs:
-                attrs[key] = (*attrs[key][:d], self.size, *attrs[key][d + 1 :])
+                attrs[key] = (*attrs[key][:d], size, *attrs[key][d + 1 :])
         if "index" in attrs:
             index = list(attrs["index"])
-            index[d] = replace(index[d], size=self.size)
+            index[d] = replace(index[d], size=size)
             attrs["index"] = tuple(index)
         return attrs
 
@@ -112,7 +113,13 @@ class Part(Resized):
         type_ = self.type(op.result)
         assert isinstance(type_, TileType)
         line = b.op("iota", type=type_.with_dtype(I32), dim=op.attrs["dim"])
-        return b.cast(b.add(line, b.broadcast(self.first, type_.shape)), type_.dtype)
+        first = self._first(b, op.result)
+        return b.cast(b.add(line, b.broadcast(first, type_.shape)), type_.dtype)
+
+    def _first(self, b: Builder, value: Value) -> Value:
+        """Where the part starts in a tile."""
+        each = self.dim.per(value)
+        return self.first if each == 1 else b.mul(self.first, b.index(each))
 
     def _part_of_span(self, b: Builder, op: Op) -> Value:
         """A load of a span of a ref that stays whole: load this part of the span."""
@@ -124,10 +131,12 @@ class Part(Resized):
         for d, (entry, start) in enumerate(parts):
             is_span = isinstance(entry, Span)
             if is_span and at == to:
-                index[d] = Span(None, self.size, entry.stride)
+                size = self.type(op.result).shape[to]
+                index[d] = Span(None, size, entry.stride)
                 given = None if start is None else self.new.get(start, start)
                 size, masked = access.ref.ref.shape[d], access.mask is not None
-                start = part_start(b, entry, given, size, self.first, masked)
+                first = self._first(b, op.result)
+                start = part_start(b, entry, given, size, first, masked)
             at += is_span
             starts += [start] if start is not None else []
         ref, *starts = self.mapped([access.ref, *starts])

@@ -19,8 +19,9 @@ from pallasite.passes.analysis.loop_dims import LoopDim
 from pallasite.passes.normal.resized_code import CannotReblock
 
 # Ops that compute the same at each position when there are more positions.
-_BY_POSITION = {"constant", "iota", "broadcast_in_dim", "transpose", "load", "dot"}
-_SHAPE_ONLY = {"broadcast_in_dim", "reshape"}
+_BY_POSITION = {"constant", "iota", "broadcast_in_dim", "transpose", "load"}
+_BY_POSITION |= {"dot", "reduce"}  # of other dimensions, unless they sum over it
+_SHAPE_ONLY = {"broadcast_in_dim", "reshape", "transpose"}
 
 
 class State(NamedTuple):
@@ -33,11 +34,11 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Sum:
-    """`new = old * factor + part`, where `part` is a sum over the dimension."""
+    """`new = old * factor + part`, where `part` adds up sums over the dimension."""
 
     state: State
     part: Value
-    terms: tuple[Value, ...]  # what is multiplied and summed; one for a reduction
+    terms: tuple[tuple[Value, ...], ...]  # of each sum: what is multiplied and summed
 
 
 class Fill(NamedTuple):
@@ -127,16 +128,26 @@ class Steps:
 
     def _terms(
         self, state: State, kept: Value, part: Value
-    ) -> tuple[Value, ...] | None:
-        source = self._without_shape(part)
-        if source is None or not self._sums_over(source):
+    ) -> tuple[tuple[Value, ...], ...] | None:
+        terms = self._summed(part)
+        if not terms or not self._keeps_exponent(state, kept, part):
             return None
-        if source.name == "reduce" and source.attrs["kind"] != "sum":
-            return None
-        terms = source.operands[:2]
-        if not self._is_own(terms, [s.new for s in self.maxima]):
-            return None
-        return terms if self._keeps_exponent(state, kept, part) else None
+        known = [s.new for s in self.maxima]
+        return terms if all(self._is_own(each, known) for each in terms) else None
+
+    def _summed(self, value: Value) -> tuple[tuple[Value, ...], ...]:
+        """The terms of all sums over the dimension that a value adds up; none: it
+        is something else."""
+        op = self._without_shape(value)
+        if op is None:
+            return ()
+        if op.name == "neg":
+            return self._summed(op.operands[0])
+        if op.name == "add":
+            sides = [self._summed(v) for v in op.operands]
+            return sides[0] + sides[1] if all(sides) else ()
+        is_sum = op.name == "dot" or op.attrs.get("kind") == "sum"
+        return (op.operands[:2],) if is_sum and self._sums_over(op) else ()
 
     def _keeps_exponent(self, state: State, kept: Value, part: Value) -> bool:
         """Whether the old sum is rescaled as the part is scaled."""
@@ -196,8 +207,8 @@ class Steps:
             if not x.tile.dtype.is_float:
                 raise CannotReblock("skipped steps compute a maximum of integers")
             found[x] = Fill(-inf, skips)
-        for each in self.sums:
-            first, *others = sorted(each.terms, key=lambda t: self.powers.of(t) is None)
+        for terms in (terms for each in self.sums for terms in each.terms):
+            first, *others = sorted(terms, key=lambda t: self.powers.of(t) is None)
             if not self._vanishes(first):
                 found[first] = Fill(0.0, skips)
             for other in others if same else ():

@@ -5,8 +5,7 @@ no tile of all the products. Both sides must have rows of their own; with a vect
 one side it stays a sum.
 
 Where a product and the sum it is added to may be rounded once, as on NVIDIA GPUs, a dot
-of the precision "highest" means the same. Products of numbers that were bf16 or f16 are
-exact in f32, so these are multiplied as they were, whatever is in between.
+of the precision "highest" means the same.
 """
 
 from math import prod
@@ -18,7 +17,6 @@ from pallasite.ir.types import F32
 from pallasite.passes.normal.canonicalize import canonicalize
 
 LEAST_DEPTH, LEAST_ROWS = 16, 2
-EXACT = ("bf16", "f16")  # pairs of which have exact products in f32
 
 
 def sums_of_products(kernel: Kernel) -> Kernel:
@@ -66,7 +64,7 @@ def _as_dot(op: Op, b: Rewriter) -> Value | None:
     contract = tuple(tuple(s.dims.index(a) for a in axes) for s in sides)
     made = b.op(
         "dot",
-        *_factors(b, sides[0].value, sides[1].value),
+        *(_factor(b, side.value) for side in sides),
         contract=contract,
         batch=((), ()),
         dtype=F32,
@@ -89,24 +87,6 @@ def _size(shape: tuple[int, ...], dims: frozenset[int]) -> int:
     return prod(shape[d] for d in dims)
 
 
-def _factors(b: Rewriter, x: Value, y: Value) -> list[Value]:
-    """Both without dimensions of size one, and as they were before they were widened,
-    where they were of one narrow type."""
-    found = [v for v in (_narrow(b, x), _narrow(b, y)) if v is not None]
-    types = {v.type.dtype.name for v in found}
-    if len(found) < 2 or len(types) > 1 or not types <= set(EXACT):
-        found = [x, y]
-    shapes = [tuple(n for n in v.tile.shape if n > 1) for v in found]
-    pairs = zip(found, shapes, strict=True)
-    return [b.op("reshape", v, shape=shape) for v, shape in pairs]
-
-
-def _narrow(b: Rewriter, value: Value) -> Value | None:
-    """What a tile was cast from, in the shape in which it is used."""
-    op = b.producer(value)
-    if op is None or op.name not in ("cast", "transpose", "reshape"):
-        return None
-    if op.name == "cast":
-        return op.operands[0]
-    source = _narrow(b, op.operands[0])
-    return None if source is None else b.op(op.name, source, **op.attrs)
+def _factor(b: Rewriter, value: Value) -> Value:
+    """Without dimensions of size one."""
+    return b.op("reshape", value, shape=tuple(n for n in value.tile.shape if n > 1))

@@ -47,7 +47,7 @@ class _Walk(FactsWalk):
         return self.loop(Loop.of(op)) if op.name == "for" else (op,)
 
     def loop(self, loop: Loop) -> list[Op]:
-        guards = _guards(loop, self.producers)
+        guards = guards_of(loop, self.producers)
         step = self.facts.of(loop.step).number
         if not guards or step is None or step < 1:
             return [loop.op]
@@ -90,7 +90,7 @@ class _Solved:
     rest: tuple[Part, ...]
 
 
-def _guards(loop: Loop, producers: dict[Value, Op]) -> list[Guard]:
+def guards_of(loop: Loop, producers: dict[Value, Op]) -> list[Guard]:
     """The guards without which an iteration has no effect; none if it always has."""
     found = {
         op: guard

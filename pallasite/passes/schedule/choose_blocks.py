@@ -16,10 +16,9 @@ from pallasite.ir.rewrite import dead_code
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place, loop_dims
 from pallasite.passes.normal.resized_code import CannotReblock
-from pallasite.passes.schedule.cut_sums import cut_sums
+from pallasite.passes.schedule.cut_steps import cut_steps
 from pallasite.passes.schedule.loop_over_k import loop_over_k
-from pallasite.passes.schedule.merge_k_steps import split_k_steps
-from pallasite.passes.schedule.reblock import cut, grow, in_pipeline, may_cut
+from pallasite.passes.schedule.reblock import cut, grow, may_cut
 from pallasite.passes.schedule.separate_uses import separate_uses
 from pallasite.target import Host
 
@@ -43,7 +42,9 @@ class Blocks:
     def shape(self, value: Value, sizes: Sizes) -> tuple[int, ...]:
         found = (self.dims.get((value, d)) for d in range(len(value.type.shape)))
         pairs = zip(value.type.shape, found, strict=True)
-        return tuple(n if dim is None else sizes.get(dim, n) for n, dim in pairs)
+        return tuple(
+            sizes[dim] * dim.per(value) if dim in sizes else n for n, dim in pairs
+        )
 
     @cached_property
     def dots(self) -> list[Dot]:
@@ -139,12 +140,8 @@ def with_uses_apart(blocks: Blocks) -> Blocks:
 
 def _shallower(kernel: Kernel, place: Place, depth: int) -> Kernel:
     """Split matmuls to depth `depth`: grid steps where the grid has them, or a loop."""
-    new = split_k_steps(kernel, depth)
-    if new is not kernel:
-        return new
-    _, dim = in_pipeline(kernel, place)
     try:
-        return cut_sums(kernel, place, dim.size // depth)
+        return cut_steps(kernel, depth, place)
     except CannotReblock:
         return loop_over_k(kernel, place, depth)
 

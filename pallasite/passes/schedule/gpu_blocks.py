@@ -13,7 +13,7 @@ from math import ceil, inf, prod
 
 from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
-from pallasite.ir.rewrite import users_of
+from pallasite.ir.rewrite import producers_of, users_of
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim
 from pallasite.passes.normal.canonicalize import canonicalize
@@ -56,7 +56,8 @@ EXACT_BYTES = 1 << 16  # of their results
 SUMMED_ELEMENTS = 1 << 15
 COMPUTED_BYTES = 1 << 15  # of a tile that is computed before its matmul
 STEP = 128  # elements of a block along which running maxima and sums go, when split
-SHORT_TILE = 64  # rows below which Hopper's wgmma is not used
+SHORT_TILE = 64  # rows of Hopper's wgmma
+WARPGROUP = 128  # threads
 TILE_ELEMENTS = 8192  # of the largest tile in code without matmuls
 TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
 SMALL_BATCH = 1 << 16  # elements of one operand times those of the other
@@ -76,6 +77,8 @@ class Tiles:
         stages: buffers of operands that keep the tensor cores busy.
         stages_alone: the same, if a program does nothing else in the meantime.
         padded: whether each side of a tile is padded to a power of two.
+        rows: of a result, are padded to a multiple of this.
+        most_sums: of one result, in the registers of a thread of its warpgroups.
         least_side: the smallest side to split to.
         most_columns: of one matmul's result.
         lone: how much longer the matmuls of a warpgroup take if it is alone on its SM.
@@ -86,6 +89,8 @@ class Tiles:
     stages: int = 3
     stages_alone: int = 3
     padded: bool = True
+    rows: int = 1
+    most_sums: int | None = None
     keeps_operands: bool = False
     least_side: int = LEAST_SIDE
     most_columns: int | None = None
@@ -94,6 +99,27 @@ class Tiles:
 
     def elements(self, shape: Sequence[int]) -> int:
         return prod(physical(shape) if self.padded else shape)
+
+    def in_registers(self, shape: Sequence[int]) -> int:
+        """Elements of a result, or of what is multiplied with its rows."""
+        if self.padded or not shape:
+            return self.elements(shape)
+        return whole(shape[0], self.rows) * prod(shape[1:])
+
+    def is_too_large(self, rows: int, columns: int) -> bool:
+        """Whether threads have no registers for a result."""
+        sums = whole(rows, SHORT_TILE) * columns // (WARPGROUP * warpgroups(rows))
+        return self.most_sums is not None and sums > self.most_sums
+
+
+def whole(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def warpgroups(rows: int) -> int:
+    """How many warpgroups share the rows of a matmul, 64 at a time."""
+    blocks = -(-rows // SHORT_TILE)
+    return 2 if blocks % 2 == 0 else 3 if blocks % 3 == 0 else 1
 
 
 def for_gpu(
@@ -223,7 +249,7 @@ class _WithProducts:
 
     @cached_property
     def _made(self) -> dict[Value, Op]:
-        return {v: op for op in walk(self.blocks.body) for v in op.results}
+        return producers_of(self.blocks.body)
 
     @cached_property
     def in_registers(self) -> list[list[tuple[Value, int]]]:
@@ -318,7 +344,11 @@ class _WithProducts:
     def _sizes(self, dim: LoopDim) -> list[int]:
         fits = self.seconds({}) is not None
         least = SHORT_TILE if fits else self.tiles.least_side
-        parts = self.blocks.parts(dim, least)
+        results = (dot.op.result for dot in self.blocks.dots)
+        per = max(dim.per(v) for v in results if v in dim.members)
+        parts = self.blocks.parts(dim, -(-least // per))
+        if per > 1:  # rows of several dimensions
+            return parts
         sizes = [*parts, *self.blocks.multiples(dim, LARGEST_SIDE)]
         # Others are padded to a power of two, or are not whole rows of shared memory.
         return [n for n in sizes if n % SHORT_TILE == 0 or n & (n - 1) == 0]
@@ -342,7 +372,7 @@ class _WithProducts:
         options = {n: {**sizes, dim: n} for n in depths}
         stages = {n: self._stages(options[n]) for n in depths}
         fits = [n for n in depths if stages[n] >= self.tiles.stages]
-        if self._is_summed_only(dim):
+        if self._is_summed_only(dim) and not self._is_one_sum(dim):
             # More, shallower stages hold as much and are filled sooner.
             fits = [n for n in fits if stages[n] >= ENOUGH_STAGES] or fits
         held = [n for n in fits if self._fits_registers(options[n])]
@@ -357,15 +387,24 @@ class _WithProducts:
             for d in side.free
         )
 
+    def _is_one_sum(self, dim: LoopDim) -> bool:
+        """Whether several matmuls over a dimension add to one sum.
+
+        They follow each other without a loop, and each would have its own.
+        """
+        sums = [self._total(op.result) for op in dim.products]
+        return len(set(sums)) < len(sums)
+
     @cached_property
     def _deep(self) -> dict[LoopDim, list[int]]:
         """Contracted dimensions, with their allowed depths."""
         deep = {}
         for dim in self.blocks.found.dims:
-            exact = any(map(_is_exact, map(Dot.of, dim.products)))
-            why_not = why_not_in_rounds(self.blocks.found, dim, reduced=exact)
+            products = list(map(Dot.of, dim.products))
+            exact, wide = any(map(_is_exact, products)), any(map(_is_wide, products))
+            why_not = why_not_in_rounds(self.blocks.found, dim, reduced=wide)
             if dim.products and why_not is None:
-                widest = self._widest(map(Dot.of, dim.products))
+                widest = self._widest(products)
                 halves = [
                     dim.size >> n for n in range(1, 20) if not dim.size % (1 << n)
                 ]
@@ -397,7 +436,7 @@ class _WithProducts:
         """Registers for results of matmuls, and for operands that are kept there."""
         return max(
             sum(
-                self.tiles.elements(self.blocks.shape(v, sizes)) * width
+                self.tiles.in_registers(self.blocks.shape(v, sizes)) * width
                 for v, width in held
             )
             for held in self.in_registers
@@ -408,11 +447,17 @@ class _WithProducts:
 
     def _is_too_wide(self, sizes: Sizes) -> bool:
         most = self.tiles.most_columns
-        return most is not None and any(
-            prod(self.blocks.shape(dot.rhs.value, sizes)[d] for d in dot.rhs.free)
-            > most
-            for dot in self.blocks.dots
-        )
+        for dot in self.blocks.dots:
+            shapes = (self.blocks.shape(side.value, sizes) for side in dot.sides)
+            rows, columns = (
+                prod(shape[d] for d in side.free)
+                for shape, side in zip(shapes, dot.sides, strict=True)
+            )
+            if most is not None and columns > most:
+                return True
+            if self.tiles.is_too_large(rows, columns):
+                return True
+        return False
 
     def seconds(self, sizes: Sizes) -> float | None:
         """Estimated time; None: it does not fit."""
@@ -451,7 +496,10 @@ class _WithProducts:
         for side in dot.sides:
             shape = self.blocks.shape(side.value, sizes)
             free = [shape[d] for d in side.free]
-            sides.append(max(self.tiles.elements(free), LEAST_SIDE))
+            number = self.tiles.elements(free)
+            if side is dot.lhs:
+                number = whole(number, self.tiles.rows)
+            sides.append(max(number, LEAST_SIDE))
             for d in side.free:
                 dim = self.blocks.dims.get((side.value, d))
                 if dim is not None and dim.products:
@@ -532,9 +580,15 @@ def _is_loaded(value: Value, made: Mapping[Value, Op]) -> bool:
 
 def _is_exact(dot: Dot) -> bool:
     types = {side.value.tile.dtype.name for side in dot.sides}
+    return types == {"f32"} and _is_wide(dot)
+
+
+def _is_wide(dot: Dot) -> bool:
+    """Whether threads hold f32 operands in registers: exact ones, or in pieces."""
+    types = {side.value.tile.dtype.name for side in dot.sides}
     precision = dot.op.attrs["precision"]
     asked = precision.lower() if isinstance(precision, str) else precision
-    return types == {"f32"} and asked in EXACT
+    return "f32" in types and asked in EXACT
 
 
 def _reasons(blocks: Blocks, value: Value) -> Iterator[tuple[str, str]]:
@@ -569,7 +623,24 @@ def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
                 enough = blocks.programs(new) >= chip.programs_per_core * chip.cores
                 if enough and _largest(blocks, new) <= SMALL_TILE:
                     sizes = new
-    return blocks.rewritten(sizes) if sizes else kernel
+    return _summed_in_loops(blocks.rewritten(sizes) if sizes else kernel, chip)
+
+
+def _summed_in_loops(kernel: Kernel, chip: Gpu) -> Kernel:
+    """Loops over parts of what is reduced, where its tiles exceed all registers."""
+    blocks = blocks_of(kernel)
+    if blocks is None or _largest(blocks, {}) <= chip.registers:
+        return kernel
+    reduced = (dim for dim in blocks.found.dims if dim.reduces)
+    for dim in sorted(reduced, key=lambda d: is_last(blocks, d)):
+        size = dim.size
+        while size % 2 == 0 and _largest(blocks, {dim: size}) > 2 * TILE_ELEMENTS:
+            size //= 2
+        try:
+            return _summed_in_loops(loop_over_rows(kernel, dim.windows[0], size), chip)
+        except CannotReblock:
+            continue
+    return kernel
 
 
 def _most_elements(blocks: Blocks, chip: Gpu) -> int:

@@ -3,23 +3,22 @@
 In: a body that loads deep blocks and multiplies them. Out: the same matmul as a loop
 that loads, computes and multiplies one part of k per iteration and carries the
 accumulator, so that only one part is on chip at a time. For blocks that no grid axis
-steps through along k (`split_k_steps` handles those); whatever else is computed along k
+steps through along k (`cut_steps.py` is for those); whatever else is computed along k
 keeps it whole, except reductions that the matmul does not need: they stay as they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import dead_code, users_of, with_regions
+from pallasite.ir.rewrite import dead_code, producers_of, users_of, with_regions
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.grid import with_pipeline
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place
 from pallasite.passes.normal.resized_code import CannotReblock, Part
 from pallasite.passes.schedule.reblock import in_pipeline
-from pallasite.passes.schedule.widen_k import adds_up, only_user
 
 
 def loop_over_k(kernel: Kernel, place: Place, depth: int) -> Kernel:
@@ -84,7 +83,7 @@ def why_not_computed_in_parts(found: LoopDims, dim: LoopDim) -> str | None:
 
 def _are_apart(found: LoopDims, dim: LoopDim) -> bool:
     """Whether matmuls over a dimension need no reduction along it, nor another."""
-    made = {v: op for op in walk(found.pipeline.body) for v in op.results}
+    made = producers_of(found.pipeline.body)
     seen = set[Value]()
     pending = [v for op in dim.products for v in op.operands]
     while pending:
@@ -103,7 +102,7 @@ class _Rounds:
     def __init__(self, found: LoopDims, dim: LoopDim, depth: int):
         self.dim, self.depth = dim, depth
         body = found.pipeline.body
-        self.made = {v: op for op in walk(body) for v in op.results}
+        self.made = producers_of(body)
         self.users = users_of(body)
         self.replaced: dict[Value, Value] = {}
         loads = [op for op in self.made.values() if op.name == "load"]
@@ -114,7 +113,7 @@ class _Rounds:
         # The op that each loop replaces: the dot, or the op that accumulates it.
         self.sums: dict[Op, Op] = {}
         for dot in dim.products:
-            total = only_user(self.users, dot.result, "add")
+            total = _only_user(self.users, dot.result, "add")
             taken = total is None or total in self.sums
             self.sums[dot if total is None or taken else total] = dot
 
@@ -172,3 +171,15 @@ class _Rounds:
         for value in values:
             visit(value)
         return list(needed)
+
+
+def adds_up(dot: Op) -> bool:
+    """Whether no precision is lost between a matmul and the sum it is added to."""
+    operands = (v.tile.dtype.bits for v in dot.operands)
+    return dot.result.tile.dtype.bits >= max(32, *operands)
+
+
+def _only_user(users: Mapping[Value, list[Op]], value: Value, name: str) -> Op | None:
+    """The op that uses a value, if it is the only one and has that name."""
+    found = users[value]
+    return found[0] if len(found) == 1 and found[0].name == name else None

@@ -14,13 +14,15 @@ from functools import lru_cache
 from math import prod
 
 from pallasite.errors import InternalError
-from pallasite.ir.nodes import Kernel, Loc, walk
+from pallasite.ir.nodes import Kernel, Loc, Op, Value, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.axis_state import AxisState, state_along
 from pallasite.passes.analysis.cost import UNKNOWN_ROUNDS, bytes_of, cost, seconds
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
+from pallasite.passes.analysis.memory import constant_inputs
 from pallasite.passes.run import run
 from pallasite.passes.schedule.commuting_steps import commuting_steps, in_any_order
+from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.products_apart import apart
 from pallasite.passes.schedule.split_axis import Program, even_parts, split
 from pallasite.target import Chip, Gpu, Host, Machine, chips
@@ -28,6 +30,10 @@ from pallasite.target import Chip, Gpu, Host, Machine, chips
 GAIN = 1.5  # estimated, of a split that is made
 # Matmuls are scheduled as a whole, and blocks of their results may yet be divided.
 GAIN_OF_PRODUCTS = 4.0
+# Of programs of which some have more to do than others, and of those at most so many
+# per core.
+GAIN_OF_EVEN, FEW = 1.15, 4
+ENOUGH = 3  # programs per core that load as fast as any number
 SMALL_BYTES = 1 << 22  # of states, for which any number of parts may have their own
 SOONER = 0.9  # fewer parts are chosen if that saves a tenth
 SERIAL_SECONDS = 5e-4  # of a kernel whose idle cores are worth a warning
@@ -99,9 +105,12 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
             return Plan(program, "each product is computed once")
     info = analyze(kernel)
     programs = prod(info.axes[a].size or 1 for a in info.parallel)
-    if programs >= cores:
-        return Plan()
     assert isinstance(chip, Gpu | Host)
+    uneven = isinstance(chip, Gpu) and programs < FEW * cores and _is_uneven(kernel)
+    if programs >= cores and not uneven:
+        return Plan()
+    if isinstance(chip, Gpu) and _when_divided(kernel, chip) >= ENOUGH * cores:
+        return Plan()
     serial = best = None
     for axis in info.sequential:
         if (info.axes[axis].size or 0) < 2:
@@ -112,7 +121,7 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
         if state.reason:
             serial = serial or Serial(axis, state.reason, state.loc)
             continue
-        found = _best(kernel, info, state, chip, programs)
+        found = _best(kernel, info, state, chip, programs, uneven)
         if found is not None and found.parts * programs >= cores:
             return found
         best = best or found
@@ -168,19 +177,60 @@ def _is_wasteful(kernel: Kernel, chip: Gpu | Host, programs: int) -> bool:
     return idle and seconds(kernel, chip, programs) >= SERIAL_SECONDS
 
 
+def _when_divided(kernel: Kernel, chip: Gpu) -> int:
+    """How many programs there are once blocks are divided into what a program holds.
+
+    For code that only loads and adds: its blocks are chosen without regard to programs,
+    and while some wait nothing else needs to be computed.
+    """
+    has_products = any(op.name == "dot" for op in walk(kernel.body))
+    if has_products or cost(kernel).transcendentals:
+        return 0
+    info = analyze(for_gpu(kernel, chip))
+    return prod(info.axes[a].size or 1 for a in info.parallel)
+
+
+def _is_uneven(kernel: Kernel) -> bool:
+    """Whether numbers in operands, such as lengths, decide which steps do something."""
+    pipeline = Pipeline.of(find_pipeline(kernel))
+    given = constant_inputs(kernel)
+    given |= {each.block for each in pipeline.shown if each.array in given}
+    read = set[Value]()
+    for op in pipeline.body.ops:
+        is_number = op.name == "load" and not op.result.tile.shape
+        is_given = is_number and op.operands[0] in given
+        if is_given or any(v in read for v in op.operands):
+            read.update(op.results)
+        if op.name == "cond" and op.operands[0] in read and _computes(op):
+            return True
+    return False
+
+
+def _computes(op: Op) -> bool:
+    inside = (v for r in op.regions for each in walk(r) for v in each.results)
+    return any(not v.is_ref and v.tile.shape for v in inside)
+
+
 def _best(
-    kernel: Kernel, info: GridInfo, state: AxisState, chip: Gpu | Host, programs: int
+    kernel: Kernel,
+    info: GridInfo,
+    state: AxisState,
+    chip: Gpu | Host,
+    programs: int,
+    uneven: bool,
 ) -> Plan | None:
     """The fastest number of parts, if one is faster than no split."""
     size = info.axes[state.axis].size or 1
-    before = seconds(kernel, chip, programs)
+    before = seconds(kernel, chip, programs, uneven)
     has_products = any(op.name == "dot" for op in walk(kernel.body))
     gain = GAIN_OF_PRODUCTS if has_products else GAIN
+    # Programs that wait for the longest one are not computing.
+    gain = min(gain, GAIN_OF_EVEN) if uneven else gain
     if before < gain * _overhead(chip, 2):
         return None
     found: tuple[float, int, Program] | None = None
     tried = set[int]()
-    for wanted in _candidates(chip, programs, size):
+    for wanted in _candidates(chip, programs, size, uneven):
         parts = even_parts(size, min(wanted, _most(kernel, state)))
         if parts < 2 or parts in tried:
             continue
@@ -188,7 +238,7 @@ def _best(
         program = split(kernel, state, parts)
         first, *others = program.kernels
         after = _overhead(chip, len(others))
-        after += seconds(first, chip, programs * parts)
+        after += seconds(first, chip, programs * parts, uneven)
         for other in others:
             again = state.prefix and other is others[-1]
             many = programs * parts if again else _cores(chip)
@@ -202,9 +252,13 @@ def _best(
     return Plan(program, why, state.axis, parts, state.kind)
 
 
-def _candidates(chip: Gpu | Host, programs: int, size: int) -> Iterator[int]:
+def _candidates(
+    chip: Gpu | Host, programs: int, size: int, uneven: bool
+) -> Iterator[int]:
     """Numbers of parts to compare: more of them first, which are spread more evenly."""
     per_core = (chip.programs_per_core, 2, 1) if isinstance(chip, Gpu) else (2, 1)
+    if uneven:  # those that are done early are followed by others
+        per_core = (4 * per_core[0], 2 * per_core[0], per_core[0])
     for each in per_core:
         yield min(size, -(-each * _cores(chip) // programs))
 

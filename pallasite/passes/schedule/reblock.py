@@ -24,7 +24,13 @@ from pallasite.ir.rewrite import dead_code, inline
 from pallasite.ir.roles import Shown
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.block_table import last_number
-from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place, loop_dims
+from pallasite.passes.analysis.loop_dims import (
+    MERGED,
+    LoopDim,
+    LoopDims,
+    Place,
+    loop_dims,
+)
 from pallasite.passes.lower.place_windows import number_facts, unclamped
 from pallasite.passes.normal.resized_code import CannotReblock, Joined, Part, Resized
 
@@ -308,6 +314,8 @@ class _Grow:
         axis = axis_of(found, dim)
         if axis is None:
             raise CannotReblock("no parallel axis numbers its blocks")
+        if dim.is_merged:
+            raise CannotReblock(MERGED)
         if dim.spans:
             raise CannotReblock("a load selects a part of an array without a window")
         self.axis, self.size = axis, dim.size * factor

@@ -13,6 +13,7 @@ from math import prod
 from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Block, Kernel, Value, walk
 from pallasite.ir.opdef import table
+from pallasite.ir.rewrite import producers_of
 from pallasite.ir.roles import Dot, Loop, Pipeline
 from pallasite.ir.types import RefType, TileType
 from pallasite.passes.analysis.cost import cost
@@ -22,12 +23,13 @@ from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.known_comparisons import known_comparisons
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.schedule.choose_blocks import Blocks, blocks_of
+from pallasite.passes.schedule.cut_steps import cut_steps
 from pallasite.passes.schedule.gather_steps import (
     followed_dim,
     gather_programs,
     gather_steps,
 )
-from pallasite.passes.schedule.merge_k_steps import merge_k_steps, split_k_steps
+from pallasite.passes.schedule.merge_k_steps import merge_k_steps
 from pallasite.passes.schedule.reblock import axis_of, cut, grow
 from pallasite.passes.schedule.unroll_rounds import MOST_ROUNDS, unroll_rounds
 from pallasite.passes.schedule.widen_steps import widen_steps
@@ -257,7 +259,7 @@ def _smaller(blocks: Blocks, chip: Tpu) -> Iterator[Kernel]:
             continue
         try:
             if dim.products:
-                yield split_k_steps(blocks.kernel, half)
+                yield cut_steps(blocks.kernel, half, dim.windows[0])
             else:
                 yield cut(blocks.kernel, dim.windows[0], 2)
         except CannotReblock:
@@ -347,19 +349,13 @@ def _repeated_dots(
     block: Block, kernel: Kernel, times: int = 1
 ) -> Iterator[tuple[Dot, int]]:
     """Matmuls in a block and how often each runs; unknown counts are one."""
-    numbers = {
-        op.result: op.attrs["value"]
-        for op in walk(kernel.body)
-        if op.name == "constant" and not op.result.tile.rank
-    }
+    made = producers_of(kernel.body)
     for op in block.ops:
         if op.name == "dot":
             yield Dot.of(op), times
         inner = times
         if op.name == "for":
-            bounds = [numbers.get(v) for v in Loop.of(op).bounds]
-            known = [n for n in bounds if n is not None]
-            inner *= len(range(*known)) if len(known) == 3 and known[2] else 1
+            inner *= len(Loop.of(op).rounds(made)) or 1
         for region in op.regions:
             yield from _repeated_dots(region, kernel, inner)
 

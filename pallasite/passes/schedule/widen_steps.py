@@ -5,23 +5,23 @@ each step updates running maxima with those of its block and adds to sums that a
 relative to them, as an online softmax does. Out: the same code with blocks several
 times as wide, in fewer steps. Each step has overhead for the maxima and for rescaling
 the sums; and a matmul with few columns leaves part of the matrix unit idle.
-`merge_k_steps.py` is for plain sums of matmuls, `gather_steps.py` keeps every step as
-it is.
+`merge_k_steps.py` does this to plain sums of matmuls, `gather_steps.py` keeps every
+step as it is.
 
 `step_sums.py` has the proof. A branch that skips some steps, as in causal attention, is
 taken if any of the merged steps takes it; the others contribute nothing: minus infinity
 to a maximum, zero to a sum.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, BlockDim, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
-from pallasite.ir.roles import Loop, Shown
+from pallasite.ir.rewrite import Rewriter, dead_code, inline, map_ops, producers_of
+from pallasite.ir.roles import Loop, Shown, number_of
 from pallasite.ir.types import I32, TileType
 from pallasite.passes.analysis.grid import with_pipeline
 from pallasite.passes.analysis.guards import Guard, guard_of
@@ -37,18 +37,29 @@ def widen_steps(kernel: Kernel, widest: int) -> Kernel:
     Raises:
         CannotReblock: none can be merged; the message says why.
     """
+
+    def factor(steps: RunningSteps | RunningLoop) -> int:
+        most = min(steps.steps, widest // steps.dim.size)
+        return largest_divisor(steps.steps, most)
+
+    found = dims_of_steps(kernel)
+    dim = walked(found)
+    if dim is not None:
+        return wider_grid(RunningSteps(found, dim), factor)
+    loops = [op for op in found.pipeline.body.ops if op.name == "for"]
+    if len(loops) != 1:
+        raise CannotReblock("no axis or loop iterates over a dimension of its blocks")
+    return wider_loop(RunningLoop(found, Loop.of(loops[0])), factor)
+
+
+def dims_of_steps(kernel: Kernel) -> LoopDims:
+    """The dimensions of a kernel's work, if its steps may be merged or cut."""
     found = loop_dims(map_ops(kernel, with_own_tiles))
     if found is None:
         raise CannotReblock("its body is not a single grid")
     if found.refused or kernel.aliases:
         raise CannotReblock(found.refused or "operands alias results")
-    dim = walked(found)
-    if dim is not None:
-        return _WiderGrid(found, dim, widest).kernel()
-    loops = [op for op in found.pipeline.body.ops if op.name == "for"]
-    if len(loops) != 1:
-        raise CannotReblock("no axis or loop iterates over a dimension of its blocks")
-    return _WiderLoop(found, Loop.of(loops[0]), widest).kernel()
+    return found
 
 
 def with_own_tiles(op: Op, b: Rewriter) -> Sequence[Value] | None:
@@ -82,12 +93,14 @@ def walked(found: LoopDims) -> LoopDim | None:
     return None
 
 
-def _factor(count: int, size: int, widest: int) -> int:
+def largest_divisor(count: int, most: int) -> int:
     """How many steps to merge into one."""
-    most = min(count, widest // size)
-    factor = max((n for n in range(2, most + 1) if count % n == 0), default=1)
+    return max((n for n in range(2, most + 1) if count % n == 0), default=1)
+
+
+def _checked(factor: int, steps: int, size: int) -> int:
     if factor == 1:
-        raise CannotReblock(f"{count} steps of {size} are already wide or few")
+        raise CannotReblock(f"{steps} steps of {size} are already wide or few")
     return factor
 
 
@@ -241,14 +254,15 @@ class RunningSteps:
     Args:
         found: the kernel.
         dim: the dimension along which it steps.
-        factor: how many steps are to be one.
+        cut: whether steps are to become shorter, not longer.
 
     Raises:
         CannotReblock: they do more, or are not known to.
     """
 
-    def __init__(self, found: LoopDims, dim: LoopDim, factor: int = 1):
+    def __init__(self, found: LoopDims, dim: LoopDim, cut: bool = False):
         self.found, self.dim, self.pipeline = found, dim, found.pipeline
+        self.cut = cut
         steps = self.pipeline.grid[-1]
         assert steps is not None
         self.steps, self.step = steps, self.pipeline.ids[-1]
@@ -258,34 +272,46 @@ class RunningSteps:
             raise CannotReblock(
                 "a load selects a part of the dimension that steps iterate over"
             )
-        self.factor = factor
         for number, shown in enumerate(self.pipeline.shown):
             self._check_window(number, shown)
-        self.made = {v: op for op in walk(found.kernel.body) for v in op.results}
+        self.made = producers_of(found.kernel.body)
         self.begins: dict[Value, Value] = {}  # by ref, what the first step stores
         self.ends: dict[Op, tuple[Guard, int]] = {}
         self.guard: Guard | None = None
         self.code: list[Op] = []
         for op in self.pipeline.body.ops:
             self._take(op)
-        self.proved = Steps(self.code, [*self._states()], dim, self.made)
+        states = [*self._states()]
+        self.proved = Steps(self.code, states, dim, self.made)
         _check_sums(self.proved)
+        self._check_ends({state.new for state in states})
 
     def _check_window(self, number: int, shown: Shown) -> None:
-        """Windows must show the next part of the dimension at each step, or stay."""
+        """Windows must show the next part of the dimension at each step, or stay.
+
+        Where steps are cut, what is read may move in any way: parts of a step see its
+        window, or a part of it.
+        """
         name = shown.array.name or f"window {number}"
         (*_, step), yields = shown.index_map.params, shown.index_map.yields
         places = [d for d, value in enumerate(yields) if value is step]
         inside = any(step in op.operands for op in walk(shown.index_map))
         wanted = [d for n, d in self.dim.windows if n == number]
-        if inside or places != wanted or (wanted and shown.window.fill is not None):
+        is_read = shown.window.mode == "in"
+        follows = not inside and places == wanted
+        if not follows and not (self.cut and is_read):
             raise CannotReblock(f"{name} does not follow the steps block by block")
         if any(d.kind == "bounded" for d in shown.window.dims):
             raise CannotReblock(f"{name} has blocks of several sizes")
+        if wanted and not is_read:
+            raise CannotReblock(f"{name} is written at each step")
         for d in wanted:
-            if shown.window.mode != "in":
-                raise CannotReblock(f"{name} is written at each step")
-            if self.steps * self.dim.size > shown.array.ref.shape[d]:
+            extent = shown.array.ref.shape[d]
+            if follows:
+                past_edge = self.steps * self.dim.size > extent
+            else:
+                past_edge = extent % self.dim.size != 0
+            if past_edge and not (self.cut and follows and shown.window.fill == 0):
                 raise CannotReblock(f"the last block of {name} extends past the edge")
 
     # --- what the body does ---
@@ -310,13 +336,22 @@ class RunningSteps:
             )
         if (number == 0) == any(o.name == "store" for o in self.code):
             raise CannotReblock("a branch at the first or last step is out of order")
-        inside = {v for o in walk(guard.taken) for v in o.operands}
-        if self.step in inside or inside & self.dim.members.keys():
-            raise CannotReblock("a branch at one step uses the block of that step")
-        self.ends[op] = guard, number // self.factor
+        if any(self.step in o.operands for o in walk(guard.taken)):
+            raise CannotReblock("a branch at one step uses the number of that step")
+        self.ends[op] = guard, number
         if number == 0:
             stores = [o for o in guard.taken.ops if o.name == "store"]
             self.begins.update((o.operands[0], o.operands[1]) for o in stores)
+
+    def _check_ends(self, totals: set[Value]) -> None:
+        """Branches at one step may use totals, but nothing else of that step."""
+        own = {*self.dim.members, *(s.old for s in self.proved.states)}
+        for op in self.code:
+            if own.intersection(op.operands):
+                own.update(v for v in op.results if v not in totals)
+        for guard, _ in self.ends.values():
+            if own.intersection(v for op in walk(guard.taken) for v in op.operands):
+                raise CannotReblock("a branch at one step uses the block of that step")
 
     def _end(self, part: Condition) -> int | None:
         """The number of the first or last step, if a condition tests for it."""
@@ -326,14 +361,10 @@ class RunningSteps:
         if self.step not in op.operands:
             return None
         for value in op.operands:
-            number = None if value is self.step else self._number(value)
+            number = None if value is self.step else number_of(self.made, value)
             if number is not None and number in (0, self.steps - 1):
                 return int(number)
         return None
-
-    def _number(self, value: Value) -> int | float | None:
-        op = self.made.get(value)
-        return op.attrs["value"] if op is not None and op.name == "constant" else None
 
     def _states(self) -> Iterator[State]:
         """Memory that steps read, change and store, once each."""
@@ -368,7 +399,7 @@ class RunningSteps:
         accesses = Access.of(load), Access.of(store)
         if any(a.index != whole or a.mask is not None for a in accesses):
             raise CannotReblock("steps store a part of a block")
-        number = self._number(self.begins[ref]) if ref in self.begins else None
+        number = number_of(self.made, self.begins[ref]) if ref in self.begins else None
         return State(load.result, new, number is not None and isfinite(number))
 
     def depends(self, part: Condition, on: Sequence[Value]) -> bool:
@@ -382,44 +413,50 @@ class RunningSteps:
         return False
 
 
-class _WiderGrid(RunningSteps):
-    """Merges steps of the last axis."""
+def wider_grid(steps: RunningSteps, factor: Callable[[RunningSteps], int]) -> Kernel:
+    """Merge steps of the last axis.
 
-    def __init__(self, found: LoopDims, dim: LoopDim, widest: int):
-        steps = found.pipeline.grid[-1]
-        assert steps is not None
-        super().__init__(found, dim, _factor(steps, dim.size, widest))
+    Args:
+        steps: what they do.
+        factor: how many become one.
 
-    def kernel(self) -> Kernel:
-        size = self.dim.size * self.factor
-        code = _Wider(self.dim, size, self.step, self.made, self.pipeline.ids)
-        code.ends, code.guard = self.ends, self.guard
-        if self.guard is not None:
-            skips = tuple(p for p in self.guard.parts if self.depends(p, [self.step]))
-            others = self.pipeline.ids[:-1]
-            same = tuple(p for p in skips if not self.depends(p, others))
-            code.fills = self.proved.fills(skips, same) if skips else {}
-        windows = list(self.pipeline.windows)
-        for number, d in self.dim.windows:
-            dims = list(windows[number].dims)
-            dims[d] = BlockDim(size)
-            windows[number] = replace(windows[number], dims=tuple(dims))
-        *grid, _ = self.pipeline.grid
-        new = self.pipeline.with_(
-            grid=(*grid, self.steps // self.factor),
-            windows=tuple(windows),
-            body=code.block(self.pipeline.body),
-        ).to_op()
-        return dead_code(with_pipeline(self.found.kernel, new))
+    Raises:
+        CannotReblock: the factor is one, or a value has no wider form.
+    """
+    dim, pipeline, guard = steps.dim, steps.pipeline, steps.guard
+    number = _checked(factor(steps), steps.steps, dim.size)
+    size = dim.size * number
+    code = _Wider(dim, size, steps.step, steps.made, pipeline.ids)
+    code.guard = guard
+    code.ends = {op: (test, n // number) for op, (test, n) in steps.ends.items()}
+    if guard is not None:
+        skips = tuple(p for p in guard.parts if steps.depends(p, [steps.step]))
+        same = tuple(p for p in skips if not steps.depends(p, pipeline.ids[:-1]))
+        code.fills = steps.proved.fills(skips, same) if skips else {}
+    windows = list(pipeline.windows)
+    for window, d in dim.windows:
+        dims = list(windows[window].dims)
+        dims[d] = BlockDim(size)
+        windows[window] = replace(windows[window], dims=tuple(dims))
+    new = pipeline.with_(
+        grid=(*pipeline.grid[:-1], steps.steps // number),
+        windows=tuple(windows),
+        body=code.block(pipeline.body),
+    ).to_op()
+    return dead_code(with_pipeline(steps.found.kernel, new))
 
 
-class _WiderLoop:
-    """Merges iterations of a loop."""
+class RunningLoop:
+    """Iterations of a loop that only update maxima and add to sums.
 
-    def __init__(self, found: LoopDims, loop: Loop, widest: int):
+    Raises:
+        CannotReblock: they do more, or are not known to.
+    """
+
+    def __init__(self, found: LoopDims, loop: Loop):
         self.found, self.loop = found, loop
         body = found.pipeline.body
-        self.made = {v: op for op in walk(body) for v in op.results}
+        self.made = producers_of(body)
         self.made |= {v: o for o in found.kernel.body.ops for v in o.results}
         ops = loop.body.ops
         dims = [d for d in found.inner if any(op in d.spans for op in ops)]
@@ -427,23 +464,19 @@ class _WiderLoop:
             raise CannotReblock("loop iterations do not run along one dimension")
         (self.dim,) = dims
         self._check_code(ops)
-        bounds = [self._number(v) for v in loop.bounds]
+        bounds = [number_of(self.made, v) for v in loop.bounds]
         if bounds[0] != 0 or bounds[2] != 1 or not isinstance(bounds[1], int):
             raise CannotReblock("the trip count is known only at run time")
-        self.rounds = bounds[1]
+        self.steps = bounds[1]
         for op in self.dim.spans:
             self._check_inside(op)
-        self.factor = _factor(self.rounds, self.dim.size, widest)
         triples = zip(loop.carried, loop.yields, loop.inits, strict=True)
         states = [State(old, new, self._is_finite(init)) for old, new, init in triples]
-        _check_sums(Steps(ops, states, self.dim, self.made))
-
-    def _number(self, value: Value) -> int | float | None:
-        op = self.made.get(value)
-        return op.attrs["value"] if op is not None and op.name == "constant" else None
+        self.proved = Steps(ops, states, self.dim, self.made)
+        _check_sums(self.proved)
 
     def _is_finite(self, value: Value) -> bool:
-        number = self._number(value)
+        number = number_of(self.made, value)
         return number is not None and isfinite(number)
 
     def _check_code(self, ops: Sequence[Op]) -> None:
@@ -470,22 +503,28 @@ class _WiderLoop:
             access.ref.ref.shape
         ):
             raise CannotReblock("a load does not follow the steps part by part")
-        if self.rounds * self.dim.size > access.ref.ref.shape[spans[to]]:
+        if self.steps * self.dim.size > access.ref.ref.shape[spans[to]]:
             raise CannotReblock("the last iteration reads past the end")
 
-    def kernel(self) -> Kernel:
-        return map_ops(self.found.kernel, self._joined)
 
-    def _joined(self, op: Op, b: Rewriter) -> Sequence[Value] | None:
-        if op is not self.loop.op:
+def wider_loop(steps: RunningLoop, factor: Callable[[RunningLoop], int]) -> Kernel:
+    """Merge iterations of a loop; arguments as for `wider_grid`."""
+    loop, dim = steps.loop, steps.dim
+    number = _checked(factor(steps), steps.steps, dim.size)
+
+    def joined(op: Op, b: Rewriter) -> Sequence[Value] | None:
+        if op is not loop.op:
             return None
-        size = self.dim.size * self.factor
-        code = _Wider(self.dim, size, self.loop.index, self.made)
+        code = _Wider(dim, dim.size * number, loop.index, steps.made)
         before = Builder(op.loc)
-        for each in self.outside:
+        for each in steps.outside:
             code.op(before, each)
-        body = code.block(self.loop.body)
+        body = code.block(loop.body)
         body = replace(body, ops=(*before.ops, *body.ops))
-        limit = b.like(self.rounds // self.factor, self.loop.limit)
-        bounds = self.loop.first, limit, self.loop.step
-        return b.emit("for", *bounds, *self.loop.inits, regions=(body,))
+        if number == steps.steps:
+            return inline(b, body, [loop.first, *loop.inits])
+        limit = b.like(steps.steps // number, loop.limit)
+        bounds = loop.first, limit, loop.step
+        return b.emit("for", *bounds, *loop.inits, regions=(body,))
+
+    return dead_code(map_ops(steps.found.kernel, joined))

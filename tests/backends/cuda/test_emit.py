@@ -429,7 +429,7 @@ REFUSED = {
     "f32": (lambda: matmul(512, 512, 512, f32), "f32 matmuls need precision='tf32'"),
     "rows": (
         lambda: matmul(512, 512, 512, block=(32, 64, 64)),
-        "32 rows, not a multiple of 64 (wgmma)",
+        "32 rows, at most half of the 64 of wgmma",
     ),
     "large": (
         lambda: matmul(512, 512, 512, block=(256, 256, 64)),

@@ -19,6 +19,7 @@ from pallasite.backends import cuda
 from pallasite.emulation.emulate import emulate
 from pallasite.errors import UnsupportedError
 from pallasite.kernels import masks
+from pallasite.passes.run import run as run_passes
 from pallasite.sites import calls_in
 from pallasite.target import GPUS, Machine
 from pallasite.target.chip import Memory
@@ -615,3 +616,68 @@ def test_full_blocks_of_latent_attention(tmp_path, small_chip):
     want = jax.jit(reference)(*operands, whole, table)
     assert kernels.error(acc[:, 0] / total[:, 0, 0], want) < 2e-2
     assert not np.asarray(total[:, 0] != total[:, 1]).any()
+
+
+@pytest.mark.parametrize(
+    ("side", "depth", "columns", "taps", "dtype"),
+    [(9, 32, 64, 3, bf16), (14, 64, 48, 2, jnp.float16), (10, 64, 64, 1, bf16)],
+)
+def test_sums_of_shifted_products(side, depth, columns, taps, dtype, tmp_path):
+    """A convolution: rows in two dimensions, as many as no instruction has."""
+
+    def kernel(x_ref, w_ref, o_ref):
+        total = jnp.zeros((side * side, columns), f32)
+        for dy in range(taps):
+            for dx in range(taps):
+                x = x_ref[0, dy : dy + side, dx : dx + side, :]
+                x = x.reshape(side * side, depth)
+                total += jnp.dot(x, w_ref[dy, dx], preferred_element_type=f32)
+        total = jnp.maximum(total.reshape(o_ref.shape[1:]), 0)
+        o_ref[0] = total.astype(o_ref.dtype)
+
+    def call(x, w):
+        spec = pl.BlockSpec((1, *x.shape[1:]), lambda i: (i, 0, 0, 0))
+        whole = pl.BlockSpec(w.shape, lambda i: (0, 0, 0, 0))
+        out = jax.ShapeDtypeStruct((2, side, side, columns), dtype)
+        block = pl.BlockSpec((1, *out.shape[1:]), lambda i: (i, 0, 0, 0))
+        return pl.pallas_call(
+            kernel, out, grid=(2,), in_specs=[spec, whole], out_specs=block
+        )(x, w)
+
+    wide = side + taps - 1
+    x = kernels.normal(2, wide, wide, depth, dtype=dtype)
+    w = kernels.normal(taps, taps, depth, columns, dtype=dtype, seed=1)
+    (given,) = pl.lower(call)(x, w).kernels
+    (got,) = host.run(run_passes(given), [np.asarray(v) for v in (x, w)], tmp_path)
+    want = jax.lax.conv_general_dilated(
+        x.astype(f32),
+        w.astype(f32),
+        (1, 1),
+        "VALID",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        precision="highest",
+    )
+    assert kernels.error(got, jnp.maximum(want, 0)) < 1e-2
+
+
+def test_rows_that_are_no_multiple_of_an_instructions(tmp_path):
+    x, y = (kernels.normal(200, 64, dtype=bf16), kernels.normal(64, 80, dtype=bf16))
+
+    def kernel(x_ref, y_ref, o_ref):
+        o_ref[...] = jnp.dot(x_ref[...], y_ref[...], preferred_element_type=f32)
+
+    def call(x, y):
+        return pl.pallas_call(
+            kernel,
+            jax.ShapeDtypeStruct((200, 80), f32),
+            grid=(2,),
+            in_specs=[
+                pl.BlockSpec((100, 64), lambda i: (i, 0)),
+                pl.BlockSpec((64, 80), lambda i: (0, 0)),
+            ],
+            out_specs=pl.BlockSpec((100, 80), lambda i: (i, 0)),
+        )(x, y)
+
+    (got,) = run(call, x, y, folder=tmp_path)
+    want = np.asarray(x, np.float32) @ np.asarray(y, np.float32)
+    assert kernels.error(got, want) < 1e-5

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from pallasite.backends.cuda.authored import rounds
 from pallasite.backends.cuda.before_waits import before_waits
 from pallasite.backends.cuda.order import Order
 from pallasite.backends.cuda.overlap import overlap
+from pallasite.backends.cuda.rows_out import rows_out
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.emulation.emulate import emulate
@@ -32,6 +34,7 @@ from pallasite.target import GPUS, Gpu
 from pallasite.target.chip import Memory
 from tests.backends.cuda import kernels
 from tests.backends.cuda.kernels import bf16
+from tests.passes.test_same_meaning import outputs
 
 GOLDEN = Path(__file__).parent / "golden"
 CHIP = replace(GPUS["h100"], cores=4)
@@ -599,3 +602,69 @@ WAIT = "          barrier_wait %full, %zero\n"
 def test_programs_that_have_blocks_of_threads_of_their_own(old, new):
     assert old in SEVERAL
     assert blocks_of(SEVERAL.replace(old, new)) is None
+
+
+ROWS_OUT = """
+kernel @k(%x: ref<f32[4,4,6,8] any>, %o: ref<bf16[4,4,6,8] any>) outputs 1 {
+  pipeline {grid=(4, 2), windows=(), semantics=("parallel", "parallel")}
+    body (%i: i32, %j: i32) {
+      %zero: i32 = constant {value=0}
+      %xb: ref<f32[2,6,8] block> = block_view %x, %i, %j, %zero, %zero
+          {window=in[squeezed 1, 2, 6, 8]}
+      %ob: ref<bf16[2,6,8] block> = block_view %o, %i, %j, %zero, %zero
+          {window=out[squeezed 1, 2, 6, 8]}
+      %a: f32[2,6,8] = load %xb[:, :, :]
+      %b: f32[12,8] = reshape %a {shape=(12, 8)}
+      %c: f32[12,8] = exp %b
+      %d: f32[2,6,8] = reshape %c {shape=(2, 6, 8)}
+      %half: f32[2,6,8] = constant {value=0.5}
+      %e: f32[2,6,8] = mul %d, %half
+      %f: bf16[2,6,8] = cast %e {dtype=bf16}
+      store %ob[:, :, :] = %f
+    }
+}
+"""
+
+
+def test_rows_of_several_dimensions_are_stored_as_rows():
+    kernel = parse_kernel(ROWS_OUT)
+    new = rows_out(kernel)
+    verify(new)
+    *_, tail = new.text.split("exp")
+    assert re.findall(r"(?:bf16|f32)\[[\d,]+\](?= =| block>)", tail) == [
+        *["f32[12,8]"] * 2,
+        "bf16[12,8]",
+        "bf16[12,8]",
+    ]
+    x = np.random.default_rng(0).standard_normal((4, 4, 6, 8)).astype(np.float32)
+    for want, got in zip(outputs(kernel, [x]), outputs(new, [x]), strict=True):
+        np.testing.assert_array_equal(want, got)
+    assert rows_out(new) is new
+
+
+def test_rows_that_are_apart_keep_their_dimensions():
+    """Blocks of six of nine columns: their rows are not adjacent."""
+    kernel = parse_kernel(ROWS_OUT.replace("4,4,6,8", "4,4,9,8"))
+    assert "reshape_view" not in rows_out(kernel).text
+
+
+def test_matmuls_of_one_sum_wait_for_each_other_only_to_free_slots():
+    """Each adds to the registers of the last, which is in flight."""
+
+    def kernel(x_ref, y_ref, o_ref):
+        total = jnp.zeros(o_ref.shape, jnp.float32)
+        for n in range(3):
+            total += jnp.dot(x_ref[n], y_ref[n], preferred_element_type=jnp.float32)
+        o_ref[...] = total
+
+    shapes = [jax.ShapeDtypeStruct(s, bf16) for s in ((3, 64, 64), (3, 64, 64))]
+    call = pl.pallas_call(kernel, jax.ShapeDtypeStruct((64, 64), jnp.float32))
+    (given,) = pl.lower(call)(*shapes).kernels
+    made = run(given)
+    for each in passes_for(CHIP):
+        made = each.function(made)
+    ops = [op for op in walk(made.body) if op.name.startswith("wgmma")]
+    waits = [(op.attrs["pending"], len(op.operands)) for op in ops if "wait" in op.name]
+    assert waits == [(1, 0), (1, 0), (0, 1)]
+    first, second, third = (op for op in ops if op.name == "wgmma")
+    assert second.operands[0] is first.result and third.operands[0] is second.result

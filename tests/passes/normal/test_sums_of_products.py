@@ -7,6 +7,7 @@ import pytest
 
 import pallasite as pl
 from pallasite.ir.nodes import Kernel, walk
+from pallasite.passes.normal.exact_factors import exact_factors
 from pallasite.passes.normal.normalize import normalize
 from pallasite.passes.normal.sums_of_products import sums_of_products
 from pallasite.sites import kernels_in
@@ -43,7 +44,7 @@ def kernel(form, dtype=F32) -> Kernel:
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_product_of_matrices_is_a_dot(name: str, dtype):
     before = kernel(FORMS[name], dtype)
-    after = sums_of_products(before)
+    after = exact_factors(sums_of_products(before))
     (dot,) = (op for op in walk(after.body) if op.name == "dot")
     assert dot.operands[0].type.dtype.name == ("f32" if dtype == F32 else "bf16")
     assert "[5,11,33]" not in after.text and "[11,5,33]" not in after.text
