@@ -20,6 +20,7 @@ INK, PALE, BUSY, MOVED, WRONG = (
 )
 PARTS = {"rows": "forward", "gradients": "gradients"}
 TPUS = ("v5e", "v6e", "v5p")
+MEANS = "bench_means.svg"
 SLOWER = 0.95  # what is below this is listed
 
 
@@ -133,6 +134,14 @@ def charts(folder: Path = RESULTS) -> dict[str, str]:
             if found.get(part):
                 text = f"{where(found)}: {title}"
                 made[f"bench_{chip}_{title}.svg"] = chart(text, library(found[part]))
+    bars = [
+        Ratio(f"{what}: {rival}", "others", mean(values))
+        for what, ratios in groups(folder)
+        for rival, values in by_rival(ratios).items()
+        if not what.startswith("TPU")  # estimates
+    ]
+    if folder == RESULTS:
+        made[MEANS] = chart("operations of the library, geometric mean", bars)
     for chip, rows in results("tpu", folder).get("cycles", {}).items():
         title = f"TPU {chip}: cycles that its compiler estimates"
         made[f"bench_{chip}.svg"] = chart(title, cycles(rows))
@@ -155,24 +164,32 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def means(what: str, ratios: Sequence[Ratio]) -> list[list[str]]:
     """A row of the first table per rival."""
     rows = []
-    for rival in dict.fromkeys(r.rival for r in ratios):
-        values = [r.value for r in ratios if r.rival == rival]
-        ahead = sum(v >= 1 for v in values)
-        counts = f"{ahead} of {len(values)}"
-        rows.append([what, rival, f"{mean(values):.2f}", counts, f"{min(values):.2f}"])
+    for rival, values in by_rival(ratios).items():
+        ahead = f"{sum(v >= 1 for v in values)} of {len(values)}"
+        rows.append([what, rival, f"{mean(values):.2f}", ahead, f"{min(values):.2f}"])
     return rows
 
 
-def groups() -> Iterable[tuple[str, list[Ratio]]]:
+def by_rival(ratios: Iterable[Ratio]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for ratio in ratios:
+        found.setdefault(ratio.rival, []).append(ratio.value)
+    return found
+
+
+def groups(folder: Path = RESULTS) -> Iterable[tuple[str, list[Ratio]]]:
     """What was measured, chip by chip."""
     for chip, name in (("h200", "H200"), ("cpu", "CPU")):
         for part, title in PARTS.items():
-            yield f"{name}, {title}", library(results(f"kernels_{chip}").get(part, {}))
+            yield (
+                f"{name}, {title}",
+                library(results(f"kernels_{chip}", folder).get(part, {})),
+            )
         if chip == "h200":
-            rows = results("tokamax_h200").get("rows", {})
+            rows = results("tokamax_h200", folder).get("rows", {})
             yield f"{name}, forward", tokamax(rows)
     for chip in TPUS:
-        rows = results("tpu").get("cycles", {}).get(chip, {})
+        rows = results("tpu", folder).get("cycles", {}).get(chip, {})
         yield f"TPU {chip}, estimated cycles", cycles(rows)
 
 
@@ -201,6 +218,8 @@ def slower() -> Iterable[list[str]]:
 def pictures() -> str:
     lines = []
     for name in charts():
+        if name == MEANS:  # on the first page
+            continue
         text = name.removeprefix("bench_").removesuffix(".svg").replace("_", ", ")
         lines.append(f"![Times faster, {text}](pictures/{name})\n")
     return "\n".join(lines)
@@ -221,4 +240,22 @@ def spelled() -> str:
     return table([*head, "below half"], forms())
 
 
-TABLES = {"summary": summary, "slower": below, "forms": spelled, "charts": pictures}
+def kernel() -> str:
+    """The speed of a kernel like that of the first page."""
+    files = (results("learn_cpu"), results("learn_h200"))
+    cpu, h200 = (each["pages"]["softmax"]["steps"]["softmax"] for each in files)
+    cores = files[0]["chip"]["cores"]
+    return (
+        f"On {cores} cores of a CPU the [softmax of the tutorial](learn/softmax.md) "
+        f"takes {cpu['ms']:.2g} ms,\nXLA's own {cpu['xla_ms']:.2g} ms; on an H200 "
+        f"{1e3 * h200['ms']:.0f} and {1e3 * h200['xla_ms']:.0f} µs.\n"
+    )
+
+
+TABLES = {
+    "kernel": kernel,
+    "summary": summary,
+    "slower": below,
+    "forms": spelled,
+    "charts": pictures,
+}

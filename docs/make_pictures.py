@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/tpu.md and docs/learn, as SVG.
+"""Draws the pictures of the documentation, and the logo, as SVG.
 
 `python docs/make_pictures.py` writes them to docs/pictures/; a test fails if they are
 out of date.
@@ -194,9 +194,141 @@ def revisits() -> str:
     return picture(3 * (width + 20) + 20, top + 4 * CELL + 36, shapes)
 
 
+def arrow(x: float, y: float, length: float, ink: str = INK) -> str:
+    """From left to right."""
+    return (
+        f'<path d="M{x:g} {y:g}h{length - 2:g}m-8 -5l8 5l-8 5" fill="none" '
+        f'stroke="{ink}" stroke-width="2"/>'
+    )
+
+
+def flash() -> str:
+    """The scores of causal attention in blocks: what one program sees, and keeps."""
+    left, top, side = 90, 52, 46
+    shapes = [
+        label(left, 20, "scores of 4 blocks of queries and 4 of keys; causal"),
+        label(left, 42, "keys, values: one block after another"),
+        label(10, top + 2.5 * side + 5, "queries"),
+    ]
+    for i in range(4):
+        for j in range(4):
+            fill = "none" if j > i else (BUSY if (i, j) == (2, 1) else PALE)
+            shapes.append(box(left + j * side, top + i * side, side, side, fill))
+    y = top + 2.5 * side + 5
+    for j, text in enumerate(("done", "now", "next")):
+        ink = "white" if j == 1 else INK
+        shapes.append(label(left + (j + 0.5) * side, y, text, "middle", ink))
+    shapes.append(arrow(left + 4 * side + 8, y - 5, 40))
+    right = left + 4 * side + 60
+    names = ("m: maximum of each row", "l: sum of exponentials", "acc: sum of values")
+    for n, name in enumerate(names):
+        shapes.append(box(right, y - 48 + 30 * n, 190, 26, MOVED))
+        shapes.append(label(right + 95, y - 30 + 30 * n, name, "middle", "white"))
+    shapes.append(label(right, top + 44, "what a program carries along its row:"))
+    bottom = top + 4 * side
+    text = "Blocks above the diagonal are not computed; no scores reach memory."
+    shapes.append(label(left, bottom + 22, text))
+    return picture(600, bottom + 36, shapes)
+
+
+def slots() -> str:
+    """Two buffers: one is computed with while the next block is copied to the other."""
+    left, top, width, height = 80, 36, 92, 34
+    shapes = [label(left, 20, "two buffers; time runs to the right")]
+    for slot in range(2):
+        y = top + slot * (height + 8)
+        shapes.append(label(10, y + 22, f"buffer {slot}"))
+        for column in range(6):
+            x = left + column * width
+            step, computes = divmod(column - slot, 2)
+            block = 2 * step + slot
+            if not 0 <= block < 5 or column < slot or (computes and block > 4):
+                shapes.append(box(x, y, width - 6, height, PALE))
+                continue
+            shapes.append(box(x, y, width - 6, height, BUSY if computes else MOVED))
+            text = f"{'compute' if computes else 'copy'} {block}"
+            shapes.append(label(x + 43, y + 22, text, "middle", "white"))
+    bottom = top + 2 * (height + 8) + 16
+    text = (
+        "Each block is waited for just before it is used: a copy hides behind compute."
+    )
+    shapes.append(label(left, bottom, text))
+    return picture(650, bottom + 14, shapes)
+
+
+def gradients() -> str:
+    """A kernel, and the kernel that its derivative is made of."""
+    rows = (
+        (40, "x", "your kernel", "y", BUSY),
+        (110, "dy", "its gradient, a kernel too", "dx", MOVED),
+    )
+    shapes = [label(20, 20, "jax.grad of a function with a kernel")]
+    for y, given, name, result, fill in rows:
+        shapes += [
+            label(40, y + 28, given, "middle"),
+            arrow(60, y + 23, 60),
+            box(124, y, 220, 46, fill),
+            label(234, y + 28, name, "middle", "white"),
+            arrow(348, y + 23, 60),
+            label(430, y + 28, result, "middle"),
+        ]
+    shapes.append(
+        f'<path d="M234 86v20m-5 -8l5 8l5 -8" fill="none" stroke="{INK}" '
+        'stroke-width="2"/>'
+    )
+    text = "x; what y was made of is computed again, block by block"
+    shapes.append(label(248, 102, text))
+    text = (
+        "Made from your kernel's grid and blocks; what several programs read is summed."
+    )
+    shapes.append(label(20, 184, text))
+    return picture(640, 200, shapes)
+
+
+def devices() -> str:
+    """A matmul over two devices, as its grid divides it."""
+    left, top = 20, 60
+    shapes = [label(left, 20, "x @ w in blocks, rows of x on two devices")]
+    places = ((left, 4, 3, "x"), (left + 150, 3, 4, "w"), (left + 330, 4, 4, "o"))
+    for x, rows, columns, name in places:
+        shapes.append(label(x, 48, name))
+        for row in range(rows):
+            fill = PALE if name == "w" else (BUSY if row < 2 else MOVED)
+            y = top + row * CELL
+            shapes += cells(x, y, 1, columns, fill)
+    shapes += [
+        label(left + 108, top + 2 * CELL + 5, "@"),
+        arrow(left + 276, top + 2 * CELL, 42),
+        label(left + 460, top + CELL + 5, "device 0", fill=BUSY),
+        label(left + 460, top + 3 * CELL + 5, "device 1", fill=MOVED),
+        label(left + 150, top + 3 * CELL + 22, "whole on both"),
+    ]
+    text = "Block i of o needs block i of x: no device needs rows of the other."
+    shapes.append(label(left, top + 4 * CELL + 40, text))
+    return picture(580, top + 4 * CELL + 56, shapes)
+
+
+def logo() -> str:
+    """A slice of a pallasite: crystals of olivine in iron, here on a grid."""
+    stone = "M32 3L53 10L61 30L55 51L36 61L14 56L3 37L9 14Z"
+    crystals = (
+        ("M14 18L27 12L32 24L20 30Z", "#9ccc65"),
+        ("M35 11L50 15L52 27L38 26Z", "#c0ca33"),
+        ("M9 34L20 34L25 46L13 48Z", "#c0ca33"),
+        ("M26 29L38 31L40 43L29 44Z", "#26a69a"),
+        ("M44 31L56 31L51 45L44 42Z", "#9ccc65"),
+        ("M29 48L43 46L46 52L34 57Z", "#9ccc65"),
+    )
+    shapes = [f'<path d="{stone}" fill="#78909c"/>']
+    shapes += [f'<path d="{path}" fill="{fill}"/>' for path, fill in crystals]
+    head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 64 64">'
+    return "\n".join([head, *shapes, "</svg>"]) + "\n"
+
+
 def pictures() -> dict[str, str]:
     """Every picture, by its file's name."""
     drawn = (steps, tiles, units, grid, edge, revisits)
+    drawn += (flash, slots, gradients, devices, logo)
     return {f"{draw.__name__}.svg": draw() for draw in drawn}
 
 

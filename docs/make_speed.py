@@ -16,6 +16,7 @@ RESULTS = DOCS.parent / "benchmarks" / "results"
 BENCHMARKS = runpy.run_path(str(DOCS / "make_benchmarks.py"))
 PAGES = (
     "benchmarks",
+    "index",
     "tpu_speed",
     "gpu",
     "kernels_attention",

@@ -9,6 +9,7 @@ users write them, and `x + bias` or `i * 0.5` are ordinary kernel code.
 
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib.util
 import mmap
@@ -29,67 +30,62 @@ ROOT = Path(__file__).parent.parent
 SLOWEST = 25  # places in the list of where the time went
 MOST_BYTES = 1_250_000_000  # of a worker, before it forgets compiled programs
 
-# Tests marked `machine_only`: of kernels written as IR, and of the LLVM, Triton, CUDA,
-# Mosaic or machine code that is made of them. Neither the version of Python nor that of
-# JAX has a part in them, so a run that repeats all tests with others may leave them
-# out. Among them are those that simulate GPUs and TPUs on traced kernels: what a new
-# JAX traces is seen in the emulation (`zoo/`) and on the CPU (`backends/cpu/`), and
-# that it reaches the other backends in their tests of the language and emitted text.
+# Tests marked `machine_only`: of kernels written as IR, of the LLVM, Triton, CUDA,
+# Mosaic or machine code that is made of them, and of the library's options. Neither the
+# version of Python nor that of JAX has a part in them, so a run that repeats all tests
+# with others may leave them out. Among them are those that simulate GPUs and TPUs on
+# traced kernels: what a new JAX traces is seen in the emulation (`zoo/`) and on the CPU
+# (`backends/cpu/`), and that it reaches the other backends in `language/`.
 MACHINE_ONLY = (
+    "autodiff/test_backward.py",
     "autodiff/test_backward_choice.py",
     "autodiff/test_backward_plan.py",
+    "autodiff/test_gather_overlaps.py",
+    "autodiff/test_scattered.py",
     "backends/cpu/test_compile_size.py",
     "backends/cpu/test_control.py",
     "backends/cpu/test_dot.py",
+    "backends/cpu/test_dot_sums.py",
     "backends/cpu/test_elementwise.py",
     "backends/cpu/test_filled.py",
     "backends/cpu/test_functions.py",
     "backends/cpu/test_fusion.py",
+    "backends/cpu/test_hostile.py",
     "backends/cpu/test_memory.py",
+    "backends/cpu/test_moves.py",
     "backends/cpu/test_other_cpus.py",
+    "backends/cpu/test_pack_once.py",
     "backends/cpu/test_packing.py",
+    "backends/cpu/test_plan_memory.py",
     "backends/cpu/test_special.py",
     "backends/cpu/test_tiles.py",
     "backends/cpu/test_top_k.py",
+    "backends/cpu/test_transposes.py",
     "backends/cpu/test_vectors.py",
-    "backends/cuda/test_elementwise.py",
-    "backends/cuda/test_emit.py",
-    "backends/cuda/test_host.py",
-    "backends/cuda/test_hostile.py",
-    "backends/cuda/test_passes.py",
-    "backends/cuda/test_plgpu.py",
-    "backends/cuda/test_races.py",
-    "backends/cuda/test_rounds.py",
+    "backends/cpu/test_windows.py",
+    "backends/cuda",
     "backends/test_gpu_trial.py",
     "backends/test_stages.py",
-    "backends/tpu/test_blocks.py",
-    "backends/tpu/test_meaning.py",
-    "backends/triton/test_benchmark.py",
-    "backends/triton/test_elementwise.py",
-    "backends/triton/test_emit.py",
-    "backends/triton/test_launch.py",
-    "backends/triton/test_tiles.py",
-    "backends/triton/test_zoo.py",
+    "backends/tpu",
+    "backends/triton",
     "checked/test_numpy_numbers.py",
+    "forms",
     "fuzz/test_cpu.py",
     "fuzz/test_generator.py",
     "fuzz/test_passes.py",
     "fuzz/test_placement.py",
     "fuzz/test_reblock.py",
-    "ir/test_text.py",
+    "fuzz/test_warpgroups.py",
+    "ir",
+    "kernels/test_any_shape.py",
+    "kernels/test_attention.py",
     "kernels/test_configurations.py",
+    "kernels/test_decode.py",
     "kernels/test_native_on_gpu.py",
     "ops/test_decompose.py",
     "ops/test_decompose_tile.py",
-    "passes/test_choose_blocks.py",
-    "passes/test_guard_bounds.py",
-    "passes/test_merge_k_steps.py",
-    "passes/test_row_strips.py",
-    "passes/test_same_meaning.py",
-    "passes/test_unmasked_steps.py",
-    "passes/test_unroll_rounds.py",
-    "passes/test_widen_steps.py",
-    "prove/test_zoo.py",
+    "passes",
+    "prove",
     "test_rules.py",
 )
 
@@ -159,17 +155,27 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A run without them need not import them."""
+    without = config.option.markexpr == "not machine_only"
+    return True if without and _is_machine_only(collection_path) else None
+
+
+@functools.cache
+def _is_machine_only(path: Path) -> bool:
+    places = {ROOT / "tests" / name for name in MACHINE_ONLY}
+    assert all(map(Path.exists, places)), "MACHINE_ONLY names what is missing"
+    return not places.isdisjoint([path, *path.parents])
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what concerns the machine only; skips what this one cannot run.
 
     Long tests come first: at the end a worker would wait for the other's last one.
     """
     tests = ROOT / "tests"
-    machine_only = {tests / name for name in MACHINE_ONLY}
-    assert all(map(Path.exists, machine_only)), "MACHINE_ONLY names a missing file"
     for item in items:
-        by_libtpu = item.get_closest_marker("tpu") and item.path.parts[-3] == "backends"
-        if item.path in machine_only or by_libtpu:
+        if _is_machine_only(item.path):
             item.add_marker("machine_only")
     _take_share(items, tests)
     long = ("slow", "tpu")  # libtpu compiles many kernels at once

@@ -9,11 +9,11 @@ that cannot overflow are computed for both, as cotangents pass through all of th
 
 from collections.abc import Sequence
 
-from pallasite.autodiff.per_program import Program, producers_of
+from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import users_of
+from pallasite.ir.rewrite import producers_of, users_of
 from pallasite.ir.roles import Loop
 from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.memory import VIEWS, written_refs

@@ -11,13 +11,13 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pallasite.autodiff.op_derivative import is_pure
-from pallasite.autodiff.per_program import Program, producers_of
+from pallasite.autodiff.per_program import Program
 from pallasite.autodiff.reverse_activity import defined, facts_of
 from pallasite.autodiff.sink_sums import sink_sums
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, BlockDim, Op, Value, Window, walk
-from pallasite.ir.rewrite import clone, substitute, used_values
-from pallasite.ir.roles import Loop
+from pallasite.ir.rewrite import clone, producers_of, substitute, used_values
+from pallasite.ir.roles import Loop, number_of
 from pallasite.ir.types import INDEX, RefType
 from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.memory import Roots
@@ -144,7 +144,7 @@ def _with_known_length(program: Program, op: Op) -> tuple[Program, Op] | None:
     body, loop = program.body, Loop.of(op)
     if trip_count(op, body) is not None:
         return program, op
-    first, _, step = (_constant(v, body) for v in loop.bounds)
+    first, _, step = (number_of(producers_of(body), v) for v in loop.bounds)
     before = Slice(body.ops[: body.ops.index(op)])
     facts = facts_of(body, program.sizes)
     most = facts.most_steps(loop) if first == 0 else facts.of(loop.limit).high
@@ -174,7 +174,7 @@ def _is_before(b: Builder, index: Value, limit: Value, program: Program) -> Valu
     op = producers_of(program.body).get(limit)
     if op is not None and op.name == "div":
         x, by = op.operands
-        number = _constant(by, program.body)
+        number = number_of(producers_of(program.body), by)
         low = facts_of(program.body, program.sizes).of(x).low
         if number is not None and number > 0 and low >= 0:
             after = b.add(b.cast(index, x.tile.dtype), b.like(1, x))
@@ -195,15 +195,8 @@ def _moves(op: Op, forms: Forms) -> bool:
 
 def trip_count(op: Op, body: Block) -> int | None:
     """The trip count of a loop from 0 by 1, if it is known."""
-    first, limit, step = (_constant(v, body) for v in Loop.of(op).bounds)
+    first, limit, step = (number_of(producers_of(body), v) for v in Loop.of(op).bounds)
     return limit if (first, step) == (0, 1) else None
-
-
-def _constant(value: Value, body: Block) -> int | None:
-    producer = producers_of(body).get(value)
-    if producer is None or producer.name != "constant":
-        return None
-    return producer.attrs["value"]
 
 
 def _cut(program: Program, loop: Op) -> tuple[Program, Program, list[Value]]:

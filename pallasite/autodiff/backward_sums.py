@@ -6,9 +6,9 @@ the iterations of a loop, these are stored.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pallasite.autodiff.per_program import producers_of
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Gather, Op, Span, Value, walk
+from pallasite.ir.rewrite import producers_of
 from pallasite.ir.roles import Loop
 from pallasite.passes.analysis.affine import Affine, Forms
 from pallasite.passes.analysis.boxes import disjoint, elements

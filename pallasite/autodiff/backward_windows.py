@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 
 from pallasite.autodiff.backward_sums import Sum, expand_sums
-from pallasite.autodiff.per_program import Program, main_refs, producers_of
+from pallasite.autodiff.per_program import Program, main_refs
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
@@ -28,7 +28,8 @@ from pallasite.ir.nodes import (
     walk,
 )
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.roles import Pipeline
+from pallasite.ir.rewrite import producers_of
+from pallasite.ir.roles import Pipeline, number_of
 from pallasite.ir.text import attr_text
 from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.grid import find_pipeline
@@ -108,10 +109,6 @@ class IndexCode:
             unit *= sizes[axis]
         return axes
 
-    def is_zero(self, value: Value) -> bool:
-        op = self.made.get(value)
-        return op is not None and op.name == "constant" and op.attrs["value"] == 0
-
     def emit(self, b: Builder, value: Value, known: dict[Value, Value]) -> Value:
         """Emit the function; `known` maps grid indices and is extended."""
         if value not in known:
@@ -137,18 +134,19 @@ def place(program: Program, ref: Value) -> Placement:
         keys = {code.key(op.operands[1 + d]) for op in views}
         axes = code.digits(views[0].operands[1 + d], program.sizes)
         dim = views[0].attrs["window"].dims[d]
-        blocks = _blocks(dim, ref.ref.shape[d])
+        blocks = block_count(dim, ref.ref.shape[d])
         alone = len(dims) == len(keys) == 1 and blocks is not None
         count = prod(program.sizes[a] for a in axes)
         by_axes = bool(axes) and not own & set(axes) and count == blocks
-        single = blocks == 1 and code.is_zero(views[0].operands[1 + d])
+        single = blocks == 1 and number_of(code.made, views[0].operands[1 + d]) == 0
         kept.append(alone and (by_axes or single))
         if kept[-1] and by_axes:
             own.update(axes)
     return Placement(ref, tuple(kept), frozenset(own))
 
 
-def _blocks(dim: BlockDim, n: int) -> int | None:
+def block_count(dim: BlockDim, n: int) -> int | None:
+    """How many blocks n elements have along a dimension, if that is known."""
     if dim.kind == "squeezed":
         return n
     return -(-n // dim.size) if dim.kind == "blocked" and dim.size else None

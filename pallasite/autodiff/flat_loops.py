@@ -8,10 +8,10 @@ are blocks of their own, which the reverse can distribute over a grid.
 
 from dataclasses import dataclass, replace
 
-from pallasite.autodiff.per_program import Program, producers_of
+from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.nodes import Access, Block, BlockDim, Op, Span, Value
-from pallasite.ir.rewrite import substitute
+from pallasite.ir.rewrite import producers_of, substitute
 from pallasite.ir.roles import Cond, Loop
 from pallasite.passes.analysis.affine import Affine, Forms
 from pallasite.passes.analysis.memory import written_refs
@@ -52,22 +52,15 @@ def _nest(outer: Loop, made: dict[Value, Op]) -> "_Nest | None":
     inner = Loop.of(guarded)
     if inner.inits != outer.carried or not all(map(_is_quiet, (*before, *within))):
         return None
-    counts = _count(outer, made), _count(inner, made)
-    if None in counts:
+    rounds = outer.rounds(made), inner.rounds(made)
+    if any(not each or (each.start, each.step) != (0, 1) for each in rounds):
         return None
-    return _Nest(outer, inner, tuple(before), tuple(within), which, counts[1] or 0)
+    count = len(rounds[1])
+    return _Nest(outer, inner, tuple(before), tuple(within), which, count)
 
 
 def _is_quiet(op: Op) -> bool:
     return not op.regions and not written_refs(op)
-
-
-def _count(loop: Loop, made: dict[Value, Op]) -> int | None:
-    """The trip count of a loop from 0 by 1, if it is known."""
-    ops = [made.get(v) for v in loop.bounds]
-    numbers = [o.attrs["value"] if o and o.name == "constant" else None for o in ops]
-    first, limit, step = numbers
-    return limit if (first, step) == (0, 1) and limit and limit > 0 else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -103,7 +103,3 @@ def main_refs(body: Block) -> list[Value]:
     inside |= {p for op in walk(body) for r in op.regions for p in r.params}
     used = (v for op in walk(body) for v in op.operands if v.is_ref)
     return [v for v in dict.fromkeys(used) if v not in inside]
-
-
-def producers_of(body: Block) -> dict[Value, Op]:
-    return {v: op for op in walk(body) for v in op.results}

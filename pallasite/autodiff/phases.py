@@ -9,10 +9,10 @@ another, each with the code that it runs.
 
 from collections.abc import Iterator
 
-from pallasite.autodiff.per_program import Program, producers_of
+from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Op, Value, walk
-from pallasite.ir.rewrite import inline, substitute
+from pallasite.ir.rewrite import inline, producers_of, substitute
 from pallasite.ir.roles import Cond, Loop
 from pallasite.passes.analysis.affine import fold_scalar
 
@@ -24,7 +24,7 @@ def apart(program: Program) -> Program:
     made = producers_of(program.body)
     b, after = Builder(program.loc), dict[Value, Value]()
     for op in program.body.ops:
-        rounds = _rounds(Loop.of(op), made) if op.name == "for" else range(0)
+        rounds = Loop.of(op).rounds(made) if op.name == "for" else range(0)
         if not 1 < len(rounds) <= MOST or not _has_phases(Loop.of(op), made, rounds):
             b.ops.append(op)
             continue
@@ -37,12 +37,6 @@ def apart(program: Program) -> Program:
         return program
     body = Block(program.body.params, tuple(b.ops), program.body.yields)
     return program.with_body(substitute(body, after)).simplified()
-
-
-def _rounds(loop: Loop, made: dict[Value, Op]) -> range:
-    ops = [made.get(v) for v in loop.bounds]
-    known = [op.attrs["value"] for op in ops if op and op.name == "constant"]
-    return range(*known) if len(known) == 3 and known[2] > 0 else range(0)
 
 
 def _has_phases(loop: Loop, made: dict[Value, Op], rounds: range) -> bool:

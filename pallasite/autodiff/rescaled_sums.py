@@ -17,12 +17,11 @@ earlier loop summed) are rescaled once, from the initial maximum to the final on
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pallasite.autodiff.per_program import producers_of
 from pallasite.autodiff.reverse_activity import is_float
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Op, Value, walk
-from pallasite.ir.rewrite import substitute, with_regions
-from pallasite.ir.roles import Loop
+from pallasite.ir.rewrite import producers_of, substitute, with_regions
+from pallasite.ir.roles import Loop, number_of
 from pallasite.passes.analysis.exponents import (
     ANY,
     LN2,
@@ -121,7 +120,7 @@ class _Walk:
             if now is ANY or now is UNKNOWN:
                 return None
             if isinstance(now, Power):
-                started = not self.zero(loop.inits[n])
+                started = number_of(self.made, loop.inits[n]) != 0
                 if not now.is_factor or (started and _unit(now) is None):
                     return None
                 now = replace(now, is_pure=False)
@@ -146,12 +145,8 @@ class _Walk:
         if powers.escapes or loop.yields[scale] not in powers.scales:
             return None
         after = tuple(map(powers.of, loop.yields))
-        zeros = frozenset(v for v in loop.inits if self.zero(v))
+        zeros = frozenset(v for v in loop.inits if number_of(self.made, v) == 0)
         return _Steps(scale, powers.known, frozenset(powers.scales), after, zeros)
-
-    def zero(self, value: Value) -> bool:
-        op = self.made.get(value)
-        return op is not None and op.name == "constant" and op.attrs["value"] == 0
 
     def is_hidden(
         self, loop: Loop, steps: "_Steps", after: Sequence[Op], yields: Sequence[Value]

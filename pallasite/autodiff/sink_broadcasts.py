@@ -5,10 +5,15 @@ iteration. Of a row that was broadcast before the loop, that would be a tile, su
 after the loop; if the loop broadcasts, it is a row.
 """
 
-from pallasite.autodiff.per_program import producers_of
 from pallasite.autodiff.reverse_activity import is_float
 from pallasite.ir.nodes import Block, Op, Value, walk
-from pallasite.ir.rewrite import clone, substitute, used_values, with_regions
+from pallasite.ir.rewrite import (
+    clone,
+    producers_of,
+    substitute,
+    used_values,
+    with_regions,
+)
 from pallasite.ir.roles import Loop
 
 

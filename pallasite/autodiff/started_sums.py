@@ -5,11 +5,11 @@ starts at zero: what `acc` was before does not matter. Then the loop only accumu
 its reverse needs no order, and a loop around it that handed on `acc` hands on nothing.
 """
 
-from pallasite.autodiff.per_program import Program, producers_of
+from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Op, Value
-from pallasite.ir.rewrite import users_of, with_regions
-from pallasite.ir.roles import Cond, Loop
+from pallasite.ir.rewrite import producers_of, users_of, with_regions
+from pallasite.ir.roles import Cond, Loop, number_of
 
 
 def started_sums(program: Program) -> Program:
@@ -74,12 +74,8 @@ class _Walk:
 
     def runs(self, loop: Loop) -> bool:
         """Whether the loop surely has a first iteration."""
-        first, limit = map(self.number, (loop.first, loop.limit))
+        first, limit = (number_of(self.made, v) for v in (loop.first, loop.limit))
         return first is not None and limit is not None and first < limit
-
-    def number(self, value: Value) -> int | None:
-        op = self.made.get(value)
-        return op.attrs["value"] if op is not None and op.name == "constant" else None
 
     def share(self, loop: Loop, carry: Value, total: Value) -> Value | None:
         """What each iteration adds to a sum that the first one starts."""
@@ -111,5 +107,5 @@ class _Walk:
             op = self.made.get(op.operands[0])
         if op is None or op.name != "eq":
             return False
-        numbers = [self.number(v) for v in op.operands]
-        return loop.index in op.operands and self.number(loop.first) in numbers
+        numbers = [number_of(self.made, v) for v in op.operands]
+        return loop.index in op.operands and number_of(self.made, loop.first) in numbers

@@ -204,11 +204,15 @@ class StridedViews(ABC, Generic[V, N]):
                 view = replace(view, edges=(*view.edges, nothing))
         return replace(view, dims=tuple(dims))
 
-    def shifted(self, view: V, dim: Dim, start: int | N) -> V:
-        """The view moved by `start` elements of one of its dimensions."""
+    def shifted(self, view: V, dim: Dim, start: int | N, multiple: int = 1) -> V:
+        """The view moved by `start` elements of one of its dimensions.
+
+        `multiple` is known to divide `start`.
+        """
         if start == 0:
             return view
-        view = self.stepped(view, dim, start, start if isinstance(start, int) else 1)
+        multiple = start if isinstance(start, int) else multiple
+        view = self.stepped(view, dim, start, multiple)
         if dim.edge is None:
             return view
         edges = dict(view.edges)

@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 
 from pallasite.ir.nodes import Block, Op, Value, walk
-from pallasite.ir.roles import Pipeline, Shown
+from pallasite.ir.roles import Pipeline, Shown, number_of
 from pallasite.passes.analysis.block_table import blocks_shown, last_number
 from pallasite.passes.analysis.guards import Part, guard_of
 
@@ -85,7 +85,9 @@ class _Stores:
             if not part.truth or op is None or op.name != "eq":
                 return None
             ids = [v for v in op.operands if v in self.pipeline.ids]
-            numbers = [self.constant(v) for v in op.operands if v not in ids]
+            numbers = [
+                number_of(self.producers, v) for v in op.operands if v not in ids
+            ]
             if len(ids) != 1 or numbers[0] is None:
                 return None
             axis, number = self.pipeline.ids.index(ids[0]), numbers[0]
@@ -96,7 +98,3 @@ class _Stores:
             if found.setdefault(axis, number) != number:
                 return None
         return found
-
-    def constant(self, value: Value) -> int | None:
-        op = self.producers.get(value)
-        return int(op.attrs["value"]) if op and op.name == "constant" else None

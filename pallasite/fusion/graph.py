@@ -158,9 +158,9 @@ class Graph:
         used = [v for node in self.nodes for v in dict.fromkeys(node.operands)]
         return sum(v is value for v in [*used, *self.outputs])
 
-    def without_unused(self, outputs: Sequence[Atom] | None = None) -> list[Node]:
-        """The equations that `outputs` (default: all) need, in order."""
-        needed = {v for v in (outputs or self.outputs) if isinstance(v, Val)}
+    def without_unused(self) -> list[Node]:
+        """The equations that results need, in order."""
+        needed = {v for v in self.outputs if isinstance(v, Val)}
         kept = []
         for node in reversed(self.nodes):
             effects = getattr(node.primitive, "name", "") in _EFFECTS

@@ -178,6 +178,11 @@ def users_of(block: Block) -> dict[Value, list[Op]]:
     return users
 
 
+def producers_of(block: Block) -> dict[Value, Op]:
+    """The op that defines each value, including those in regions."""
+    return {v: op for op in walk(block) for v in op.results}
+
+
 # --- what an op may do to memory ---
 
 

@@ -5,7 +5,7 @@ decompose an op as `Access.of` (in `nodes.py`) does for memory ops; `to_op()` is
 inverse. The operand orders they assume are those of the type rules in `ops/`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -19,6 +19,17 @@ from pallasite.ir.nodes import (
     Window,
     dynamic_count,
 )
+
+
+def number_of(made: Mapping[Value, Op], value: Value) -> Any:
+    """The number that fills a value, if a constant defines it; None if not.
+
+    Args:
+        made: the op that defines each value.
+        value: any value.
+    """
+    op = made.get(value)
+    return op.attrs["value"] if op is not None and op.name == "constant" else None
 
 
 class Shown(NamedTuple):
@@ -138,6 +149,11 @@ class Loop:
     @property
     def yields(self) -> tuple[Value, ...]:
         return self.body.yields
+
+    def rounds(self, made: Mapping[Value, Op]) -> range:
+        """The values of its index, going up; none where bounds are not constants."""
+        numbers = [n for v in self.bounds if type(n := number_of(made, v)) is int]
+        return range(*numbers) if len(numbers) == 3 and numbers[2] > 0 else range(0)
 
     def with_(self, **changes: Any) -> "Loop":
         return replace(self, **changes)

@@ -85,7 +85,8 @@ def prove_kernel(
     made = list[Claim]()
     if not {"bounds", "coverage", "races", "order"}.isdisjoint(claims):
         counted = _with_counters(kernel)
-        walk, known = Walk(counted), Given(counted, assume)
+        known = Given(counted, assume)
+        walk = Walk(counted, known)
         raced = races(walk, replay)
         made += [bounds(walk, replay, known), coverage(walk, replay)]
         made += [raced, order(walk, raced)]

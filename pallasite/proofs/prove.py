@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def prove(
     function: Callable[..., Any],
     claims: Sequence[str] = CLAIMS,
-    assume: Mapping[str | int, range] | None = None,
+    assume: Mapping[str | int, Any] | None = None,
 ) -> "Callable[..., Proof]":
     """Prove or refute claims about the kernels of a function, for all inputs.
 
@@ -32,9 +32,9 @@ def prove(
             `vmap`, `scan` or `shard_map`.
         claims: which of "bounds", "coverage", "races", "order", "sync" and "batch";
             default: all of them.
-        assume: ranges of the integers in kernels' operands, by the name of the
-            kernel's parameter or the operand's number: `{"table_ref": range(0, 64)}`.
-            What is proved holds for operands that keep to them.
+        assume: ranges of the integers in kernels' operands, or arrays of them, by the
+            name of the kernel's parameter or the operand's number:
+            `{"table_ref": range(0, 64)}`. What is proved holds for such operands.
 
     Returns:
         A function of the same arguments (arrays or `jax.ShapeDtypeStruct`s; anything

@@ -132,6 +132,8 @@ class _Judge:
         carried = [c for c in info.carries if c.name == name]
         if carried and not any(set(self.axes) & c.axes for c in carried):
             return Claim("races", PROVED, "")
+        if self._filled_first(root, touches):
+            return Claim("races", PROVED, "")
         if self.replay.report("races"):
             what = f"the scratch {name} carries values along a parallel axis"
             example = self.replay.example("races", "", name)
@@ -139,6 +141,39 @@ class _Judge:
         return self._unknown(
             f"the scratch {name} may carry values along a parallel axis", touches
         )
+
+    def _filled_first(self, root: Value, touches: Sequence[Touch]) -> bool:
+        """Whether each lane certainly writes an element before it reads it.
+
+        A lane runs its programs in the grid's order, and a program its ops in theirs;
+        stores in loops do not count, as their rounds may come after a read.
+        """
+        sizes, tables = self.pipeline.grid, self.walk.tables
+        reads = [t for t in touches if t.reads]
+        if any(n is None for n in sizes) or any(
+            t.parts is None and t.points is None for t in reads
+        ):
+            return False
+        time = tables.scalar(0)
+        for axis, n in enumerate(sizes):
+            time = time * (n or 1) + tables.counted(n or 1, axis)
+        known = [t for t in touches if t.parts is not None or t.points is not None]
+        try:
+            cells = Cells(root, known, tables.rank)
+            lanes = int(np.prod([n or 1 for n in self.sizes]))
+            first_read = np.full((lanes, *cells.counts), _NONE)
+            first_written = first_read.copy()
+            for number, touch in enumerate(known):
+                fills = touch.writes and touch.sure and touch.place.depth == len(sizes)
+                if not touch.reads and not fills:
+                    continue
+                key = time * len(known) + number
+                where, lane, keys = self._hits(cells, touch, range(len(sizes)), key)
+                first = first_read if touch.reads else first_written
+                np.minimum.at(first, (lane, *where), keys)
+        except TooManyError:
+            return False
+        return bool(np.all((first_read == _NONE) | (first_written < first_read)))
 
     def _clash(self, root: Value, touches: Sequence[Touch]):
         """An element that a lane writes and another touches, if there is one."""
@@ -182,19 +217,31 @@ class _Judge:
         self, cells: Cells, touch: Touch
     ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
         """The cells that a touch hits, and the lane that does, at all its steps."""
+        where, lanes, _ = self._hits(cells, touch, self.axes, None)
+        return where, lanes
+
+    def _hits(
+        self, cells: Cells, touch: Touch, axes: Sequence[int], key: Table | None
+    ) -> tuple[tuple[np.ndarray, ...], np.ndarray, np.ndarray]:
+        """The same with a key of each step, told apart along axes of the grid."""
         lane: Table = self.walk.tables.scalar(0)
         for axis, n in zip(self.axes, self.sizes, strict=True):
             assert n is not None
             lane = lane * n + self.walk.tables.counted(n, axis)
+        key = lane if key is None else key
         # Every lane takes part, also along axes on which no place depends.
-        active = touch.place.active & np.ones_like(lane, bool)
-        keep = [d for d in range(active.ndim) if d in self.axes or _moves(touch, d)]
+        active = touch.place.active & np.ones_like(lane, bool) & np.ones_like(key, bool)
+        keep = [d for d in range(active.ndim) if d in axes or _moves(touch, d)]
         drop = tuple(d for d in range(active.ndim) if d not in keep)
         active = np.asarray(active.any(axis=drop, keepdims=True))
         hits = cells.hits(_at(touch, active))
-        own = lane.reshape(lane.shape + (1,) * (hits.valid.ndim - lane.ndim))
-        lanes = np.broadcast_to(own, hits.valid.shape)[hits.valid]
-        return tuple(c[hits.valid] for c in hits.cells), lanes
+
+        def chosen(table: Table) -> np.ndarray:
+            own = table.reshape(table.shape + (1,) * (hits.valid.ndim - table.ndim))
+            return np.broadcast_to(own, hits.valid.shape)[hits.valid]
+
+        where = tuple(c[hits.valid] for c in hits.cells)
+        return where, chosen(lane), chosen(key)
 
     def _lane(self, number: int) -> str:
         ids = [int(i) for i in np.unravel_index(number, [n or 1 for n in self.sizes])]

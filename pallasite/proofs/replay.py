@@ -60,8 +60,18 @@ class Replay:
             if tile.dtype.is_float:
                 made.append((1 + rng.random(tile.shape)).astype(tile.dtype.np))
             else:
-                number = self.given.number(param)
-                made.append(np.full(tile.shape, number, tile.dtype.np))
+                made.append(self.given.example(param))
+        return made
+
+    def varied(self, seed: int = 0) -> list[np.ndarray]:
+        """Operands whose integers differ, too."""
+        rng, made = np.random.default_rng(seed), self.operands(seed)
+        for n, param in enumerate(self.kernel.inputs):
+            dtype = param.ref.dtype
+            if not dtype.is_float and param not in self.given.tables:
+                known = self.given.ranges.get(param, range(min(dtype.limits[1], 7) + 1))
+                drawn = rng.integers(0, len(known), made[n].shape)
+                made[n] = (known.start + known.step * drawn).astype(dtype.np)
         return made
 
     def possible(self) -> str:

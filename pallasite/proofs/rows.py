@@ -29,7 +29,7 @@ from pallasite.proofs.verdicts import (
 )
 
 Retrace = Callable[[int], Sequence[Sequence[Kernel]]]
-_MOST_OPERANDS = 6  # of those that may have rows
+_MOST_OPERANDS = 5  # of those that may have rows
 
 
 def doubled(
@@ -122,7 +122,7 @@ def _code(kernel: Kernel, axis: int, rows: Sequence[int]) -> str:
 
 def refuted(kernel: Kernel, found: Found, replay: Replay) -> Claim:
     """The claim, refuted if a row of a run changes with other rows or its place."""
-    if found.claim.verdict != UNKNOWN or not found.operands:
+    if found.claim.verdict != UNKNOWN:
         return found.claim
     text = _experiment(kernel, found, replay)
     if not text:
@@ -132,21 +132,67 @@ def refuted(kernel: Kernel, found: Found, replay: Replay) -> Claim:
 
 
 def _experiment(kernel: Kernel, found: Found, replay: Replay) -> str:
-    """How a row changes between two runs; empty if it does not, or nothing is run."""
-    first, other = replay.operands(), replay.operands(1)
-    apart = [x.copy() for x in first]
-    turned = [x.copy() for x in first]
-    for n in found.operands:
-        if kernel.inputs[n].ref.dtype.is_float:
-            apart[n][1:] = other[n][1:]
-            turned[n] = np.roll(first[n], 1, axis=0)
-    before, changed, moved = map(replay.results, (first, apart, turned))
-    if before is None or changed is None or moved is None:
+    """How a row changes between two runs; empty if it does not, or nothing is run.
+
+    Operands in `found` have rows. Of the others, those with as many rows as the outputs
+    may have: the claim is refuted if a row changes whichever they are.
+    """
+    may = _may_have_rows(kernel, found)
+    if not may or len(may) > _MOST_OPERANDS:
         return ""
-    for one, two, three in zip(before, changed, moved, strict=True):
-        if _bits(one[:1]) != _bits(two[:1]):
-            return "row 0: it changes when only other rows do"
-        for row, (here, there) in enumerate(zip(one[:-1], three[1:], strict=True)):
+    first, other = replay.varied(), replay.varied(1)
+    before = replay.results(first)
+    if before is None:
+        return ""
+    changes = dict[int, str]()
+    for n in may:
+        apart = [x.copy() for x in first]
+        apart[n][1:] = other[n][1:]
+        after = replay.results(apart)
+        if after is None:
+            return ""
+        if any(
+            _bits(a[:1]) != _bits(b[:1]) for a, b in zip(before, after, strict=True)
+        ):
+            name = kernel.inputs[n].name or f"operand {n}"
+            changes[n] = f"row 0: it changes when only other rows of {name} do"
+    bad = [changes[n] for n in found.operands if n in changes]
+    optional = [n for n in may if n not in changes and n not in found.operands]
+    if bad:
+        return bad[0]
+    text = next(iter(changes.values()), "")
+    for size in range(len(optional) + 1):
+        for chosen in combinations(optional, size):
+            turned = (*found.operands, *chosen)
+            if turned and not (text := _moved(first, before, turned, replay)):
+                return ""
+    return text
+
+
+def _may_have_rows(kernel: Kernel, found: Found) -> list[int]:
+    """The operands with as many rows as all outputs have."""
+    counts = {p.ref.shape[0] if p.ref.shape else 0 for p in kernel.outputs}
+    if len(counts) != 1 or max(counts) < 2:
+        return []
+    return [
+        n
+        for n, p in enumerate(kernel.inputs)
+        if n in found.operands
+        or (p.ref.shape[:1] == (*counts,) and not p.ref.is_semaphore)
+    ]
+
+
+def _moved(
+    first: Sequence[np.ndarray],
+    before: Sequence[np.ndarray],
+    turned: Sequence[int],
+    replay: Replay,
+) -> str:
+    """How a row changes when all rows of some operands move by one."""
+    moved = [np.roll(x, 1, axis=0) if n in turned else x for n, x in enumerate(first)]
+    after = replay.results(moved)
+    for one, two in zip(before, after or (), strict=after is not None):
+        for row, (here, there) in enumerate(zip(one[:-1], two[1:], strict=True)):
             if _bits(here) != _bits(there):
                 return f"row {row}: it changes when it becomes row {row + 1}"
     return ""

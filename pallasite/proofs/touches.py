@@ -26,6 +26,7 @@ from pallasite.ir.opdef import Effect, table
 from pallasite.ir.roles import Loop, Pipeline
 from pallasite.passes.analysis.block_table import last_number
 from pallasite.passes.analysis.memory import read_refs, written_refs
+from pallasite.proofs.assume import Given
 from pallasite.proofs.tables import MOST_ENTRIES, Place, Table, Tables
 
 Entries = Sequence[tuple[At | Span | Gather, Value | None]]
@@ -107,8 +108,8 @@ class Shows:
 class Walk:
     """One pass over a kernel."""
 
-    def __init__(self, kernel: Kernel):
-        self.kernel = kernel
+    def __init__(self, kernel: Kernel, given: Given | None = None):
+        self.kernel, self.given = kernel, given or Given(kernel)
         self.tables = Tables(kernel.body)
         self.uses: list[Use] = []
         self.shows: list[Shows] = []
@@ -133,7 +134,7 @@ class Walk:
 
     def _op(self, op: Op, place: Place) -> None:
         tables = self.tables
-        tables.add(op)
+        self._note(op)
         if op.name == "pipeline":
             self._pipeline(Pipeline.of(op), place)
         elif op.name == "for":
@@ -155,6 +156,35 @@ class Walk:
         else:
             self._memory(op, place)
 
+    def _note(self, op: Op) -> None:
+        """Make the tables of an op's results."""
+        self.tables.add(op)
+        if op.name == "load":
+            made = self._loaded(op)
+            if made is not None:
+                self.tables.known[op.result] = made
+
+    def _loaded(self, op: Op) -> Table | None:
+        """What a load reads of an operand whose contents are given."""
+        access = Access.of(op)
+        contents = self.given.contents(access.ref)
+        placed = None if access.mask is not None else self._positions(access)
+        if contents is None or placed is None or not contents.size:
+            return None
+        places, rank = placed
+        chosen = list[Table]()
+        for entry, place, n in zip(access.index, places, contents.shape, strict=True):
+            inside = np.clip(place, 0, n - 1)
+            if isinstance(entry, Span) and np.any(inside != place):
+                return None  # its start is clamped, not its elements
+            chosen.append(inside)
+        if not chosen:
+            return self.tables.with_tile(self.tables.scalar(int(contents)), rank)
+        shape = np.broadcast_shapes(*(c.shape for c in chosen))
+        if np.prod(shape, dtype=np.int64) > MOST_ENTRIES:
+            return None
+        return contents[tuple(np.broadcast_to(c, shape) for c in chosen)]
+
     def _regions_params(self, region: Block) -> None:
         for param in region.params:
             if param.is_ref:
@@ -166,7 +196,7 @@ class Walk:
             return
         for number, (array, window, index_map, block) in enumerate(pipeline.shown):
             for op in index_map.ops:
-                self.tables.add(op)
+                self._note(op)
             self.shows.append(Shows(pipeline, number, inside))
             self.views[block] = self._window(array, window, index_map.yields)
         self._block(pipeline.body, inside)

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import pytest
 
 from tests.functions import judge, table
+from tests.share import SHARE
 
-STEP = 40  # one function in so many is tried here
+STEP = 10 * max(SHARE, 4)  # one function in so many is tried here
 PLACES = [(m, n) for m in table.MODULES for n in judge.rows_of(m)][::STEP]
 # Those that once were wrong, with some JAX.
 PLACES += [("jnp", "frexp"), ("jnp", "sinc"), ("jnp", "polyval"), ("special", "ndtri")]

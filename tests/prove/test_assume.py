@@ -165,6 +165,61 @@ def test_what_is_past_an_edge_keeps_no_promise():
     assert function(15) == "unknown"
 
 
+@pytest.mark.parametrize(
+    ("table", "verdict"),
+    [
+        ([3, 1, 0, 2], "proved"),
+        ([3, 1, 1, 2], "refuted"),
+        ([9, 1, 0, 2], "proved"),  # 9 is clamped to the last block
+    ],
+)
+def test_a_given_table_decides_coverage(table, verdict):
+    def scatter(table, x):
+        grid_spec = pltpu.PrefetchScalarGridSpec(
+            1,
+            grid=4,
+            in_specs=[pl.BlockSpec((8, 16), lambda i, table_ref: (i, 0))],
+            out_specs=pl.BlockSpec((8, 16), lambda i, table_ref: (table_ref[i], 0)),
+        )
+
+        def copy(table_ref, x_ref, o_ref):
+            o_ref[...] = x_ref[...]
+
+        return pl.pallas_call(copy, out_shape=x, grid_spec=grid_spec)(table, x)
+
+    x = jax.ShapeDtypeStruct((32, 16), jnp.float32)
+    given = {"table_ref": np.array(table)}
+    (kernel,) = pl.prove(scatter, assume=given)(INDEX, x).kernels
+    assert kernel.coverage.verdict == verdict
+    assert kernel.bounds.verdict == ("refuted" if 9 in table else "proved")
+    assert kernel.assumed == ("table_ref as it is",)
+    assert pl.prove(scatter)(INDEX, x).kernels[0].coverage.verdict == "unknown"
+    if verdict == "refuted":
+        counterexample = kernel.coverage.counterexample
+        assert "never written" in counterexample.replay()
+
+
+def test_gathers_and_slices_of_a_given_table():
+    table = jax.ShapeDtypeStruct((8,), jnp.int32)
+
+    def kernel(i_ref, x_ref, o_ref):
+        o_ref[...] = x_ref[i_ref[pl.ds(2, 4)]] + x_ref[i_ref[i_ref[jnp.arange(4)]]]
+
+    f = lambda i, x: call(kernel, (4,), 1, [whole(8), whole(64)], whole(4))(i, x)
+    good = [0, 1, 7, 7, 60, 63, 7, 7]
+    # What a window shows of a table is in its range, and no more is known.
+    assert claim(f, "bounds", table, X, i_ref=np.array(good)).verdict == "unknown"
+
+    def direct(i, x):
+        table = pl.BlockSpec(memory_space=pl.ANY)
+        return call(kernel, (4,), 1, [table, whole(64)], whole(4))(i, x)
+
+    found = lambda given: claim(direct, "bounds", table, X, i_ref=np.array(given))
+    assert found(good).verdict == "proved"
+    assert found([0, 8, *good[2:]]).verdict == "refuted"  # no place in the table
+    assert found([*good[:5], 64, 7, 7]).verdict == "refuted"  # none in x_ref
+
+
 def test_the_report_says_what_was_given():
     (kernel,) = pl.prove(ACCESSES["point"], assume={"i_ref": range(0, 64, 2)})(
         INDEX, X
@@ -195,8 +250,10 @@ def test_counterexamples_keep_the_promise():
 @pytest.mark.parametrize(
     ("assume", "text"),
     [
-        ({"i_ref": (0, 64)}, "a range of integers for each operand"),
-        ({"i_ref": range(0)}, "a range of integers for each operand"),
+        ({"i_ref": (0, 64)}, "a range or an array of integers for each operand"),
+        ({"i_ref": range(0)}, "a range or an array of integers for each operand"),
+        ({"i_ref": np.ones(4)}, "a range or an array of integers for each operand"),
+        ({"i_ref": np.ones(3, int)}, "an array of another shape for i_ref"),
         ({"j_ref": range(4)}, "no kernel has an operand of integers called 'j_ref'"),
         ({"x_ref": range(4)}, "operands of integers  0, i_ref"),
     ],

@@ -383,3 +383,78 @@ def double(x):
         kernel, x, grid=pl.cdiv(x.shape[0], 8), in_specs=[rows], out_specs=rows
     )(x)
 """
+
+
+# --- scratch along a parallel axis ---
+
+
+def filled(fill):
+    """Programs along a parallel axis that keep sums in scratch."""
+
+    def kernel(x_ref, o_ref, sums):
+        i, j = pl.program_id(0), pl.program_id(1)
+        fill(i, j, sums)
+        sums[...] += x_ref[...]
+        o_ref[...] = sums[...]
+
+    def function(x):
+        spec = pl.BlockSpec((8, 8), lambda i, j: (i, j))
+        return call(
+            kernel,
+            (32, 32),
+            (4, 4),
+            [spec],
+            spec,
+            parallel=("parallel", "arbitrary"),
+            scratch_shapes=[pltpu.VMEM((8, 8), jnp.float32)],
+        )(x)
+
+    return verdict(function, "races", jax.ShapeDtypeStruct((32, 32), jnp.float32))
+
+
+def zero(ref):
+    ref[...] = jnp.zeros_like(ref)
+
+
+def test_scratch_that_each_lane_fills_before_it_reads():
+    # In a way that grid analysis does not know.
+    assert filled(lambda i, j, s: pl.when(j % 3 == 0)(lambda: zero(s))) == "proved"
+    assert filled(lambda i, j, s: pl.when(j * j < 2)(lambda: zero(s))) == "proved"
+
+    def by_halves(i, j, sums):
+        @pl.when(j % 2 == 0)
+        def _():
+            sums[:4] = jnp.zeros((4, 8))
+            sums[4:] = jnp.zeros((4, 8))
+
+    assert filled(by_halves) == "proved"
+
+
+def test_scratch_that_some_lane_reads_too_early():
+    assert filled(lambda i, j, s: pl.when(j % 3 == 1)(lambda: zero(s))) != "proved"
+    assert filled(lambda i, j, s: pl.when(i + j == 0)(lambda: zero(s))) != "proved"
+
+    def half(i, j, sums):
+        @pl.when(j % 2 == 0)
+        def _():
+            sums[:4] = jnp.zeros((4, 8))
+
+    assert filled(half) != "proved"
+
+    def read_before(i, j, sums):
+        old = sums[...]
+
+        @pl.when(j % 3 == 0)
+        def _():
+            sums[...] = jnp.where(old > 0, 1.0, 2.0)
+
+    assert filled(read_before) != "proved"
+
+    def in_a_later_round(i, j, sums):
+        def step(k, carry):
+            pl.when((k == 1) & (j % 3 == 0))(lambda: zero(sums))
+            return carry + sums[0, 0]
+
+        sums[0, 1] = jax.lax.fori_loop(0, 2, step, 0.0)
+
+    assert filled(in_a_later_round) != "proved"

@@ -1,29 +1,40 @@
-"""What is proved of the zoo's kernels: `python -m tests.prove.zoo`.
+"""What is proved of whole collections: `python -m tests.prove.zoo [zoo|forms|library]`.
 
-Prints how many kernels have each verdict, and why the others are not proved.
+Prints how many kernels have each verdict, and why the others are not proved. Integers
+in operands are promised, as users would: ranges, or, where other tables would be wrong,
+those that the operands here give.
 """
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from tests import conftest  # noqa: F401  sets the environment, before jax is imported
 
 # isort: split
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 import pallasite as pl
+from pallasite.ir.nodes import Kernel
+from pallasite.primitive import call_p
+from pallasite.proofs.kernels import prove_kernel
 from pallasite.proofs.verdicts import CLAIMS, PROVED, Proof
-from tests.zoo import Case, all_cases
+from tests.zoo import all_cases
 from tests.zoo.test_zoo import arguments
 
 VERDICTS = ("proved", "refuted", "unknown")
+Named = tuple[str, Proof]
 
-
-# What the integers in operands are, as their users would promise.
-PROMISES: dict[str, dict[str | int, range]] = {
+AS_GIVEN: dict[str | int, Any] = {}  # the tables that the operands give
+PROMISES: dict[str, dict[str | int, Any]] = {
     "grouped_matmul": {"group_ids_ref": range(4)},
-    "ragged_matmul": {"visit_group_ref": range(4), "visit_tile_ref": range(6)},
-    "block_sparse_matmul": {"rows_ref": range(4), "columns_ref": range(4)},
+    "ragged_matmul": AS_GIVEN,
+    "block_sparse_matmul": AS_GIVEN,
     "paged_decode": {"lengths_ref": range(1, 33), "table_ref": range(12)},
     "splash_attention": {"count_ref": range(5), "blocks_ref": range(4)},
     "gather_rows": {"indices_ref": range(20)},
@@ -44,29 +55,89 @@ PROMISES: dict[str, dict[str | int, range]] = {
 }
 
 
-def proofs() -> Iterator[tuple[Case, Proof]]:
+@contextmanager
+def _collected() -> Iterator[dict[Kernel, list[np.ndarray]]]:
+    """The operands of every kernel called, whose results are zeros."""
+    found, run = dict[Kernel, list[np.ndarray]](), call_p.impl
+
+    def collect(*operands: Any, call: Any) -> list[Any]:
+        found.setdefault(call.kernel, [np.asarray(x) for x in operands])
+        outputs = call.kernel.outputs
+        return [jnp.zeros(p.ref.shape, p.ref.dtype.np) for p in outputs]
+
+    call_p.def_impl(collect)
+    try:
+        with jax.disable_jit():
+            yield found
+    finally:
+        call_p.def_impl(run)
+
+
+def as_given(function: Callable[..., Any], operands: Any, claims: Any) -> Proof:
+    """Claims for all floats, and the integers that the operands lead to."""
+    with _collected() as calls:
+        function(*operands)
+    made = []
+    for kernel, arrays in calls.items():
+        integers = [n for n, x in enumerate(arrays) if x.dtype.kind in "iu"]
+        given = {n: arrays[n] for n in integers}
+        made.append(prove_kernel(kernel, claims, assume=given))
+    return Proof(tuple(made))
+
+
+def proofs(claims: Any = CLAIMS) -> Iterator[Named]:
     for case in all_cases():
-        prove = pl.prove(case.run, assume=PROMISES.get(case.name))
-        yield case, prove(*arguments(case, 0))
+        assume, args = PROMISES.get(case.name), arguments(case, 0)
+        if assume is AS_GIVEN:
+            yield case.name, as_given(case.run, args, claims)
+        else:
+            prove = pl.prove(case.run, claims, assume)
+            yield case.name, prove(*args)
 
 
-def counts(found: list[tuple[Case, Proof]]) -> Counter[tuple[str, str]]:
+def _forms(claims: Any) -> Iterator[Named]:
+    from tests.forms import all_forms
+    from tests.forms.form import SIZES
+
+    tiny = SIZES["tiny"]
+    for form in all_forms():
+        function, operands = form.make(tiny), form.problem.arrays(tiny)
+        yield form.name, as_given(function, operands, claims)
+
+
+def _library(claims: Any) -> Iterator[Named]:
+    from tests.kernels.test_operations import CASES
+
+    for name, case in CASES.items():
+        yield name, as_given(case.operation, case.operands, claims)
+
+
+COLLECTIONS = {"zoo": proofs, "forms": _forms, "library": _library}
+
+
+def counts(found: list[Named]) -> Counter[tuple[str, str]]:
     claims = (c for _, proof in found for k in proof.kernels for c in k.claims)
     return Counter((claim.name, claim.verdict) for claim in claims)
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("collection", nargs="?", default="zoo", choices=COLLECTIONS)
     options.add_argument("--why", action="store_true", help="list what is not proved")
-    given, found = options.parse_args(), list(proofs())
+    options.add_argument("--claims", default=",".join(CLAIMS))
+    given = options.parse_args()
+    claims, found = given.claims.split(","), list[Named]()
+    for name, proof in COLLECTIONS[given.collection](claims):
+        found.append((name, proof))
+        for claim in (c for k in proof.kernels for c in k.claims):
+            if given.why and claim.verdict != PROVED:
+                print(
+                    f"{name}: {claim.name} {claim.verdict}: {claim.reason}", flush=True
+                )
     number = counts(found)
     print(f"{'claim':<10}" + "".join(f"{v:>9}" for v in VERDICTS))
-    for name in CLAIMS:
+    for name in claims:
         print(f"{name:<10}" + "".join(f"{number[name, v]:>9}" for v in VERDICTS))
-    for case, proof in found if given.why else ():
-        for claim in (c for k in proof.kernels for c in k.claims):
-            if claim.verdict != PROVED:
-                print(f"{case.name}: {claim.name} {claim.verdict}: {claim.reason}")
 
 
 if __name__ == "__main__":

@@ -236,6 +236,12 @@ def test_stages_say_where_a_line_comes_from(name, text, expected):
     assert bool(found.note) == (expected[1] is None)
 
 
+def test_assembly_is_shown_without_directives_but_with_constants():
+    kept = ["f:", "\tret", ".LC:", "\t.long\t7"]
+    text = ["\t.section\t.ltext", "\t.p2align\t4", "\t.cfi_startproc", *kept]
+    assert [line for line, _ in linked("asm", "\n".join(text)).lines] == kept
+
+
 def test_the_command_writes_a_page(tmp_path, capfd, monkeypatch):
     file = tmp_path / "kernels.py"
     file.write_text(
@@ -323,6 +329,11 @@ def visit(page, browse, tmp_path_factory):
     return json.loads(
         found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
     )
+
+
+def test_it_opens_on_the_most_expensive_line(visit):
+    (line,), said = visit["opened"]
+    assert "jnp.dot(" in line and f"{HERE}:{DOT_LINE} became" in said
 
 
 def test_a_click_lights_up_origin_and_results(visit):

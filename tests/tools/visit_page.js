@@ -3,6 +3,7 @@ const key = (target, name) => target.dispatchEvent(new KeyboardEvent("keydown", 
 const lit = (id) => [...document.querySelectorAll(`#${id} .lit .code`)].map((e) => e.textContent);
 const pick = (select, value) => { select.value = value; select.dispatchEvent(new Event("change")); };
 const found = {};
+found.opened = [lit("pane-source"), document.getElementById("said").textContent];
 const source = document.querySelector("#pane-source .lines");
 const row = [...source.children].find((e) => e.querySelector(".number").textContent === "DOT_LINE");
 found.cost = row.querySelector(".cost").textContent;

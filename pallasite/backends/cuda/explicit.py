@@ -35,7 +35,7 @@ from pallasite.backends.cuda.shared import (
     swizzled_bytes,
 )
 from pallasite.ir.nodes import Access, Gather, Op, Value
-from pallasite.ir.roles import Wgmma
+from pallasite.ir.roles import Wgmma, number_of
 from pallasite.ir.types import DType, RefType
 from pallasite.passes.analysis.carried import covers_whole
 
@@ -506,7 +506,7 @@ class Explicit(Shared):
         if made is None or made.name != "wgmma" or len(self.users[sums]) > 1:
             result = self.declare(op.result.tile.dtype, spread, op, "d")
             self.copy(result, start)
-        anew = start.spread is None and self.is_zero(sums)
+        anew = start.spread is None and number_of(self.producers, sums) == 0
         left, right = parts.contract
         self.meet_before(op)
         self.check_product(op, parts)
@@ -556,10 +556,6 @@ class Explicit(Shared):
         has_next = f"group < {self.warpgroups - 1}"
         pass_by = f"pass_by({STARTS} + group + 1, {2 * WARPGROUP})"
         self.out.line(f"if ({has_next} && {is_second}) {pass_by};")
-
-    def is_zero(self, value: Value) -> bool:
-        made = self.producers.get(value)
-        return made is not None and made.name == "constant" and not made.attrs["value"]
 
     def check_product(self, op: Op, parts: Wgmma) -> None:
         """The limits of the matrix instruction."""

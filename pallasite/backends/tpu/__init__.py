@@ -2,7 +2,7 @@
 
 Reading order: what no core has is refused by `limits.py`. What the chip lacks is made
 of what it has by passes, in this order: `device_numbers.py`, `prints.py`,
-`bitcasts.py`, `carried_types.py` (element types), `resident.py` and `fetch_slices.py`
+`carried_types.py` (element types), `resident.py` and `fetch_slices.py`
 (arrays in main memory used directly), `fit_windows.py` (blocks that miss the tiles),
 `aliased.py` (an operand and a result that are one memory), `cores.py` (two cores),
 `vmem.py` (room), `schedule.py` (inner pipelines become loops), `gathers.py`,
@@ -22,6 +22,7 @@ from pallasite.backends.base import (
     Stage,
     scheduled_kernel,
 )
+from pallasite.ir.nodes import Op
 from pallasite.passes.run import Pass
 from pallasite.target import Tpu
 
@@ -51,7 +52,6 @@ class TpuBackend:
 
     def passes(self, options: Options) -> Sequence[Pass]:
         from pallasite.backends.tpu.aliased import join_aliased
-        from pallasite.backends.tpu.bitcasts import bitcasts_of_one_width
         from pallasite.backends.tpu.carried_types import carry_types
         from pallasite.backends.tpu.carry_rows import carry_rows
         from pallasite.backends.tpu.compile import core_of
@@ -93,7 +93,7 @@ class TpuBackend:
             Pass("check_limits", limits),
             Pass("device_numbers", ask_for_device_numbers),
             Pass("prints", add_log),
-            Pass("bitcasts", bitcasts_of_one_width),
+            Pass("bitcasts", partial(legalize, native=_keeps_width, backend=self.name)),
             Pass("carry_types", carry_types),
             Pass("keep_on_chip", keep_on_chip),
             Pass("fetch_slices", partial(fetch_slices, chip=chip)),
@@ -241,6 +241,18 @@ class TpuBackend:
         chip = compiled.options.chip
         used = taken(compiled.scheduled, chip if isinstance(chip, Tpu) else None)
         return (Resource("VMEM", *used),)
+
+
+def _keeps_width(op: Op) -> bool:
+    """False for bitcasts between types of two widths, which Mosaic has not.
+
+    Their decompositions come before `carry_types`, which is about the types they have.
+    """
+    if op.name != "bitcast":
+        return True
+    before, after = op.operands[0].tile.dtype, op.result.tile.dtype
+    is_any_bool = before.is_bool or after.is_bool
+    return before.bits == after.bits or is_any_bool or max(before.bits, after.bits) > 32
 
 
 def make_mosaic(

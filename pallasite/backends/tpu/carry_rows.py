@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import table
-from pallasite.ir.rewrite import dead_code
+from pallasite.ir.rewrite import dead_code, producers_of
 from pallasite.ir.roles import Cond, Loop, While
 from pallasite.ir.types import TileType
 
@@ -32,7 +32,7 @@ def carry_rows(kernel: Kernel) -> Kernel:
 
 class _Walk:
     def __init__(self, kernel: Kernel):
-        self.made = {v: op for op in walk(kernel.body) for v in op.results}
+        self.made = producers_of(kernel.body)
         self.is_masked = False  # whether a loop around has masks of vectors
         self.row_of: dict[Value, Value] = {}
 

@@ -20,7 +20,6 @@ from pallasite.ir.types import BF16, F32, I32, DType
 from pallasite.target import Tpu
 
 DEPTH = 256  # products of two bytes whose sum float32 represents exactly
-Dims = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def plain_dots(kernel: Kernel, chip: Tpu | None = None) -> Kernel:
@@ -49,10 +48,6 @@ def _rewritten(op: Op, b: Rewriter, has_bytes: bool) -> Value | None:
         attrs["batch"] = ((0,),) * 2 if batched else ((), ())
     result = _of_bytes(b, lhs, rhs, attrs) if bytes_ else b.op("dot", lhs, rhs, **attrs)
     return b.op("reshape", result, shape=op.result.tile.shape)
-
-
-def _is_matrix(side: DotSide) -> bool:
-    return len(side.contract) == 1 and len(side.free) < 2 and len(side.batch) < 2
 
 
 def _multiplies(left: DType, right: DType, has_bytes: bool) -> bool:

@@ -32,7 +32,7 @@ from pallasite.ir.nodes import (
     Window,
     walk,
 )
-from pallasite.ir.rewrite import Rewriter, inline, map_ops
+from pallasite.ir.rewrite import Rewriter, inline, map_ops, producers_of
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import I32, INDEX, RefType, TileType
 from pallasite.passes.analysis.grid import with_pipeline
@@ -112,7 +112,7 @@ def _is_used_in_parts(shown: Shown, pipeline: Pipeline) -> bool:
     """Whether all that happens to a block are accesses that can be of its array."""
     window, ref, body = shown.window, shown.array.ref, pipeline.body
     sizes = list(zip(window.dims, ref.shape, strict=True))
-    made = {v: op for op in walk(body) for v in op.results}
+    made = producers_of(body)
     seen = {shown.block}
     for op in walk(body):
         if op.name == "subview" and op.operands[0] in seen:

@@ -40,6 +40,8 @@ from pallasite.passes.analysis.memory import accesses_of
 from pallasite.passes.analysis.rounding import rounded_away
 
 MAX_PROGRAMS = (1 << 31) - 1
+# JAX and XLA align arrays to more than this.
+ALIGNED = " {tt.divisibility = 16 : i32}"
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class Emitter(Prints):
         self.several_from_if = any(
             op.name == "cond" and len(op.results) > 1 for op in walk(kernel.body)
         )
+        self.has_dots = any(op.name == "dot" for op in walk(kernel.body))
         self.print_numbers = {op: n for n, op in enumerate(print_ops(kernel))}
 
     def module(self) -> str:
@@ -129,6 +132,8 @@ class Emitter(Prints):
         self.out.depth = 2
         self.block(kernel.body)
         self.out.line("tt.return")
+        if self.is_better_one_by_one and not self.has_dots:
+            params = [p.removesuffix(ALIGNED) for p in params]
         head = f"  tt.func public @{function_name(kernel)}({', '.join(params)})"
         lines = [
             "module {",
@@ -435,5 +440,5 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
 def _pointer(elem: str, params: list[str]) -> Val:
     """One more parameter of the function."""
     name, kind = f"%arg{len(params)}", f"!tt.ptr<{elem}>"
-    params.append(f"{name}: {kind} {{tt.divisibility = 16 : i32}}")
+    params.append(f"{name}: {kind}{ALIGNED}")
     return Val(name, (), kind)

@@ -8,6 +8,7 @@ written.
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import gcd, prod
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from pallasite.passes.analysis.masks import Positions, Sum
 from pallasite.target.chip import physical
 
 FENCE = '"gpu.barrier"() : () -> ()'
+VECTOR_BYTES = 16  # the widest access of a thread
 Number = int | Val  # an i32 scalar, plain where it is known
 
 
@@ -34,7 +36,11 @@ Number = int | Val  # an i32 scalar, plain where it is known
 class View(strided_views.View[Val]):
     """A ref in the emitted code; its pointer is a `Val`."""
 
-    is_even: bool = True  # the first element is known to be at an even position
+    multiple: int = VECTOR_BYTES  # what divides the position of the first element
+
+    @property
+    def is_even(self) -> bool:
+        return self.multiple % 2 == 0
 
 
 class Memory(Dots, StridedViews[View, Val]):
@@ -45,6 +51,8 @@ class Memory(Dots, StridedViews[View, Val]):
         self.views: dict[Value, View] = {}
         self.fenced: set[Value] = set()  # memory that is written and read again
         self.merged: set[Value] = set()  # memory that only atomics access, in any order
+        # Elements of loaded and stored rows: those that vectors can access, and others.
+        self.in_vectors, self.one_by_one = 0, 0
 
     def array(
         self, ref: RefType, pointer: Val, memory: Value | None, offset: Number = 0
@@ -91,8 +99,8 @@ class Memory(Dots, StridedViews[View, Val]):
     # --- views ---
 
     def stepped(self, view: View, dim: Dim, start: Number, multiple: int) -> View:
-        is_even = view.is_even and multiple * dim.stride % 2 == 0
-        return replace(super().stepped(view, dim, start, multiple), is_even=is_even)
+        multiple = gcd(view.multiple, multiple * dim.stride)
+        return replace(super().stepped(view, dim, start, multiple), multiple=multiple)
 
     def emit_bitcast_view(self, op: Op) -> None:
         view = self.views[op.operands[0]]
@@ -157,7 +165,11 @@ class Memory(Dots, StridedViews[View, Val]):
             if isinstance(entry, Gather):
                 assert operand is not None
                 spot = self.index_tile(operand, len(shape))
-                fact = positions.range(positions.of(operand))
+                sums = positions.of(operand)
+                fact = positions.range(sums)
+                last = (None, (operand.tile.rank - 1,))
+                if dim.stride == 1 and sums.factors.get(last) == 1:
+                    self.one_by_one += prod(shape)  # rows whose start is not known
                 if reads:
                     spot = self.clamped(spot, fact, 0, dim.size - 1)
                 else:
@@ -165,6 +177,7 @@ class Memory(Dots, StridedViews[View, Val]):
                 spots.append((dim, spot))
                 continue
             first, spot = self.start(entry, operand, dim.size, not masked), None
+            multiple = 1 if operand is None else self.facts.of(operand).multiple
             steps = Sum()
             if isinstance(entry, Span):
                 spot, steps = self.along(shape, axis), positions.along(axis, entry.size)
@@ -180,14 +193,42 @@ class Memory(Dots, StridedViews[View, Val]):
                     where = self.moved(first, spot)
                     where = self.clamped(where, fact, 0, dim.size - 1)
                     first, spot = (where, None) if spot is None else (0, where)
-            view = self.shifted(view, dim, first)
+            view = self.shifted(view, dim, first, multiple)
             if spot is not None:
                 spots.append((dim, spot))
         masks += [self.inside_edge(key, edge, spots) for key, edge in view.edges]
         if any(dim.size == 0 for dim in view.dims):
             masks.append(self.const(False, "i1"))  # there is no nearest element
         pointers = self.pointers(view, spots, shape)
+        if not gathered:
+            self.count_row_elements(view, spots, shape)
         return Place(pointers, self.both(*masks), shape, view, tuple(spots))
+
+    def count_row_elements(
+        self, view: View, spots: Sequence[tuple[Dim, Val]], shape: Sequence[int]
+    ) -> None:
+        """Of an access by spans."""
+        if not spots or spots[-1][0].stride != 1:
+            return
+        apart = gcd(view.multiple, shape[-1], *(dim.stride for dim, _ in spots[:-1]))
+        if apart * view.dtype.bytes % VECTOR_BYTES == 0:
+            self.in_vectors += prod(shape)
+        else:
+            self.one_by_one += prod(shape)
+
+    @property
+    def is_better_one_by_one(self) -> bool:
+        """Whether threads should access neighbouring elements, not vectors of them.
+
+        Triton gives a thread as many neighbouring elements as the widest access can
+        take at once. Where others cannot, each of their elements is an access of its
+        own, whose warp touches as many lines as if it were a vector: of shifted reads,
+        as stencils have, that takes four times as long.
+        """
+        size = min((v.dtype.bytes for v in self.views.values()), default=4)
+        vectors = self.in_vectors + self.one_by_one * VECTOR_BYTES // size
+        elements = (self.in_vectors + self.one_by_one) * 4 // size
+        return vectors > 1.5 * elements
 
     def index_tile(self, operand: Value, rank: int) -> Val:
         """Element indices from an index array, with the rank of the result."""

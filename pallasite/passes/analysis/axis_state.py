@@ -40,7 +40,7 @@ from pallasite.ir.nodes import (
     walk,
 )
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import users_of
+from pallasite.ir.rewrite import producers_of, users_of
 from pallasite.ir.roles import Loop, Pipeline
 from pallasite.passes.analysis.carried import carried_from, covers_whole
 from pallasite.passes.analysis.commuting import ATOMIC_MERGES, is_merge
@@ -371,7 +371,7 @@ class _Search:
         self.versions, self.finished, self.merges = {}, set(), {}
         self.wanted, self.each = [], False
         self.where: dict[Op, _Path] = {}
-        made = {v: op for op in walk(self.body) for v in op.results}
+        made = producers_of(self.body)
         self.powers = Powers(made, {})
         self.scales: dict[Value, tuple[Value, int]] = {}
         self.relatives: dict[Value, tuple[Op, Relative]] = {}

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from pallasite.ir.nodes import Access, Block, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import users_of
-from pallasite.ir.roles import Cond, Pipeline
+from pallasite.ir.rewrite import producers_of, users_of
+from pallasite.ir.roles import Cond, Pipeline, number_of
 from pallasite.passes.analysis.carried import carried_from, covers_whole
 from pallasite.passes.analysis.grid import GridInfo
 
@@ -92,7 +92,7 @@ class _Search:
         size = grid[axis]
         assert size is not None
         self.id, self.last = ids[axis], size - 1
-        self.producers = {v: o for o in walk(self.body) for v in o.results}
+        self.producers = producers_of(self.body)
         self.uses = users_of(self.body)
         self.kept = {r: _Kept(r.name or "an output") for r in blocks}
         for ref in self.scratch():
@@ -202,16 +202,12 @@ class _Search:
             return self.gates(op.operands[0]) | self.gates(op.operands[1])
         if op.name == "eq" and self.id in op.operands:
             (other,) = [v for v in op.operands if v is not self.id] or [self.id]
-            number = self.number(other)
+            number = number_of(self.producers, other)
             if number == 0:
                 return {value: FIRST}
             if number == self.last:
                 return {value: LAST}
         return {}
-
-    def number(self, value: Value) -> object:
-        op = self.producers.get(value)
-        return op.attrs["value"] if op is not None and op.name == "constant" else None
 
     def compute(self, op: Op) -> None:
         """An op on values computed from carried refs."""

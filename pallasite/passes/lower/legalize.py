@@ -7,7 +7,7 @@ an op the backend has, or by its row's `lower` (`ops/decompose.py`), whose ops a
 legalized recursively.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pallasite.errors import UnsupportedError
@@ -25,35 +25,27 @@ Native = frozenset[str] | Callable[[Op], bool]
 Attempt = tuple[str, Callable[[Builder], Sequence[Value]]]
 
 
-def legalize(
-    kernel: Kernel,
-    native: Native,
-    backend: str,
-    elsewhere: Mapping[str, frozenset[str]] | None = None,
-) -> Kernel:
+def legalize(kernel: Kernel, native: Native, backend: str) -> Kernel:
     """The kernel with native ops only.
 
     Args:
         kernel: at any level.
         native: the names of the ops the backend has, or a predicate on an op.
         backend: its name, for messages.
-        elsewhere: native ops of other backends by name, for the advice in messages.
 
     Raises:
         UnsupportedError: an op is not native and no decomposition leads to native ops.
     """
-    return _Legalizer(native, backend, elsewhere or {}).kernel(kernel)
+    return _Legalizer(native, backend).kernel(kernel)
 
 
 class _Legalizer:
-    def __init__(
-        self, native: Native, backend: str, elsewhere: Mapping[str, frozenset[str]]
-    ):
+    def __init__(self, native: Native, backend: str):
         if callable(native):
             self.is_native = native
         else:
             self.is_native = lambda op: op.name in native
-        self.backend, self.elsewhere = backend, elsewhere
+        self.backend = backend
         self.table = table()
         self.within: Kernel | None = None
         self.open: list[str] = []  # ops being replaced, to detect cycles
@@ -122,16 +114,12 @@ class _Legalizer:
     def unsupported(self, op: Op, tried: list[str]) -> UnsupportedError:
         types = ", ".join(str(v.type) for v in op.operands if not v.is_ref)
         on = f" on {types}" if types else ""
-        have = [b for b, ops in self.elsewhere.items() if op.name in ops]
-        fix = "use other operations, or run the kernel with interpret=True"
-        if have:
-            fix += f", or use a backend that has it: {', '.join(have)}"
         text = print_op(op, self.within, regions=False)
         return UnsupportedError(
             f"backend {self.backend!r} cannot run {op.name}{on}",
             [("op", text), ("tried", "\n".join(tried))],
             at=op.loc,
-            fix=fix,
+            fix="use other operations, or run the kernel with interpret=True",
         )
 
 

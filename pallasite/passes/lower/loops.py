@@ -19,17 +19,17 @@ from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.grid import GridInfo, analyze_pipeline, find_pipeline
 
 
-def to_loops(kernel: Kernel, info: GridInfo, dynamic_programs: bool = False) -> Kernel:
+def to_loops(kernel: Kernel, info: GridInfo) -> Kernel:
     """One program per step along the parallel axes; loops along the others.
 
     Args:
       kernel: a kernel whose body is one pipeline.
       info: its grid analysis.
-      dynamic_programs: whether an axis whose size is known only at run time may count
-        programs; if not, such axes become loops.
+
+    An axis whose size is known only at run time becomes a loop.
     """
     pipeline = find_pipeline(kernel)
-    nest = _Nest(pipeline, info, lambda a: dynamic_programs or a is not None)
+    nest = _Nest(pipeline, info, lambda a: a is not None)
     program = Builder(pipeline.loc)
     scratch = _scratch_ops(kernel)
     program.ops += scratch

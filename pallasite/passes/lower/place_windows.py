@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Loc, Op, Value, Window
-from pallasite.ir.roles import Pipeline
+from pallasite.ir.roles import Pipeline, number_of
 from pallasite.passes.analysis.block_table import all_steps, evaluate_map, last_number
 from pallasite.passes.analysis.intervals import HIGHEST, Fact, Facts
 from pallasite.passes.facts_walk import FactsWalk
@@ -102,18 +102,13 @@ def unclamped(
     """
     made = {v: op for op in index_map.ops for v in op.results}
 
-    def number(value: Value) -> int | None:
-        op = made.get(value)
-        if op is None or op.name != "constant":
-            return None
-        return op.attrs["value"]
-
     def before(value: Value, last: int) -> Value:
         op = made.get(value)
         if op is None or op.name != "clamp":
             return value
         low, inner, high = op.operands
-        return inner if (number(low), number(high)) == (0, last) else value
+        bounds = number_of(made, low), number_of(made, high)
+        return inner if bounds == (0, last) else value
 
     limits = number_limits(window, shape)
     return tuple(map(before, index_map.yields, limits))

@@ -19,9 +19,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, full_index, walk
-from pallasite.ir.rewrite import dead_code, substitute, users_of, with_regions
-from pallasite.ir.roles import Pipeline, Shown
+from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, full_index
+from pallasite.ir.rewrite import (
+    dead_code,
+    producers_of,
+    substitute,
+    users_of,
+    with_regions,
+)
+from pallasite.ir.roles import Pipeline, Shown, number_of
 from pallasite.passes.analysis.affine import Affine, Forms
 from pallasite.passes.analysis.grid import with_pipeline
 
@@ -59,7 +65,7 @@ class _Masks:
 
     def __init__(self, whole: Pipeline):
         self.whole = whole
-        self.made = {v: op for op in walk(whole.body) for v in op.results}
+        self.made = producers_of(whole.body)
         self.users = users_of(whole.body)
         self.forms = Forms(whole.ids)
         self.forms.add_ops(whole.body.ops)
@@ -87,7 +93,7 @@ class _Masks:
         access = Access.of(op)
         if access.mask is None or (access.other is not None and not may_fill):
             return []
-        if access.other is not None and not self.is_zero(access.other):
+        if access.other is not None and number_of(self.made, access.other) != 0:
             return []
         return self.conjuncts(access.mask)
 
@@ -112,13 +118,9 @@ class _Masks:
         if op.name != "select_n" or len(op.operands) != 3:
             return []
         which, otherwise, chosen = op.operands
-        if chosen is not loaded or not self.is_zero(otherwise):
+        if chosen is not loaded or number_of(self.made, otherwise) != 0:
             return []
         return self.conjuncts(which) if which.tile.dtype.is_bool else []
-
-    def is_zero(self, value: Value) -> bool:
-        op = self.made.get(value)
-        return op is not None and op.name == "constant" and op.attrs["value"] == 0
 
     def conjuncts(self, value: Value) -> list[Value]:
         op = self.made.get(value)

@@ -9,11 +9,13 @@ seven.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from pallasite.ir.nodes import Block, Op, Value, walk
-from pallasite.ir.rewrite import Rewriter, map_ops
+from pallasite.ir.rewrite import Rewriter, map_ops, producers_of
 from pallasite.ir.types import TileType
 from pallasite.passes.analysis.intervals import Facts
+from pallasite.passes.normal.algebra import constant_of
 
 
 def known_integers(body: Block, facts: Facts) -> Block:
@@ -25,7 +27,7 @@ def known_integers(body: Block, facts: Facts) -> Block:
     """
     wraps = {op.result for op in walk(body) if _is_integer(op) and facts.may_wrap(op)}
     exact = {op.result for op in walk(body) if _is_integer(op) and _is_exact(op, facts)}
-    made = {v: op for op in walk(body) for v in op.results}
+    made = producers_of(body)
     never = {
         op.result
         for op in walk(body)
@@ -50,7 +52,7 @@ def known_integers(body: Block, facts: Facts) -> Block:
         if op.result not in exact:
             return None
         x, by = op.operands
-        return _quotient(b, x, _number(b, by), wraps)
+        return _quotient(b, x, constant_of(b, by), wraps)
 
     return map_ops(body, rewrite)
 
@@ -99,12 +101,7 @@ def _never_rounds(op: Op, made: Mapping[Value, Op], facts: Facts) -> bool:
     return same and facts.of(asked["sign"]).low >= 0
 
 
-def _number(b: Rewriter, value: Value) -> int | None:
-    op = b.producer(value, "constant")
-    return None if op is None else op.attrs["value"]
-
-
-def _quotient(b: Rewriter, x: Value, by: int | None, wraps: set[Value]) -> Value | None:
+def _quotient(b: Rewriter, x: Value, by: Any, wraps: set[Value]) -> Value | None:
     """A value divided by a number that divides one of its factors."""
     op = b.producer(x)
     if op is None or not by or x in wraps:
@@ -114,7 +111,7 @@ def _quotient(b: Rewriter, x: Value, by: int | None, wraps: set[Value]) -> Value
         return None if inner is None else b.neg(inner)
     if op.name == "mul":
         for value, other in (op.operands, op.operands[::-1]):
-            factor = _number(b, other)
+            factor = constant_of(b, other)
             if factor is not None and factor % by == 0:
                 return value if factor == by else b.mul(value, b.like(factor // by, x))
     return None

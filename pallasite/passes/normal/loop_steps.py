@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
-from pallasite.ir.rewrite import inline, substitute
+from pallasite.ir.rewrite import inline, producers_of, substitute
 from pallasite.ir.roles import Loop, Pipeline
 from pallasite.ir.types import INDEX, RefType
 from pallasite.passes.analysis.affine import moving_axes
@@ -136,7 +136,7 @@ def _moves_all(kernel: Kernel) -> bool:
     """Whether the last axis picks blocks, and nothing else picks a part by it."""
     whole = Pipeline.of(find_pipeline(kernel))
     index = whole.ids[-1]
-    made = {v: op for op in walk(whole.body) for v in op.results}
+    made = producers_of(whole.body)
 
     def depends(value: Value) -> bool:
         op = made.get(value)

@@ -22,8 +22,14 @@ from math import inf, isfinite, prod
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import TILE, Effect, table
-from pallasite.ir.rewrite import dead_code, is_elementwise, map_ops, users_of
-from pallasite.ir.roles import Loop
+from pallasite.ir.rewrite import (
+    dead_code,
+    is_elementwise,
+    map_ops,
+    producers_of,
+    users_of,
+)
+from pallasite.ir.roles import Loop, number_of
 from pallasite.ir.types import I32, TileType
 from pallasite.passes.analysis.loop_dims import LoopDim
 from pallasite.passes.analysis.memory import Roots
@@ -70,7 +76,7 @@ class _Facts:
     @cached_property
     def made(self) -> Mapping[Value, Op]:
         """The op that defines each value."""
-        return {v: op for op in walk(self.kernel.body) for v in op.results}
+        return producers_of(self.kernel.body)
 
     @cached_property
     def users(self) -> Mapping[Value, Sequence[Op]]:
@@ -121,17 +127,13 @@ class _Parts:
         self._check_states()
 
     def _iterations(self) -> tuple[int, _Form]:
-        first, limit, step = (self._number(v) for v in self.loop.bounds)
+        first, limit, step = (number_of(self.made, v) for v in self.loop.bounds)
         if type(first) is not int or type(limit) is not int or type(step) is not int:
             raise CannotReblock("the trip count is known only at run time")
         count = len(range(first, limit, step))
         if count < 2:
             raise CannotReblock("there is one iteration")
         return count, _Form(step, first)
-
-    def _number(self, value: Value) -> int | float | None:
-        op = self.made.get(value)
-        return op.attrs["value"] if op and op.name == "constant" else None
 
     def _part_size(self) -> int:
         """The elements of a row that an iteration loads."""
@@ -211,7 +213,7 @@ class _Parts:
         raise CannotReblock(f"'{op.name}' computes with the number of the iteration")
 
     def _constant(self, value: Value) -> _Form | None:
-        number = self._number(value)
+        number = number_of(self.made, value)
         return _Form(0, number) if type(number) is int else None
 
     def _is_position(self, op: Op) -> bool:
@@ -341,7 +343,7 @@ class _Parts:
         return zip(loop.carried, loop.yields, loop.inits, strict=True)
 
     def _is_finite(self, value: Value) -> bool:
-        number = self._number(value)
+        number = number_of(self.made, value)
         return number is not None and isfinite(number)
 
     @property
@@ -360,7 +362,7 @@ class _Parts:
             code.op(b, op)
         # What starts at zero is zero relative to any maximum.
         for each in self.steps.sums if self.steps else ():
-            if self._number(code.new[each.state.old]) == 0:
+            if number_of(self.made, code.new[each.state.old]) == 0:
                 (code.new[each.state.new],) = code.mapped([each.part])
         taken = [
             self.lanes[n][1] if n in self.lanes else new

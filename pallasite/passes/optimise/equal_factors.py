@@ -48,7 +48,9 @@ def _summed(op: Op, b: Rewriter) -> Value | None:
 def _without_padding(op: Op, b: Rewriter) -> Value | None:
     if op.attrs["kind"] != "sum" or len(op.operands) != 1:
         return None
-    pad = b.producer(op.operands[0], "pad")
+    (whole,) = op.operands
+    cast = b.producer(whole, "cast")
+    pad = b.producer(whole if cast is None else cast.operands[0], "pad")
     if pad is None:
         return None
     x, value = pad.operands
@@ -60,4 +62,4 @@ def _without_padding(op: Op, b: Rewriter) -> Value | None:
     is_zero = number is not None and number.attrs["value"] == 0
     if cut or not is_zero or not padded <= set(op.attrs["axes"]):
         return None
-    return b.op("reduce", x, **op.attrs)
+    return b.op("reduce", b.cast(x, whole.tile.dtype), **op.attrs)

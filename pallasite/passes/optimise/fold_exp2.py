@@ -23,7 +23,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.opdef import table
 from pallasite.ir.rewrite import dead_code
-from pallasite.ir.roles import Loop
+from pallasite.ir.roles import Loop, number_of
 from pallasite.ir.types import F32
 
 LOG2_E, LN_2 = log2(e), log(2)
@@ -98,17 +98,13 @@ class _Code:
         extreme = op.name == "reduce" and op.attrs["kind"] in ("max", "min")
         return op.operands if extreme or table()[op.name].moves else None
 
-    def constant(self, value: Value) -> float | None:
-        op = self.makers.get(value)
-        return op.attrs["value"] if op is not None and op.name == "constant" else None
-
     def product(self, value: Value) -> tuple[Value, float] | None:
         """The value and the constant whose product a value is."""
         op = self.makers.get(value)
         if op is None or op.name != "mul":
             return None
         for x, y in (op.operands, op.operands[::-1]):
-            factor = self.constant(y)
+            factor = number_of(self.makers, y)
             if factor is not None and abs(factor * LOG2_E) <= LARGEST:
                 return x, factor
         return None
@@ -139,7 +135,7 @@ class _Group:
             for use in code.uses.get(value, ())
         ]
         costs += [self.leaf_cost(v, code) for v in self.leaves]
-        made = [v for v in self.leaves if code.constant(v) is None]
+        made = [v for v in self.leaves if number_of(code.makers, v) is None]
         made = [v for v in made if code.product(v) is None]
         cut = self.cut(code)
         # A number kept finite here might be infinite where it comes from elsewhere.
@@ -152,12 +148,12 @@ class _Group:
 
     def cut(self, code: _Code) -> set[float]:
         """Finite constants that would overflow with the factor."""
-        numbers = {code.constant(v) for v in self.leaves}
+        numbers = {number_of(code.makers, v) for v in self.leaves}
         return {n for n in numbers if n is not None and _is_cut(n)}
 
     def leaf_cost(self, value: Value, code: _Code) -> int:
         """How many elements a leaf multiplies; twice that if its value was exact."""
-        if code.constant(value) is not None:
+        if number_of(code.makers, value) is not None:
             return 0
         elsewhere = [u for u in code.uses[value] if not self.is_own(u, code)]
         if code.product(value) is not None and not elsewhere:
@@ -171,7 +167,9 @@ class _Group:
         if self.is_own(use, code):
             return 0
         if use.region is None and use.op.name in _COMPARING:
-            compared = [v in self.inner or code.constant(v) for v in use.op.operands]
+            compared = [
+                v in self.inner or number_of(code.makers, v) for v in use.op.operands
+            ]
             return None if None in compared or False in compared else 0
         return value.tile.size if _is_rounded(use, code) else None
 
@@ -283,7 +281,8 @@ class _Scaling:
         for value in values:
             if value not in self.leaves:
                 continue
-            number, product = self.code.constant(value), self.code.product(value)
+            number = number_of(self.code.makers, value)
+            product = self.code.product(value)
             if number is not None:
                 made = b.like(_scaled_number(number), value)
             elif product is not None:

@@ -7,7 +7,7 @@ which moves after it. The last two are how kernels written for a grid start and 
 accumulation.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -18,8 +18,6 @@ from pallasite.ir.types import I32
 from pallasite.passes.analysis.affine import fold_scalar
 from pallasite.passes.analysis.guards import parts_of
 from pallasite.passes.analysis.memory import constant_inputs, root_among
-
-Producers = Mapping[Value, Op]
 
 
 def hoist(kernel: Kernel) -> Kernel:

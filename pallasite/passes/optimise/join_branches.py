@@ -22,7 +22,14 @@ import numpy as np
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import clone, is_pure, map_ops, substitute, users_of
+from pallasite.ir.rewrite import (
+    clone,
+    is_pure,
+    map_ops,
+    producers_of,
+    substitute,
+    users_of,
+)
 from pallasite.ir.roles import Cond, Pipeline
 from pallasite.passes.analysis.block_table import all_steps, evaluate_map
 from pallasite.passes.normal.canonicalize import canonicalize
@@ -69,7 +76,7 @@ class _Joining:
     ):
         self.pipeline, self.size, self.most = pipeline, size, most
         self.needed = needed
-        self.made = {v: op for op in walk(pipeline.body) for v in op.results}
+        self.made = producers_of(pipeline.body)
         self.left = most  # of the code that there may be
         self.numbers: dict[Value, np.ndarray | None] = {}
         self.movable: dict[Op, bool] = {}

@@ -18,7 +18,7 @@ from typing import Any
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Span, Value, walk
-from pallasite.ir.rewrite import substitute, used_values, with_regions
+from pallasite.ir.rewrite import producers_of, substitute, used_values, with_regions
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.memory import Roots, written_refs
 from pallasite.passes.normal.canonicalize import canonicalize
@@ -76,7 +76,7 @@ class _Joining:
     def __init__(self, kernel: Kernel, few_rows: int, granule: int, most_bytes: int):
         self.few_rows, self.granule, self.most_bytes = few_rows, granule, most_bytes
         self.roots = Roots(kernel)
-        self.made = {v: op for op in walk(kernel.body) for v in op.results}
+        self.made = producers_of(kernel.body)
         refs = (ref for op in walk(kernel.body) for ref in written_refs(op))
         self.written = {self.roots.of(ref) for ref in refs}
 

@@ -8,13 +8,13 @@ which chips with a fused multiply-add compute in one instruction.
 from collections.abc import Mapping, Sequence
 from math import isfinite
 
-from pallasite.ir.nodes import Kernel, Op, Value, walk
-from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
+from pallasite.ir.nodes import Kernel, Op, Value
+from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, producers_of
 
 
 def scale_after_max(kernel: Kernel) -> Kernel:
     """Multiply after every maximum or minimum of products that allows it."""
-    makers = {v: op for op in walk(kernel.body) for v in op.results}
+    makers = producers_of(kernel.body)
 
     def rewrite(op: Op, b: Rewriter) -> Sequence[Value] | None:
         if op.name != "reduce" or op.attrs["kind"] not in ("max", "min"):

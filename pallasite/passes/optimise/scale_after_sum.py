@@ -11,9 +11,9 @@ errors are relative and stay as large as they were.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pallasite.ir.nodes import Kernel, Op, Value, walk
-from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, users_of
-from pallasite.ir.roles import Loop
+from pallasite.ir.nodes import Kernel, Op, Value
+from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, producers_of, users_of
+from pallasite.ir.roles import Loop, number_of
 from pallasite.ir.types import BF16, F32
 
 WIDE = (F32, BF16)  # types with the same exponent range
@@ -58,7 +58,7 @@ class _Scaled:
     """Scaled operands of the matmuls that loops accumulate."""
 
     def __init__(self, kernel: Kernel):
-        self.makers = {v: op for op in walk(kernel.body) for v in op.results}
+        self.makers = producers_of(kernel.body)
         self.users = users_of(kernel.body)
 
     def in_sum(self, loop: Loop, place: int) -> _Product | None:
@@ -67,7 +67,7 @@ class _Scaled:
         add = self.makers.get(total)
         if add is None or add.name != "add" or carried not in add.operands:
             return None
-        if self.constant(loop.inits[place]) != 0:
+        if number_of(self.makers, loop.inits[place]) != 0:
             return None
         x, y = add.operands
         added = y if x is carried else x
@@ -88,20 +88,15 @@ class _Scaled:
         if op.name == "cast":
             return self.in_tile(op.operands[0])
         if op.name == "select_n":
-            cases = [v for v in op.operands[1:] if self.constant(v) != 0]
+            cases = [v for v in op.operands[1:] if number_of(self.makers, v) != 0]
             return self.in_tile(cases[0]) if len(cases) == 1 else None
         if op.name != "mul":
             return None
         for x, y in (op.operands, op.operands[::-1]):
-            factor = self.constant(y)
+            factor = number_of(self.makers, y)
             if factor is not None and LEAST <= abs(factor) <= MOST:
                 return _Product(value, x, factor)
         return None
 
     def is_used_once(self, value: Value) -> bool:
         return len(self.users[value]) == 1
-
-    def constant(self, value: Value) -> float | None:
-        op = self.makers.get(value)
-        is_number = op is not None and op.name == "constant"
-        return op.attrs["value"] if is_number and op is not None else None

@@ -19,7 +19,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import TILE
 from pallasite.ir.rewrite import clone, is_pure
-from pallasite.ir.roles import Pipeline, Shown
+from pallasite.ir.roles import Pipeline, Shown, number_of
 from pallasite.passes.analysis.grid import analyze, find_pipeline
 from pallasite.passes.analysis.memory import Roots, written_refs
 from pallasite.passes.normal.resized_code import CannotReblock
@@ -216,9 +216,7 @@ def _falls_from(shown: Shown, value: Value, step: Value) -> int | None:
     op = made.get(value)
     if op is None or op.name != "sub" or op.operands[1] is not step:
         return None
-    first = made.get(op.operands[0])
-    is_known = first is not None and first.name == "constant"
-    return first.attrs["value"] if first is not None and is_known else None
+    return number_of(made, op.operands[0])
 
 
 FARTHEST = 1 << 16  # blocks from the index along the axis
@@ -228,19 +226,14 @@ def _is_near(shown: Shown, value: Value, step: Value) -> bool:
     """Whether a number is the step's plus a constant, between limits."""
     made = {v: op for op in shown.index_map.ops for v in op.results}
 
-    def number(v: Value) -> int | None:
-        op = made.get(v)
-        known = op is not None and op.name == "constant"
-        return op.attrs["value"] if op is not None and known else None
-
     while value is not step:
         op = made.get(value)
         if op is None or op.name not in ("add", "sub", "max", "min"):
             return False
         x, y = op.operands
-        if number(x) is not None and op.name != "sub":
+        if number_of(made, x) is not None and op.name != "sub":
             x, y = y, x
-        by = number(y)
+        by = number_of(made, y)
         if by is None or abs(by) > FARTHEST:
             return False
         value = x

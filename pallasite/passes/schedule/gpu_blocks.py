@@ -13,7 +13,7 @@ from math import ceil, inf, prod
 
 from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
-from pallasite.ir.rewrite import users_of
+from pallasite.ir.rewrite import producers_of, users_of
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim
 from pallasite.passes.normal.canonicalize import canonicalize
@@ -274,7 +274,7 @@ class _WithProducts:
 
     @cached_property
     def _made(self) -> dict[Value, Op]:
-        return {v: op for op in walk(self.blocks.body) for v in op.results}
+        return producers_of(self.blocks.body)
 
     @cached_property
     def in_registers(self) -> list[list[tuple[Value, int]]]:

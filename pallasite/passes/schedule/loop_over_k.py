@@ -13,7 +13,7 @@ from dataclasses import replace
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import dead_code, users_of, with_regions
+from pallasite.ir.rewrite import dead_code, producers_of, users_of, with_regions
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.grid import with_pipeline
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place
@@ -85,7 +85,7 @@ def why_not_computed_in_parts(found: LoopDims, dim: LoopDim) -> str | None:
 
 def _are_apart(found: LoopDims, dim: LoopDim) -> bool:
     """Whether matmuls over a dimension need no reduction along it, nor another."""
-    made = {v: op for op in walk(found.pipeline.body) for v in op.results}
+    made = producers_of(found.pipeline.body)
     seen = set[Value]()
     pending = [v for op in dim.products for v in op.operands]
     while pending:
@@ -106,7 +106,7 @@ class _Rounds:
     def __init__(self, found: LoopDims, dim: LoopDim, depth: int):
         self.dim, self.depth = dim, depth
         body = found.pipeline.body
-        self.made = {v: op for op in walk(body) for v in op.results}
+        self.made = producers_of(body)
         self.users = users_of(body)
         self.replaced: dict[Value, Value] = {}
         loads = [op for op in self.made.values() if op.name == "load"]

@@ -26,9 +26,15 @@ from typing import NamedTuple
 import numpy as np
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, with_regions
+from pallasite.ir.rewrite import (
+    Rewriter,
+    dead_code,
+    map_ops,
+    producers_of,
+    with_regions,
+)
 from pallasite.ir.roles import Dot
 from pallasite.ir.types import F32, INDEX, DType
 from pallasite.ops.neutral import neutral
@@ -75,7 +81,7 @@ def _why_not(found: LoopDims, dim: LoopDim, size: int) -> str | None:
 
 def _divided_last(found: LoopDims, dim: LoopDim) -> Kernel:
     """Matmuls of rows that are divided by a sum along the dimension, divided later."""
-    made = {v: op for op in walk(found.pipeline.body) for v in op.results}
+    made = producers_of(found.pipeline.body)
 
     def is_summed(value: Value) -> bool:
         op = made.get(value)
@@ -132,7 +138,7 @@ class _Loops:
     def __init__(self, found: LoopDims, dim: LoopDim, size: int):
         self.dim, self.size = dim, size
         body = found.pipeline.body
-        self.made = {v: op for op in walk(body) for v in op.results}
+        self.made = producers_of(body)
         self.sinks = {*dim.reduces, *dim.products}
         tiles = {v: d for v, d in dim.members.items() if not v.is_ref}
         loads = {op for op in self.made.values() if op.name == "load"}

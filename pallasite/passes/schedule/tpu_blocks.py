@@ -13,6 +13,7 @@ from math import prod
 from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Block, Kernel, Value, walk
 from pallasite.ir.opdef import table
+from pallasite.ir.rewrite import producers_of
 from pallasite.ir.roles import Dot, Loop, Pipeline
 from pallasite.ir.types import RefType, TileType
 from pallasite.passes.analysis.cost import cost
@@ -348,19 +349,13 @@ def _repeated_dots(
     block: Block, kernel: Kernel, times: int = 1
 ) -> Iterator[tuple[Dot, int]]:
     """Matmuls in a block and how often each runs; unknown counts are one."""
-    numbers = {
-        op.result: op.attrs["value"]
-        for op in walk(kernel.body)
-        if op.name == "constant" and not op.result.tile.rank
-    }
+    made = producers_of(kernel.body)
     for op in block.ops:
         if op.name == "dot":
             yield Dot.of(op), times
         inner = times
         if op.name == "for":
-            bounds = [numbers.get(v) for v in Loop.of(op).bounds]
-            known = [n for n in bounds if n is not None]
-            inner *= len(range(*known)) if len(known) == 3 and known[2] else 1
+            inner *= len(Loop.of(op).rounds(made)) or 1
         for region in op.regions:
             yield from _repeated_dots(region, kernel, inner)
 

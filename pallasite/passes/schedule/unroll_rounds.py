@@ -39,7 +39,7 @@ def _unrolled(
     inside = {inner.name for inner in walk(loop.body)}
     if "dot" not in inside or inside & {"for", "while", "pipeline"}:
         return None
-    rounds = _rounds(loop, b)
+    rounds = loop.rounds(b.producers)
     factor = _factor(rounds, size(loop.body), most)
     if factor == 1:
         return None
@@ -52,13 +52,6 @@ def _unrolled(
     step = b.like(rounds.step * factor, loop.step)
     body = _several(loop, rounds.step, factor)
     return b.emit("for", loop.first, loop.limit, step, *loop.inits, regions=(body,))
-
-
-def _rounds(loop: Loop, b: Rewriter) -> range:
-    """The values of the loop index; none where they are not known."""
-    made = [b.producers.get(v) for v in loop.bounds]
-    known = [op.attrs["value"] for op in made if op and op.name == "constant"]
-    return range(*known) if len(known) == 3 and known[2] > 0 else range(0)
 
 
 def _factor(rounds: range, size: float, most: float) -> int:

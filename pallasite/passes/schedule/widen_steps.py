@@ -20,8 +20,8 @@ from math import isfinite
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, BlockDim, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import Rewriter, dead_code, inline, map_ops
-from pallasite.ir.roles import Loop, Shown
+from pallasite.ir.rewrite import Rewriter, dead_code, inline, map_ops, producers_of
+from pallasite.ir.roles import Loop, Shown, number_of
 from pallasite.ir.types import I32, TileType
 from pallasite.passes.analysis.grid import with_pipeline
 from pallasite.passes.analysis.guards import Guard, guard_of
@@ -274,7 +274,7 @@ class RunningSteps:
             )
         for number, shown in enumerate(self.pipeline.shown):
             self._check_window(number, shown)
-        self.made = {v: op for op in walk(found.kernel.body) for v in op.results}
+        self.made = producers_of(found.kernel.body)
         self.begins: dict[Value, Value] = {}  # by ref, what the first step stores
         self.ends: dict[Op, tuple[Guard, int]] = {}
         self.guard: Guard | None = None
@@ -361,14 +361,10 @@ class RunningSteps:
         if self.step not in op.operands:
             return None
         for value in op.operands:
-            number = None if value is self.step else self._number(value)
+            number = None if value is self.step else number_of(self.made, value)
             if number is not None and number in (0, self.steps - 1):
                 return int(number)
         return None
-
-    def _number(self, value: Value) -> int | float | None:
-        op = self.made.get(value)
-        return op.attrs["value"] if op is not None and op.name == "constant" else None
 
     def _states(self) -> Iterator[State]:
         """Memory that steps read, change and store, once each."""
@@ -403,7 +399,7 @@ class RunningSteps:
         accesses = Access.of(load), Access.of(store)
         if any(a.index != whole or a.mask is not None for a in accesses):
             raise CannotReblock("steps store a part of a block")
-        number = self._number(self.begins[ref]) if ref in self.begins else None
+        number = number_of(self.made, self.begins[ref]) if ref in self.begins else None
         return State(load.result, new, number is not None and isfinite(number))
 
     def depends(self, part: Condition, on: Sequence[Value]) -> bool:
@@ -460,7 +456,7 @@ class RunningLoop:
     def __init__(self, found: LoopDims, loop: Loop):
         self.found, self.loop = found, loop
         body = found.pipeline.body
-        self.made = {v: op for op in walk(body) for v in op.results}
+        self.made = producers_of(body)
         self.made |= {v: o for o in found.kernel.body.ops for v in o.results}
         ops = loop.body.ops
         dims = [d for d in found.inner if any(op in d.spans for op in ops)]
@@ -468,7 +464,7 @@ class RunningLoop:
             raise CannotReblock("loop iterations do not run along one dimension")
         (self.dim,) = dims
         self._check_code(ops)
-        bounds = [self._number(v) for v in loop.bounds]
+        bounds = [number_of(self.made, v) for v in loop.bounds]
         if bounds[0] != 0 or bounds[2] != 1 or not isinstance(bounds[1], int):
             raise CannotReblock("the trip count is known only at run time")
         self.steps = bounds[1]
@@ -479,12 +475,8 @@ class RunningLoop:
         self.proved = Steps(ops, states, self.dim, self.made)
         _check_sums(self.proved)
 
-    def _number(self, value: Value) -> int | float | None:
-        op = self.made.get(value)
-        return op.attrs["value"] if op is not None and op.name == "constant" else None
-
     def _is_finite(self, value: Value) -> bool:
-        number = self._number(value)
+        number = number_of(self.made, value)
         return number is not None and isfinite(number)
 
     def _check_code(self, ops: Sequence[Op]) -> None:

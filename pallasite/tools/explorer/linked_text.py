@@ -26,6 +26,10 @@ _FILE = re.compile(r'\s*\.file\s+(\d+)\s+(?:"([^"]*)"\s+)?"([^"]*)"')
 _FILES = re.compile(_FILE.pattern, re.MULTILINE).finditer
 _SECTION = re.compile(r"\s*\.(section|text|data)\b")
 _LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)(?:.*inlined_at (\d+) (\d+))?")
+# What says how to store and unwind code, not what runs; constants are kept.
+_DIRECTIVE = re.compile(
+    r"\s*\.(cfi_\w+|p2align|section|type|size|globl|hidden|text|ident|addrsig\w*)\b"
+)
 _NOT_SOURCES = ("generated", "kernel.cu", "")
 
 
@@ -114,7 +118,7 @@ def _assembly(text: str) -> Iterator[Line]:
         place = _LOC.match(line)
         if place:
             at = _origin(files, place)
-        elif _FILE.match(line):
+        elif _FILE.match(line) or _DIRECTIVE.match(line):
             continue
         elif not line.lstrip().startswith((".Ltmp", "Ltmp", "$L__tmp")):
             is_code = line[:1].isspace() and not line.lstrip().startswith((".", "//"))

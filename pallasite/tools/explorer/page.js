@@ -30,6 +30,16 @@
     }
     if (!data.views[state.view]) state.view = 0;
   };
+  // A new page, or view, opens on its most expensive line; a shared address on its own.
+  let unchosen = !new URLSearchParams(location.hash.slice(1)).has("at");
+  const dearest = () => {
+    const costs = Object.entries(view().costs);
+    const kinds = [...(costs[0]?.[1] ?? [])].map((_, kind) => kind);
+    const kind = kinds.find((each) => costs.some(([, amounts]) => amounts[each] > 0));
+    if (kind === undefined) return -1;
+    state.cost = kind;
+    return Number(costs.reduce((best, each) => (each[1][kind] > best[1][kind] ? each : best))[0]);
+  };
   const view = () => data.views[state.view];
   const shownGrid = () => view().grids[state.form] ?? view().grids[0];
 
@@ -355,6 +365,7 @@
     if (!known(state.b)) state.b = stages.filter((each) => each.runs.some(([, at]) => at >= 0)).at(-1)?.name ?? "";
     for (const key of ["a", "b"]) options(panes[key].root.querySelector("select"), names, state[key]);
     options($("file"), data.sources.map((each, n) => [n, each.file]), state.file);
+    if (unchosen) { state.at = dearest(); unchosen = false; }
     $("cost").value = state.cost;
     fillSource();
     fillStage("a");
@@ -373,7 +384,7 @@
   };
 
   const onChoice = (select, act) => select.addEventListener("change", () => { act(select.value); remember(); });
-  onChoice($("view"), (value) => { Object.assign(state, { view: Number(value), a: "", b: "", at: -1, form: 0, step: 0 }); show(); });
+  onChoice($("view"), (value) => { Object.assign(state, { view: Number(value), a: "", b: "", form: 0, step: 0 }); unchosen = true; show(); });
   onChoice($("form"), (value) => { Object.assign(state, { form: Number(value), step: 0 }); fillGrid(); });
   onChoice($("file"), (value) => { state.file = Number(value); fillSource(); source.light(state.at, null); });
   onChoice($("cost"), (value) => { state.cost = Number(value); fillCosts(); });

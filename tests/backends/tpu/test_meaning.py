@@ -15,9 +15,9 @@ from pallasite import tpu as pltpu
 from pallasite.backends.base import Compiled, Options, get
 from pallasite.ir.nodes import walk
 from pallasite.ir.opdef import table
-from pallasite.ir.types import F32, TileType
+from pallasite.ir.types import DTYPES, F32, TileType
 from pallasite.kernels import masks
-from pallasite.sites import calls_in
+from pallasite.sites import calls_in, kernels_in
 from pallasite.target import TPUS
 from tests.backends.cpu import filled
 from tests.backends.cpu.running import tiles_kernel
@@ -314,3 +314,27 @@ def test_guards_of_small_blocks_mean_the_same(kind, length, keys, block_q, block
     compiled = Compiled(get("tpu"), call.kernel, Options(chip=TPUS["v6e"]))
     got = harness.run_compiled(compiled, arrays)
     assert_close(got, harness.emulated(call.kernel, arrays))
+
+
+@pytest.mark.parametrize(
+    ("wide", "narrow"), [("f32", "bf16"), ("u32", "u8"), ("i32", "i16")]
+)
+def test_bitcasts_between_widths_mean_the_same(wide: str, narrow: str):
+    old, new = jnp.dtype(DTYPES[wide].np), jnp.dtype(DTYPES[narrow].np)
+    x = np.random.default_rng(0).integers(0, 1 << 24, (8, 128)).astype(np.uint32)
+    x |= 0x3F000000  # a number, if it is one of floats
+    x = x.view(old)
+    parts = (8, 128, old.itemsize // new.itemsize)
+
+    def cut(x_ref, o_ref):
+        o_ref[...] = jax.lax.bitcast_convert_type(x_ref[...], new)
+
+    def join(x_ref, o_ref):
+        o_ref[...] = jax.lax.bitcast_convert_type(x_ref[...], old)
+
+    split = pl.pallas_call(cut, out_shape=jax.ShapeDtypeStruct(parts, new))
+    whole = pl.pallas_call(join, out_shape=jax.ShapeDtypeStruct(x.shape, old))
+    (found,) = harness.simulated(*kernels_in(split, x), [x])
+    assert found.tobytes() == x.tobytes()
+    (back,) = harness.simulated(*kernels_in(whole, found), [found])
+    assert back.tobytes() == x.tobytes()

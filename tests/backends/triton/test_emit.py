@@ -363,3 +363,26 @@ def test_the_fill_value_of_a_block_is_viewed_as_its_elements_are():
     """)
     (result,) = simulated(kernel, [np.ones(3, np.float32)])
     assert result.view(np.float32).tolist() == [1, 1, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("width", "starts", "in_vectors"),
+    [
+        (512, (0, 0, 0), True),
+        (512, (0, 64, 128), True),
+        (513, (0, 0, 0), False),  # rows start anywhere
+        (512, (0, 1, 2), False),  # stencils
+        (512, (*range(0, 256, 32), 1), True),  # one read of nine is not worth it
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_threads_take_neighbours_where_vectors_cannot(width, starts, in_vectors, dtype):
+    """Otherwise a read that is not aligned takes four times as long."""
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = sum(x_ref[:, pl.ds(s, 256)] for s in starts)
+
+    call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((32, 256), dtype))
+    (lowered,) = kernels_in(call, jax.ShapeDtypeStruct((32, width), dtype))
+    text, _ = compiled(lowered)
+    assert ("divisibility" in text) == in_vectors
