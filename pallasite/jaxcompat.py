@@ -349,7 +349,8 @@ def drop_failed_tokens(
 
     def wait() -> None:
         tokens = dispatch.runtime_tokens
-        for known in (tokens.current_tokens, tokens.output_runtime_tokens):
+        for name in ("current_tokens", "output_runtime_tokens"):
+            known: dict[Any, Any] = getattr(tokens, name)
             for key, token in list(known.items()):
                 try:
                     token.block_until_ready()
