@@ -1,7 +1,10 @@
 """Existing kernels unmodified: the import hook, `run`, `doctor` and missing names."""
 
+import re
 import textwrap
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -167,3 +170,18 @@ def test_upstream_names_are_all_here_or_missing_with_a_hint():
         ]
         absent = [n for n in public if not hasattr(ours, n)]
         assert not absent, (name, absent)
+
+
+def test_every_extra_that_is_recommended_exists():
+    root = Path(__file__).parents[1]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    files = [root / "README.md", *(root / "docs").rglob("*.md")]
+    files += [*(root / "examples").glob("*.py"), *(root / "pallasite").rglob("*.py")]
+    named = {
+        extra
+        for file in files
+        for each in re.findall(r"(?:pallasite|'\.|`\.)\[([a-z,]+)\]", file.read_text())
+        for extra in each.split(",")
+    }
+    assert {"tpu", "cuda", "plot", "torch"} <= named
+    assert named <= set(extras["optional-dependencies"])

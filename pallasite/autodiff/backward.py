@@ -33,6 +33,7 @@ from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
+from pallasite.autodiff.owned_blocks import owned_blocks
 from pallasite.autodiff.per_program import Program, main_refs
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
@@ -55,6 +56,8 @@ MOST_PARTS = (
     256  # for a GPU, where they take no more than a share of the operands' bytes
 )
 SMALL_SHARE = 1 / 32
+# Programs of a GPU wait for memory: two on each multiprocessor are worth more traffic.
+GPU_SHARE = 1 / 8
 MOST_SCATTERED = 2  # times the bytes of operands and results
 KEPT_SHARE = 1 / 8  # of the bytes of operands and results, for residuals
 UNREPEATABLE = ("debug_print", "debug_check", "delay", "atomic_rmw", "atomic_cas")
@@ -576,15 +579,22 @@ def _kernels(
     refs = Roots(stage.body).written(stage.body)
     mine = [place(stage, ref) for ref in results if ref in refs]
     mine = [replace(p, changes=p.ref in changing) for p in mine]
-    built = []
+    built, pending = [], list[tuple[Program, list[Placement]]]()
+    if sums.machine.gpu is not None and not changing:
+        for p in [p for p in mine if not all(p.kept)]:
+            owned = owned_blocks(stage, p.ref)
+            if owned is not None:
+                mine.remove(p)
+                pending.append((owned, [place(owned, p.ref)]))
     for group in [together(mine)] if changing else groups(mine):
-        program = only(stage, [p.ref for p in group])
+        pending.append((only(stage, [p.ref for p in group]), group))
+    for program, group in pending:
         names = [p.ref.name.removesuffix("_ref") for p in group]
         names = "_".join(dict.fromkeys(names))
-        order = grid_order(group, len(stage.sizes))
-        parts = {} if changing else cut_into_parts(group, order, stage.sizes, sums)
+        order = grid_order(group, len(program.sizes))
+        parts = {} if changing else cut_into_parts(group, order, program.sizes, sums)
         one = build(program, f"{stage.name}_{names}", group, order, parts)
-        if prod(stage.sizes) < sums.machine.enough_programs:
+        if prod(program.sizes) < sums.machine.enough_programs:
             one = replace(one, kernel=carried_axis(one.kernel))
         built.append(one)
     return built
@@ -653,9 +663,10 @@ def _parts_of(
         if axis not in p.own
     )
     fits = sums.budget / max(taken, 1)  # parts that would take as much as the operands
+    share = SMALL_SHARE if sums.machine.gpu is None else GPU_SHARE
     most = min(
         MOST_PARTS // prod(others.values()),
-        max(min(FEW_PARTS, fits / 4), fits * SMALL_SHARE),
+        max(min(FEW_PARTS, fits / 4), fits * share),
     )
     counts = [d for d in range(1, int(most) + 1) if sizes[axis] % d == 0]
     # Devices come in powers of two, and each should have whole parts.

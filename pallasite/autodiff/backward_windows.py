@@ -134,7 +134,7 @@ def place(program: Program, ref: Value) -> Placement:
         keys = {code.key(op.operands[1 + d]) for op in views}
         axes = code.digits(views[0].operands[1 + d], program.sizes)
         dim = views[0].attrs["window"].dims[d]
-        blocks = _blocks(dim, ref.ref.shape[d])
+        blocks = block_count(dim, ref.ref.shape[d])
         alone = len(dims) == len(keys) == 1 and blocks is not None
         count = prod(program.sizes[a] for a in axes)
         by_axes = bool(axes) and not own & set(axes) and count == blocks
@@ -145,7 +145,8 @@ def place(program: Program, ref: Value) -> Placement:
     return Placement(ref, tuple(kept), frozenset(own))
 
 
-def _blocks(dim: BlockDim, n: int) -> int | None:
+def block_count(dim: BlockDim, n: int) -> int | None:
+    """How many blocks n elements have along a dimension, if that is known."""
     if dim.kind == "squeezed":
         return n
     return -(-n // dim.size) if dim.kind == "blocked" and dim.size else None

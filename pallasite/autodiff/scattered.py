@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallasite.autodiff.backward_stages import save_block, saved_ref
+from pallasite.autodiff.backward_windows import block_count
 from pallasite.autodiff.overlaps import sum_of_overlaps
 from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
@@ -176,10 +177,15 @@ class _Scatter:
         else:
             outer = []
             dims = view.attrs["window"].dims
-            for dim, index in zip(dims, view.operands[1:], strict=True):
+            blocks = zip(dims, self.ref.ref.shape, view.operands[1:], strict=True)
+            for dim, n, index in blocks:
                 if dim.kind not in ("blocked", "element", "squeezed"):
                     return None
                 start = b.as_index(index)
+                count = block_count(dim, n)
+                if count is not None and self.forms.of(index).affine is None:
+                    # As the window that the program was shown.
+                    start = b.clamp(b.index(0), start, b.index(count - 1))
                 if dim.kind == "blocked":
                     start = b.mul(start, b.index(dim.size))
                 elif dim.padding[0]:

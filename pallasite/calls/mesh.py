@@ -315,4 +315,7 @@ def _with_core_axes(params: Any, mesh: Any) -> dict[str, Any]:
         semantics = ("core_parallel", "subcore_parallel")
     if kind != "tensorcore":
         given["kernel_type"] = kind
+    elif all(size == 1 for size in mesh.shape.values()):
+        # One core runs an ordinary grid, of which a pipeline inside can be a part.
+        semantics = ("parallel",) * len(mesh.shape)
     return {**given, "dimension_semantics": semantics}

@@ -164,10 +164,10 @@ def test_sums_are_in_parts_of_several_axes(monkeypatch):
     # Three steps along b are too few for a GPU: it shares those along i, too.
     assert dict(zip(names, step.parts, strict=True)) == {
         "d_x_ref": 1,
-        "d_v_ref": 16,
-        "d_w_ref": 48,
+        "d_v_ref": 32,
+        "d_w_ref": 96,
     }
-    assert "grid=(2, 3, 16, 4)" in step.kernel.text
+    assert "grid=(2, 3, 32, 2)" in step.kernel.text
     parallel = '"parallel", "parallel", "parallel"'
     assert f'semantics=({parallel}, "sequential")' in step.kernel.text
 

@@ -17,6 +17,19 @@ from tests.fuzz.generate import FAMILIES
 from tests.fuzz.hunt import Hunt, Job, Outcome, all_jobs, run_job
 
 
+class Clock:
+    """Time passes when a process says that it is stuck."""
+
+    stuck = multiprocessing.get_context("fork").Event()
+    now = 0.0
+
+    def monotonic(self) -> float:
+        if self.stuck.is_set():
+            self.stuck.clear()
+            self.now += 100.0
+        return self.now
+
+
 def test_wrong_kernels_are_made_simple(monkeypatch: pytest.MonkeyPatch):
     def engine(case, number):
         if "exp" in case.kernel.text:
@@ -24,6 +37,7 @@ def test_wrong_kernels_are_made_simple(monkeypatch: pytest.MonkeyPatch):
         assert "pipeline" not in case.kernel.text, "no pipelines"
 
     monkeypatch.setitem(hunt.ENGINES, "cpu", engine)
+    monkeypatch.setattr(hunt, "time", Clock())
     outcome = run_job(Job("cpu", "elementwise", tuple(range(16)), reducing_s=5))
     assert outcome.refused and set(outcome.refused) == {"no exp here"}
     assert len(outcome.refused) + len(outcome.found) == 16
@@ -73,19 +87,6 @@ def test_the_report_says_how_kernels_ran(
     monkeypatch.setattr(engines, "choose", refused)
     (found,) = run_job(Job("gpu", "elementwise", (0,))).found.values()
     assert "ptxas says no" in found
-
-
-class Clock:
-    """Time passes when a process says that it is stuck."""
-
-    stuck = multiprocessing.get_context("fork").Event()
-    now = 0.0
-
-    def monotonic(self) -> float:
-        if self.stuck.is_set():
-            self.stuck.clear()
-            self.now += 100.0
-        return self.now
 
 
 def dying(jobs: Connection) -> None:

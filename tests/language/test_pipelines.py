@@ -11,6 +11,8 @@ from jax import lax
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
+from pallasite.passes.run import run
+from pallasite.sites import kernels_in
 
 S = jax.ShapeDtypeStruct
 f32 = jnp.float32
@@ -28,6 +30,23 @@ def over_rows(kernel, *args, **kw):
 
 
 # --- cores ---
+
+
+def test_a_pipeline_on_one_core_is_a_grid():
+    mesh = pltpu.create_tensorcore_mesh("core")
+
+    @pl.kernel(out_type=S(X.shape, f32), mesh=mesh)
+    def kernel(x_ref, o_ref):
+        def step(xb_ref, ob_ref):
+            ob_ref[...] = 2 * xb_ref[...]
+
+        pltpu.emit_pipeline(step, grid=(6,), in_specs=[ROW], out_specs=ROW)(
+            x_ref, o_ref
+        )
+
+    np.testing.assert_array_equal(kernel(X), 2 * X)
+    (found,) = kernels_in(kernel, X)
+    assert "grid=(1, 6), windows=(in[1, 128], out[1, 128])" in run(found).text
 
 
 @MODES

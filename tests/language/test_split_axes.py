@@ -253,3 +253,30 @@ def test_programs_with_lengths_of_their_own_are_split():
     (want,) = outputs(small, given)
     result = values[program.results[0].array].reshape(want.shape)
     np.testing.assert_allclose(result, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [8192, 512])
+def test_blocks_are_divided_before_an_axis_is_split(rows):
+    """Programs for fewer rows each need no second kernel."""
+
+    def kernel(a_ref, x_ref, o_ref):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        o_ref[...] += jnp.sum(a_ref[...] * x_ref[...], axis=1, keepdims=True)
+
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((rows, 1), jnp.float32),
+        grid=(rows // 256, 32),
+        in_specs=[
+            pl.BlockSpec((256, 512), lambda i, k: (i, k)),
+            pl.BlockSpec((1, 512), lambda i, k: (0, k)),
+        ],
+        out_specs=pl.BlockSpec((256, 1), lambda i, k: (i, 0)),
+    )
+    shapes = [(rows, 16384), (1, 16384)]
+    structs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    (made,) = sites.kernels_in(call, *structs)
+    assert (plan(made, GPUS["h200"]).program is None) == (rows == 8192)

@@ -176,6 +176,15 @@ def test_shape_chains_become_one_op():
         "%c: i32[8,1] = broadcast_in_dim %m {shape=(8, 1), dims=(0,)}\n"
         "%r: i32[2,8,4] = broadcast_in_dim %c {shape=(2, 8, 4), dims=(1, 2)}"
     )
+    # Reductions along dimensions of size one, as derivatives of broadcasts have.
+    assert 'reduce %v {kind="sum", axes=(1,)}' in shows(
+        "%a: f32[1,8,16] = broadcast_in_dim %v {shape=(1, 8, 16), dims=(1, 2)}\n"
+        '%r: f32[8] = reduce %a {kind="sum", axes=(0, 2)}'
+    )
+    assert "%m" in shows(
+        "%a: i32[8,1] = broadcast_in_dim %m {shape=(8, 1), dims=(0,)}\n"
+        '%r: i32[8] = reduce %a {kind="sum", axes=(1,)}'
+    )
     assert "transpose %a {perm=(1, 2, 0)}" in shows(
         "%a: f32[8,4,4] = reshape %v {shape=(8, 4, 4)}\n"
         "%c: f32[4,8,4] = transpose %a {perm=(2, 0, 1)}\n"

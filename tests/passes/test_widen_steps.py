@@ -211,6 +211,16 @@ STAY = {
     ),
     "twice": (FIRST + SCORES + REST + "store %top[:] = %old", "steps store twice"),
     "after": (SCORES + REST + FIRST, "first or last step is out of order"),
+    "the last part": (
+        f"""{FIRST} {SCORES} {REST}
+        %c7: i32 = constant {{value=7}}
+        %is_last: bool = eq %s, %c7
+        %which: i32 = cast %is_last {{dtype=i32}}
+        cond %which
+          branch () {{}}
+          branch () {{ store %ob[:] = %part }}""",
+        "a branch at one step uses the block of that step",
+    ),
 }
 
 

@@ -77,6 +77,26 @@ def fold_reduce(op: Op, b: Rewriter) -> Value | None:
     return None
 
 
+def reduce_one(op: Op, b: Rewriter) -> Value | None:
+    """A reduction along dimensions of size one, and of those that a broadcast adds.
+
+    Transposing a broadcast gives these: each is a pass through shared memory on a GPU.
+    """
+    (x,), axes, result = op.operands, op.attrs["axes"], op.result.tile
+    if axes and all(x.tile.shape[d] == 1 for d in axes):
+        return b.op("reshape", x, shape=result.shape)
+    wide = b.producer(x, "broadcast_in_dim")
+    if wide is None:
+        return None
+    (source,), dims = wide.operands, tuple(wide.attrs["dims"])
+    added = [d for d in range(x.tile.rank) if d not in dims]
+    is_same = dims == tuple(sorted(dims)) and source.tile.size == x.tile.size
+    if not added or not is_same or not set(added) <= set(axes):
+        return None
+    rest = tuple(dims.index(d) for d in axes if d in dims)
+    return b.op("reduce", source, **{**op.attrs, "axes": rest})
+
+
 def fold_iota(op: Op, b: Rewriter) -> Value | None:
     type_: TileType = op.attrs["type"]
     return b.constant(0, type_) if type_.shape[op.attrs["dim"]] == 1 else None
@@ -444,6 +464,7 @@ PATTERNS: tuple[Pattern, ...] = (
     *((name, fold_rearranged) for name in (*_MOVES, "dynamic_slice")),
     *((name, fold_joined) for name in ("concatenate", "pad")),
     ("reduce", fold_reduce),
+    ("reduce", reduce_one),
     ("iota", fold_iota),
     ("*", fold_elementwise),
     ("add", _either_side(_add)),

@@ -8,7 +8,9 @@ With counter i, step s > 0 and bound n, `while i < n` runs for i = first, first 
 as long as that is below n: the indices of a `for`, if i + s cannot wrap around, which
 is shown from the range of n. `i <= n` is `i < n + 1`. `i != n` is `i < n` if s is 1 and
 the ranges show that first <= n. A loop that counts down is the same with all signs
-changed. Also here: what a loop carries but never changes is its initial value.
+changed. `i * c < n`, for a power of two c, is `i < n / c` rounded up: where multiples
+of c wrap around before they reach n, the loop never ends. Also here: what a loop
+carries but never changes is its initial value.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,6 +45,7 @@ class _Counter:
     step: int
     test: str
     bound: Value  # in the condition
+    factor: int = 1  # of the counter in the condition
 
 
 class _Walk(FactsWalk):
@@ -61,6 +64,8 @@ class _Walk(FactsWalk):
         bound = _outside(b, loop, counter.bound)
         if bound is None:
             return None
+        if counter.factor > 1:
+            bound = _quotient(b, bound, counter.factor)
         for made in b.ops:
             self.facts.note_op(made)
         if first.tile != INDEX:
@@ -86,6 +91,8 @@ class _Walk(FactsWalk):
         """First index, limit and step of the `for`."""
         size, test = abs(counter.step), counter.test
         low, high = _range(self.facts, b, first), _range(self.facts, b, bound)
+        if counter.factor > 1 and not 0 <= low[0] <= low[1] <= MOST // counter.factor:
+            return None
         if counter.step < 0:  # count upwards from 0 to first - bound
             test = _SWAPPED[test]
             ends = (low[0] - high[1], low[1] - high[0])
@@ -95,7 +102,8 @@ class _Walk(FactsWalk):
             low, high = (0, 0), ends
         if test == "ne" and (size != 1 or low[1] > high[0]):
             return None
-        if test not in ("lt", "le", "ne") or high[1] > MOST - size:
+        # What is added to last is below the bound, or at it.
+        if test not in ("lt", "le", "ne") or high[1] > MOST - size + (test == "lt"):
             return None
         if test == "le":
             bound = b.add(bound, b.index(1))
@@ -121,12 +129,34 @@ def _counter(loop: While) -> _Counter | None:
         (test.operands, test.name),
         (test.operands[::-1], _SWAPPED[test.name]),
     ):
+        value, factor = _multiplied(value, tests)
         if value not in params or value.is_ref or not value.tile.dtype.is_integer:
             continue
         step = _step(loop.body, params.index(value))
-        if step:
-            return _Counter(params.index(value), step, name, bound)
+        if step and (factor == 1 or (step == 1 and name == "lt")):
+            return _Counter(params.index(value), step, name, bound, factor)
     return None
+
+
+def _multiplied(value: Value, made: Mapping[Value, Op]) -> tuple[Value, int]:
+    """An i32 without the power of two that it is multiplied by."""
+    op = made.get(value)
+    if op is None or op.name != "mul" or value.tile != INDEX:
+        return value, 1
+    for x, by in (op.operands, op.operands[::-1]):
+        constant = made.get(by)
+        if constant is not None and constant.name == "constant":
+            factor = constant.attrs["value"]
+            if factor > 0 and not factor & (factor - 1):
+                return x, factor
+    return value, 1
+
+
+def _quotient(b: Builder, value: Value, by: int) -> Value:
+    """An integer divided by a positive one, rounded up."""
+    down = b.div(value, b.like(by, value))  # rounded towards zero
+    over = b.op("gt", b.op("rem", value, b.like(by, value)), b.like(0, value))
+    return b.add(down, b.cast(over, value.tile.dtype))
 
 
 def _step(body: Block, at: int) -> int | None:

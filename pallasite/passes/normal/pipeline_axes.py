@@ -24,7 +24,7 @@ from pallasite.passes.lower.place_windows import number_facts
 from pallasite.passes.normal.again import Again
 from pallasite.passes.normal.canonicalize import canonicalize
 
-# Axes that count cores or thread blocks, not steps of one core, if there are several.
+# Axes that count cores or thread blocks, not steps of one core.
 _CORES = ("core_parallel", "subcore_parallel", "cluster")
 
 
@@ -45,8 +45,7 @@ def _merged(kernel: Kernel) -> Kernel | None:
     inner = [op for op in walk(whole.body) if op.name == "pipeline"]
     if len(inner) != 1 or inner[0] not in whole.body.ops:
         return None
-    axes = zip(whole.sizes, whole.semantics, strict=True)
-    if any(said in _CORES and size != 1 for size, said in axes):
+    if any(said in _CORES for said in whole.semantics):
         return None
     nested = Pipeline.of(inner[0])
     blocks = {*whole.blocks}

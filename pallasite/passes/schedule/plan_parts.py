@@ -20,8 +20,10 @@ from pallasite.passes.analysis.axis_state import AxisState, state_along
 from pallasite.passes.analysis.cost import UNKNOWN_ROUNDS, bytes_of, cost, seconds
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 from pallasite.passes.analysis.memory import constant_inputs
+from pallasite.passes.normal.loop_axes import loop_axes
 from pallasite.passes.run import run
 from pallasite.passes.schedule.commuting_steps import commuting_steps, in_any_order
+from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.products_apart import apart
 from pallasite.passes.schedule.split_axis import Program, even_parts, split
 from pallasite.target import Chip, Gpu, Host, Machine, chips
@@ -32,6 +34,7 @@ GAIN_OF_PRODUCTS = 4.0
 # Of programs of which some have more to do than others, and of those at most so many
 # per core.
 GAIN_OF_EVEN, FEW = 1.15, 4
+ENOUGH = 3  # programs per core that load as fast as any number
 SMALL_BYTES = 1 << 22  # of states, for which any number of parts may have their own
 SOONER = 0.9  # fewer parts are chosen if that saves a tenth
 SERIAL_SECONDS = 5e-4  # of a kernel whose idle cores are worth a warning
@@ -94,9 +97,16 @@ def _plan_on_host(kernel: Kernel, host: Host) -> Plan:
 
 def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
     cores = _cores(chip)
-    if cores < 2 or not any(_long_axes(kernel)):
+    merges = isinstance(chip, Gpu) and any(
+        op.name == "atomic_rmw" for op in walk(kernel.body)
+    )
+    if cores < 2 or not (merges or any(_long_axes(kernel))):
         return Plan()
     kernel = run(kernel)
+    if merges:
+        kernel = loop_axes(kernel, merging=True)
+        if not any(_long_axes(kernel)):
+            return Plan()
     if isinstance(chip, Gpu):
         program = apart(kernel, chip)
         if program is not None:
@@ -106,6 +116,8 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
     assert isinstance(chip, Gpu | Host)
     uneven = isinstance(chip, Gpu) and programs < FEW * cores and _is_uneven(kernel)
     if programs >= cores and not uneven:
+        return Plan()
+    if isinstance(chip, Gpu) and _when_divided(kernel, chip) >= ENOUGH * cores:
         return Plan()
     serial = best = None
     for axis in info.sequential:
@@ -171,6 +183,19 @@ def _long_axes(kernel: Kernel) -> Iterator[bool]:
 def _is_wasteful(kernel: Kernel, chip: Gpu | Host, programs: int) -> bool:
     idle = _cores(chip) >= min(IDLE, 2 if isinstance(chip, Host) else IDLE) * programs
     return idle and seconds(kernel, chip, programs) >= SERIAL_SECONDS
+
+
+def _when_divided(kernel: Kernel, chip: Gpu) -> int:
+    """How many programs there are once blocks are divided into what a program holds.
+
+    For code that only loads and adds: its blocks are chosen without regard to programs,
+    and while some wait nothing else needs to be computed.
+    """
+    has_products = any(op.name == "dot" for op in walk(kernel.body))
+    if has_products or cost(kernel).transcendentals:
+        return 0
+    info = analyze(for_gpu(kernel, chip))
+    return prod(info.axes[a].size or 1 for a in info.parallel)
 
 
 def _is_uneven(kernel: Kernel) -> bool:
@@ -241,7 +266,7 @@ def _candidates(
     """Numbers of parts to compare: more of them first, which are spread more evenly."""
     per_core = (chip.programs_per_core, 2, 1) if isinstance(chip, Gpu) else (2, 1)
     if uneven:  # those that are done early are followed by others
-        per_core = (4 * per_core[0], 2 * per_core[0], *per_core)
+        per_core = (4 * per_core[0], 2 * per_core[0], per_core[0])
     for each in per_core:
         yield min(size, -(-each * _cores(chip) // programs))
 

@@ -235,6 +235,17 @@ class Numbers:
         self, operator: str, x: Linear, y: Linear, kind: str, path: Path
     ) -> Linear:
         """What is known only by ranges."""
+        if operator in "^|":
+            for one, other in ((x, y), (y, x)):
+                step = math.gcd(other.constant, *other.terms.values())
+                step &= -step  # the low bits that are zero in one of them
+                if step > 1 and path.range(one)[0] >= 0:
+                    high, low_bits = self.divided(one, step, path)
+                    rest = self.divided(other, step, path)[0]
+                    return (
+                        self._bounded(operator, high, rest, kind, path) * step
+                        + low_bits
+                    )
         (a, b), (c, d) = path.range(x), path.range(y)
         low, high = RANGES[kind]
         if a >= 0 and c >= 0:

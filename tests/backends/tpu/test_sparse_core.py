@@ -121,6 +121,37 @@ def test_chips_without_sparse_cores_are_refused():
         Compiled(get("tpu"), run(call.kernel), options, shared=())["mosaic"]
 
 
+@pytest.mark.parametrize("kind", ["scalar", "vector"])
+def test_a_pipeline_on_one_core_is_a_loop(kind: str):
+    """A grid has no windows there; one TensorCore would be a grid with them."""
+    with config.override(target="tpu:7x"):
+        cores = {"num_cores": 1}
+        if kind == "scalar":
+            one = plsc.ScalarSubcoreMesh(axis_name="c", **cores)
+        else:
+            cores |= {"num_subcores": 1}
+            names = {"core_axis_name": "c", "subcore_axis_name": "s"}
+            one = plsc.VectorSubcoreMesh(**names, **cores)
+        block = pl.BlockSpec((128,), lambda i: (i,))
+
+        def kernel(x_ref, o_ref):
+            def step(xb_ref, ob_ref):
+                at = pl.ds(0, 16) if kind == "vector" else 0
+                ob_ref[at] = xb_ref[at] + 1
+
+            pltpu.emit_pipeline(step, grid=(4,), in_specs=[block], out_specs=block)(
+                x_ref, o_ref
+            )
+
+        result = array(512, dtype=jnp.int32)
+        call = pl.kernel(kernel, out_shape=result, mesh=one)
+        (found,) = calls_in(call, result)
+        options = type(found.options)(found.options.compiler_params, chip=TPUS["7x"])
+        made = Compiled(get("tpu"), found.kernel, options)
+        assert "windows=()" in made.scheduled.text
+        assert "scf." in made["mosaic"]
+
+
 def test_vectors_of_another_length_are_refused():
     function, operands = cases("7x")["vectors"]
     with pytest.raises(UnsupportedError, match="v6e supports only vectors of 8"):

@@ -1,5 +1,7 @@
 """Recurrences, stencils and histograms, as emitted, on the simulator."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,7 +92,7 @@ def test_weights_are_added_without_atomics():
     np.testing.assert_array_equal(got, want)
 
 
-def segments(ids_ref, x_ref, o_ref):
+def segments(ids_ref, x_ref, o_ref, weight):
     @pl.when(pl.program_id(1) == 0)
     def _():
         o_ref[...] = jnp.zeros_like(o_ref)
@@ -100,15 +102,21 @@ def segments(ids_ref, x_ref, o_ref):
     @pl.when((ids[:, 0].max() >= first) & (ids[:, 0].min() < first + 32))
     def _():
         hot = ids == first + lax.broadcasted_iota(I32, (128, 32), 1)
-        hot, dims = hot.astype(F32), (((0,), (0,)), ((), ()))
+        hot, dims = jnp.where(hot, weight, 0.0), (((0,), (0,)), ((), ()))
         o_ref[...] += lax.dot_general(hot, x_ref[...], dims,
                                       preferred_element_type=F32)  # fmt: skip
 
 
-def test_exact_products_are_shallow_although_their_rows_are_reduced():
-    """The branch asks for all rows; the product takes 16 of them at a time."""
+@pytest.mark.parametrize(
+    ("weight", "depth", "count"), [(0.3, "x16xf32", 1), (1.0, "x32xbf16", 3)]
+)
+def test_exact_products_are_shallow_although_their_rows_are_reduced(
+    weight, depth, count
+):
+    """The branch asks for all rows; the product takes few of them at a time, as f32 or
+    in pieces of bf16."""
     call = pl.pallas_call(
-        segments,
+        functools.partial(segments, weight=weight),
         jax.ShapeDtypeStruct((256, 4096), F32),
         grid=(8, 64),
         in_specs=[
@@ -120,6 +128,7 @@ def test_exact_products_are_shallow_although_their_rows_are_reduced():
     shapes = ((8192, 1), I32), ((8192, 4096), F32)
     (kernel,) = kernels_in(call, *(jax.ShapeDtypeStruct(*s) for s in shapes))
     text, _ = compiled(run(kernel))
-    (product,) = (line for line in text.splitlines() if "tt.dot" in line)
-    assert "x16xf32> * tensor<16x" in product
+    products = [line for line in text.splitlines() if "tt.dot" in line]
+    assert len(products) == count
+    assert all(f"{depth}> * tensor<{depth[1:3]}x" in line for line in products)
     assert "tensor<128x1x!tt.ptr<i32>>" in text  # of the reductions

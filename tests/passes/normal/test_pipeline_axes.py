@@ -103,15 +103,6 @@ def test_a_kernel_that_is_one_pipeline_is_a_grid(size):
         assert_same_meaning(kernel, new, checked=False)
 
 
-@pytest.mark.parametrize("cores, nested", [(1, 1), (2, 2)])
-def test_an_axis_of_one_core_is_no_obstacle(cores, nested):
-    """Kernels over a mesh are written so; what several cores share stays."""
-    text = BLOCKS_OF_BLOCKS.replace("SHAPE", "16").replace("STEPS", "2")
-    text = text.replace("grid=(2,)", f"grid=({cores},)")
-    text = text.replace('"arbitrary"', '"core_parallel"', 1)
-    assert pipeline_axes(parse_kernel(text)).text.count(" pipeline ") == nested
-
-
 BLOCKS_OF_BLOCKS = """
 kernel @k(%x: ref<f32[SHAPE] any>, %o: ref<f32[SHAPE] any>) outputs 1 {
   pipeline %x, %o {grid=(2,), windows=(in[8], out[8]), semantics=("arbitrary",)}

@@ -329,6 +329,47 @@ def test_counted_loops(first, test, bound, step, dtype):
     assert np.array_equal(results(new, []), results(old, []))
 
 
+@pytest.mark.parametrize(
+    "first, factor, step, counts",
+    [
+        (0, 16, 1, True),
+        (2, 1, 1, True),
+        (0, 12, 1, False),
+        (-3, 16, 1, False),
+        (0, 16, 2, False),
+        (1 << 28, 16, 1, False),
+    ],
+)
+def test_multiples_of_a_counter(first, factor, step, counts):
+    """Blocks of a length known only at run time."""
+    old = kernel(
+        f"""
+        %f: i32 = constant {{value={first}}}
+        %n: i32 = load %x[0]
+        %i: i32 = while %f
+          test (%a: i32) {{
+            %k: i32 = constant {{value={factor}}}
+            %m: i32 = mul %a, %k
+            %p: bool = lt %m, %n
+            yield %p
+          }}
+          body (%c: i32) {{
+            %s: i32 = constant {{value={step}}}
+            %e: i32 = add %c, %s
+            yield %e
+          }}
+        store %o[0] = %i
+        """,
+        "x: i32[1]", "o: i32[1]",
+    )  # fmt: skip
+    new = counted_loops(old)
+    verify(new)
+    assert ("while" not in {op.name for op in new.body.ops}) == counts
+    for length in (-40, 0, 1, 15, 16, 17, 100) if counts else ():
+        given = [np.array([length], np.int32)]
+        assert np.array_equal(results(new, given), results(old, given))
+
+
 def test_a_bound_that_the_loop_may_pass_stays_a_while():
     """`i != 5` from 6 on counts through all integers."""
     old = kernel(
