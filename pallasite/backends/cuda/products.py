@@ -397,13 +397,13 @@ class Plan:
             return False
         return self.home[id(source)] is self.home[id(op)]
 
-    def is_sum(self, value: Value) -> bool:
+    def is_sum(self, value: Value | None) -> bool:
         """Whether only a matmul adds to a sum of matmuls of loaded tiles.
 
         It need not wait for them: all of them add to the same registers, in order.
         """
-        op = self.made.get(value)
-        if op is None or len(self.users[value]) > 1:
+        op = None if value is None else self.made.get(value)
+        if value is None or op is None or len(self.users[value]) > 1:
             return False
         if op.name == "add":
             dots = [self.made.get(v) for v in op.operands]
@@ -551,7 +551,9 @@ class Plan:
         A slot that stays in use while other code of the block runs would block the
         slots after it, so such loads have a ring of their own.
         """
-        arrays = tuple(root_among(self.made, op.operands[0]) for op in loads)
+        arrays = self.sums_of(loads) or tuple(
+            root_among(self.made, op.operands[0]) for op in loads
+        )
         tiles = tuple(op.result.tile for op in loads)
         sides = {id(s.load) for p in self.products for s in p.sides}
         loaded = frozenset(n for n, op in enumerate(loads) if id(op) not in sides)
@@ -570,6 +572,21 @@ class Plan:
                 return ring
         self.rings.append(Ring(arrays, tiles, is_shared, lines, loaded, lefts))
         return self.rings[-1]
+
+    def sums_of(self, loads: Sequence[Op]) -> tuple[Value, ...]:
+        """The sum to which matmuls of loads add one after another; empty if none.
+
+        Such loads share a ring whatever their arrays.
+        """
+        taken = {id(op) for op in loads}
+        for product in self.products:
+            if taken & {id(side.load) for side in product.sides}:
+                last = product
+                while (after := self.after(last)) is not None:
+                    last = after
+                is_term = last is not product or self.is_sum(product.addend)
+                return (last.result,) if is_term else ()
+        return ()
 
     def choose_stages(self) -> None:
         """As many stages as fit shared memory where loads repeat; else one or two.
@@ -628,7 +645,8 @@ class Plan:
         bytes_ = dict[Block, int]()
         for product in self.products:
             block = self.home[id(product.dot)]
-            tiles = [(product.result.tile, 4)]
+            # One that the next adds to is in the same registers.
+            tiles = [] if self.after(product) else [(product.result.tile, 4)]
             if product.lhs.load is None:
                 tiles.append(
                     (product.lhs.value.tile, product.lhs.value.tile.dtype.bytes)

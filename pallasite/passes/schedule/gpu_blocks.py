@@ -29,6 +29,7 @@ from pallasite.passes.schedule.choose_blocks import (
     with_uses_apart,
 )
 from pallasite.passes.schedule.cut_steps import cut_steps
+from pallasite.passes.schedule.join_rows import join_rows
 from pallasite.passes.schedule.loop_over_k import why_not_in_rounds
 from pallasite.passes.schedule.loop_over_rows import loop_over_rows
 from pallasite.passes.schedule.merge_k_steps import merge_k_steps
@@ -143,6 +144,9 @@ def for_gpu(
         return _without_products(blocks, chip, tuned)
     tiles = tiles or Tiles()
     products = _products(blocks, chip, tiles)
+    joined = None if tuned else _joined(products)
+    if joined is not None:
+        products = joined
     if products.seconds({}) is None and products.best() == inf:
         made = _rows_in_loops(products.blocks)
         if made is not None:
@@ -178,6 +182,27 @@ def may_fit(kernel: Kernel, chip: Gpu) -> bool:
         return True
     blocks = with_uses_apart(_batches_apart(blocks))
     return _WithProducts(blocks, chip, Tiles()).best() < inf
+
+
+def _joined(products: "_WithProducts") -> "_WithProducts | None":
+    """Merged programs, where matmuls have fewer rows than an instruction."""
+    blocks, tiles = products.blocks, products.tiles
+    rows = max(prod(dot.lhs.sizes(dot.lhs.free)) for dot in blocks.dots)
+    if rows >= min(SHORT_TILE, tiles.rows):
+        return None
+    found = list[_WithProducts]()
+    for axis, steps in enumerate(blocks.found.pipeline.grid):
+        for factor in range(2, LARGEST_SIDE // rows + 1):
+            if steps is None or steps % factor:
+                continue
+            try:
+                made = blocks_of(join_rows(blocks.kernel, axis, factor))
+            except CannotReblock:
+                break
+            if made is not None:
+                found.append(_WithProducts(made, products.chip, tiles))
+    best = min(found, key=lambda each: each.best(), default=None)
+    return best if best and products.best() > GAIN * best.best() else None
 
 
 def _rows_in_loops(blocks: Blocks, least: int = 0) -> Kernel | None:
@@ -372,7 +397,7 @@ class _WithProducts:
         options = {n: {**sizes, dim: n} for n in depths}
         stages = {n: self._stages(options[n]) for n in depths}
         fits = [n for n in depths if stages[n] >= self.tiles.stages]
-        if self._is_summed_only(dim) and not self._is_one_sum(dim):
+        if self._is_summed_only(dim):
             # More, shallower stages hold as much and are filled sooner.
             fits = [n for n in fits if stages[n] >= ENOUGH_STAGES] or fits
         held = [n for n in fits if self._fits_registers(options[n])]
@@ -386,14 +411,6 @@ class _WithProducts:
             for side in dot.sides
             for d in side.free
         )
-
-    def _is_one_sum(self, dim: LoopDim) -> bool:
-        """Whether several matmuls over a dimension add to one sum.
-
-        They follow each other without a loop, and each would have its own.
-        """
-        sums = [self._total(op.result) for op in dim.products]
-        return len(set(sums)) < len(sums)
 
     @cached_property
     def _deep(self) -> dict[LoopDim, list[int]]:

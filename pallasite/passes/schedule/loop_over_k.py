@@ -20,6 +20,8 @@ from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place
 from pallasite.passes.normal.resized_code import CannotReblock, Part
 from pallasite.passes.schedule.reblock import in_pipeline
 
+FEW_ROUNDS = 4  # of a matmul that is one of several terms: no loop
+
 
 def loop_over_k(kernel: Kernel, place: Place, depth: int) -> Kernel:
     """Every matmul that contracts a dimension, as a loop over parts of size `depth`.
@@ -99,6 +101,8 @@ def _are_apart(found: LoopDims, dim: LoopDim) -> bool:
 
 
 class _Rounds:
+    """Rewrites a body; see `loop_over_k`."""
+
     def __init__(self, found: LoopDims, dim: LoopDim, depth: int):
         self.dim, self.depth = dim, depth
         body = found.pipeline.body
@@ -141,20 +145,37 @@ class _Rounds:
         else:
             pairs = zip(op.operands, op_here.operands, strict=True)
             start = next(new for old, new in pairs if old is not dot.result)
+        rounds = range(0, self.dim.size, self.depth)
+        if len(rounds) <= FEW_ROUNDS and self._is_term(op):
+            total = start
+            for first in rounds:
+                total = self._round(b, dot, b.index(first), total)
+            self.replaced[op.result] = total
+            return
         first, sums = Value(INDEX, "k"), Value(op.result.tile, op.result.name)
         inner = Builder(dot.loc)
-        part = Part(self.inside, self.depth, first)
-        part.new.update(self.replaced)
-        for each in self._needed(dot.operands):
-            part.op(inner, each)
-        inner.loc = dot.loc
-        product = inner.op("dot", *part.mapped(dot.operands), **dot.attrs)
-        total = inner.add(sums, product)
+        total = self._round(inner, dot, first, sums)
         bounds = [b.index(n) for n in (0, self.dim.size, self.depth)]
         (result,) = b.emit(
             "for", *bounds, start, regions=(inner.block((first, sums), (total,)),)
         )
         self.replaced[op.result] = result
+
+    def _is_term(self, op: Op) -> bool:
+        """Whether several matmuls add to one sum.
+
+        Loops for each would wait for their sums before the next one starts.
+        """
+        before = {self.made.get(v) for v in op.operands}
+        return any(o in self.sums for o in (*before, *self.users[op.result]))
+
+    def _round(self, b: Builder, dot: Op, first: Value, sums: Value) -> Value:
+        part = Part(self.inside, self.depth, first)
+        part.new.update(self.replaced)
+        for each in self._needed(dot.operands):
+            part.op(b, each)
+        b.loc = dot.loc
+        return b.add(sums, b.op("dot", *part.mapped(dot.operands), **dot.attrs))
 
     def _needed(self, values: Sequence[Value]) -> list[Op]:
         """Of the ops along k, those that compute these values, in order."""
