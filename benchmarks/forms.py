@@ -540,10 +540,6 @@ def chip_here() -> tuple[str, str]:
     return platform, "_".join(chip)
 
 
-def target_kind(target: str | None) -> str:
-    return (target or "cpu").split(":")[0]
-
-
 def parsed(argv: Sequence[str] | None) -> Any:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

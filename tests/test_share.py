@@ -79,6 +79,11 @@ def test_a_sample_has_as_many_pairs_of_words_as_there_is_room_for(monkeypatch):
     assert pairs(1, 2) == {*itertools.product(TYPES, PLACES)}
 
 
+def test_tests_with_two_cases_take_turns(monkeypatch):
+    monkeypatch.setattr(share, "SHARE", 5)
+    assert [share.chosen(["a", "b"], n) for n in range(4)] == [["a"], ["b"]] * 2
+
+
 def test_cases_are_spread_over_places(monkeypatch):
     cases = [*range(12)]
     parts = lambda: [share.spread(cases, place, 5) for place in range(5)]

@@ -32,6 +32,15 @@ def number_of(made: Mapping[Value, Op], value: Value) -> Any:
     return op.attrs["value"] if op is not None and op.name == "constant" else None
 
 
+def filling(made: Mapping[Value, Op], value: Value) -> Any:
+    """The number that fills a value, also through what repeats or converts it."""
+    op = made.get(value)
+    while op is not None and op.name in ("broadcast_in_dim", "cast", "reshape"):
+        (value,) = op.operands
+        op = made.get(value)
+    return number_of(made, value)
+
+
 class Shown(NamedTuple):
     """One window of a pipeline with its array, index map and block."""
 

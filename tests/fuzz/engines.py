@@ -32,12 +32,14 @@ from pallasite.passes.normal import normalize
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.consecutive_indices import consecutive_indices
 from pallasite.passes.normal.known_comparisons import known_comparisons
+from pallasite.passes.optimise.equal_factors import equal_factors
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
 from pallasite.passes.optimise.hoist import hoist
 from pallasite.passes.optimise.idle_windows import idle_windows
 from pallasite.passes.optimise.join_branches import join_branches
 from pallasite.passes.optimise.join_products import join_products
+from pallasite.passes.optimise.one_hots import one_hots
 from pallasite.passes.optimise.scratch_values import scratch_values
 from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.optimise.stagger_products import stagger_products
@@ -134,6 +136,8 @@ def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
         "stagger_products": partial(stagger_products, ahead=size()),
         "canonicalize": canonicalize,
         "consecutive_indices": consecutive_indices,
+        "equal_factors": equal_factors,
+        "one_hots": partial(one_hots, least_places=2, least_ids=2),
         "legalize": partial(legalize, native=native, backend="fuzz"),
         "row_strips": partial(row_strips, most_bytes=size()),
         "promote": partial(promote, in_parts=chance(choices, 50)),

@@ -102,11 +102,6 @@ def _finfo(dtype: DType) -> Any:
     return ml_dtypes.finfo(dtype.np)
 
 
-def is_subnormal_or_zero(x: np.ndarray, dtype: DType) -> np.ndarray:
-    smallest = float(_finfo(dtype).smallest_normal)
-    return np.abs(x.astype(np.float64)) < smallest
-
-
 def ulp_error(got: np.ndarray, expected: np.ndarray, dtype: DType) -> np.ndarray:
     """|got - expected| in units of the last place; 0 or infinity where not finite.
 

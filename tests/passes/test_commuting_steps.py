@@ -118,7 +118,8 @@ def kernel_of(body, axes=1, out=WHOLE, dtype=F32, **call):
 
 def arrays(kernel):
     rng = np.random.default_rng(0)
-    ids = rng.integers(-2, SLOTS + 2, N).astype(np.int32)
+    (rows,) = kernel.inputs[0].ref.shape
+    ids = rng.integers(-2, SLOTS + 2, rows).astype(np.int32)
     shapes = [(p.ref.shape, p.ref.dtype.np) for p in kernel.inputs[1:]]
     return [ids, *(rng.integers(-9, 9, s).astype(t) for s, t in shapes)]
 
@@ -238,3 +239,50 @@ def test_plan():
     # Where nobody reads, other memory need not be visible.
     text, _ = harness.compiled(found.program.kernels[0])
     assert "atomic_rmw fadd, relaxed, gpu" in text
+
+
+def in_a_loop(ids_ref, x_ref, before_ref, o_ref):
+    width = x_ref.shape[1]
+
+    def step(i, _):
+        rows = pl.ds(8 * i, 8)
+        columns = lax.broadcasted_iota(I32, (8, width), 1)
+        where = jnp.broadcast_to(ids_ref[rows][:, None], (8, width)), columns
+        pl.atomic_add(o_ref, where, x_ref[rows])
+
+    lax.fori_loop(0, x_ref.shape[0] // 8, step, None)
+
+
+def in_a_pipeline(ids_ref, x_ref, before_ref, o_ref):
+    def step(ids_ref, x_ref):
+        pl.atomic_add(o_ref, places(ids_ref, x_ref), x_ref[...])
+
+    specs = [
+        pl.BlockSpec((8,), lambda i: (i,)),
+        pl.BlockSpec((8, x_ref.shape[1]), lambda i: (i, 0)),
+    ]
+    grid = (x_ref.shape[0] // 8,)
+    pltpu.emit_pipeline(step, grid=grid, in_specs=specs)(ids_ref, x_ref)
+
+
+@pytest.mark.parametrize("body", [in_a_loop, in_a_pipeline], ids=lambda f: f.__name__)
+def test_loops_are_steps(body):
+    def kernel(rows, width, slots):
+        shapes = ((rows,), I32), ((rows, width), F32), ((slots, width), F32)
+        structs = [jax.ShapeDtypeStruct(*s) for s in shapes]
+        made = pl.pallas_call(
+            body,
+            out_shape=structs[-1],
+            in_specs=[WHOLE] * 3,
+            out_specs=WHOLE,
+            input_output_aliases={2: 0},
+        )
+        return sites.kernels_in(made, *structs)[0]
+
+    assert plan(kernel(65536, 512, 8192), GPUS["h200"]).parts == 8192
+    small = kernel(24, 16, 7)
+    program = plan(small, GPUS["h200"]).program
+    assert program is not None
+    given = arrays(small)
+    (expected,) = evaluate(small, given)
+    np.testing.assert_array_equal(evaluate_program(program, given)[0], expected)

@@ -12,7 +12,7 @@ from math import log
 
 from pallasite.ir.nodes import Op, Value, walk
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.roles import Cond, Dot, DotSide
+from pallasite.ir.roles import Cond, Dot, DotSide, filling
 
 LN2 = log(2)
 
@@ -171,11 +171,8 @@ class Powers:
         return all(v in self.scales for v in values) and len(set(values)) > 1
 
     def number(self, value: Value) -> float | None:
-        op = self.made.get(value)
-        while op is not None and op.name in ("broadcast_in_dim", "cast", "reshape"):
-            op = self.made.get(op.operands[0])
-        is_number = op is not None and op.name == "constant"
-        return float(op.attrs["value"]) if is_number else None  # type: ignore[union-attr]
+        number = filling(self.made, value)
+        return None if number is None else float(number)
 
     # --- rules ---
 

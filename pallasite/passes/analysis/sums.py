@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pallasite.ir.nodes import Access, Block, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import producers_of, users_of
-from pallasite.ir.roles import Cond, Pipeline, number_of
+from pallasite.ir.roles import Cond, Pipeline, filling, number_of
 from pallasite.passes.analysis.carried import carried_from, covers_whole
 from pallasite.passes.analysis.grid import GridInfo
 
@@ -271,7 +271,7 @@ class _Search:
             )
         kept = self.kept[access.ref]
         taint = self.taints.get(access.value)
-        if taint is None and self.is_zero(access.value):
+        if taint is None and filling(self.producers, access.value) == 0:
             self.zero(kept, access, place)
         elif taint is not None and taint.is_sum and self.adds_to(access, taint):
             if place.gates:
@@ -303,12 +303,6 @@ class _Search:
         for op in walk(self.body):
             if op.name == "cond" and _holds(op, access):
                 self.used_gates |= self.gates(op.operands[0])
-
-    def is_zero(self, value: Value) -> bool:
-        op = self.producers.get(value)
-        while op is not None and op.name in ("broadcast_in_dim", "cast", "reshape"):
-            op = self.producers.get(op.operands[0])
-        return op is not None and op.name == "constant" and op.attrs["value"] == 0
 
     def adds_to(self, access: Access, taint: _Taint) -> bool:
         """Whether the stored sum started with a load from the same place."""

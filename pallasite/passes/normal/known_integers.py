@@ -16,6 +16,7 @@ from pallasite.ir.rewrite import Rewriter, map_ops, producers_of
 from pallasite.ir.types import TileType
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.normal.algebra import constant_of
+from pallasite.passes.normal.known_clamps import always
 
 
 def known_integers(body: Block, facts: Facts) -> Block:
@@ -34,9 +35,11 @@ def known_integers(body: Block, facts: Facts) -> Block:
         if _is_integer(op) and _never_rounds(op, made, facts)
     }
     extremes = {
-        op.result: place
+        op.result: operand
         for op in walk(body)
-        if _is_integer(op) and (place := _extreme(op, facts)) is not None
+        if op.name in ("min", "max")
+        and _is_integer(op)
+        and (operand := always(op, facts)) is not None
     }
 
     def rewrite(op: Op, b: Rewriter) -> Value | None:
@@ -48,7 +51,7 @@ def known_integers(body: Block, facts: Facts) -> Block:
         if op.result in never:
             return b.constant(False, op.result.tile)
         if op.result in extremes:
-            return op.operands[extremes[op.result]]
+            return extremes[op.result]
         if op.result not in exact:
             return None
         x, by = op.operands
@@ -70,16 +73,6 @@ def _is_exact(op: Op, facts: Facts) -> bool:
         return False
     x, by = map(facts.of, op.operands)
     return bool(by.number) and x.multiple % by.number == 0
-
-
-def _extreme(op: Op, facts: Facts) -> int | None:
-    """Which operand a minimum or maximum always is; None if that varies."""
-    if op.name not in ("min", "max"):
-        return None
-    x, y = map(facts.of, op.operands)
-    if op.name == "max":
-        x, y = y, x
-    return 0 if x.high <= y.low else 1 if y.high <= x.low else None
 
 
 def _never_rounds(op: Op, made: Mapping[Value, Op], facts: Facts) -> bool:

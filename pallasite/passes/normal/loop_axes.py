@@ -8,17 +8,19 @@ lexicographic order, so the iterations are the same ones in the same order; wher
 number of iterations differs between programs, a guard skips those that are not there.
 
 A loop stays if it does not pick the block of every result that it writes: as steps of a
-grid its iterations would gain nothing.
+grid its iterations would gain nothing. Those that only merge into results by atomics do
+gain where steps run at once, which the caller knows (`merging`).
 """
 
 import numpy as np
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Value, walk
-from pallasite.ir.rewrite import inline, used_values, writes
+from pallasite.ir.rewrite import inline, used_values, users_of, writes
 from pallasite.ir.roles import Loop, Pipeline
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.affine import moving_axes
+from pallasite.passes.analysis.commuting import is_merge
 from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.intervals import HIGHEST, LOWEST, Facts
 from pallasite.passes.analysis.memory import Roots
@@ -28,24 +30,38 @@ from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.narrow_windows import narrow_windows
 
 
-def loop_axes(kernel: Kernel) -> Kernel:
-    """The kernel with loops over blocks of results as axes of its grid."""
+def loop_axes(kernel: Kernel, merging: bool = False) -> Kernel:
+    """The kernel with loops over blocks of results as axes of its grid.
+
+    `merging`: also loops whose iterations share results that atomics merge into.
+    """
     grids = [op for op in kernel.body.ops if op.name == "pipeline"]
     if kernel.level != "tile" or len(grids) != 1:
         return kernel
-    while (new := _with_one_loop_fewer(kernel)) is not None:
+    while (new := _with_one_loop_fewer(kernel, merging)) is not None:
         kernel = new
     return kernel
 
 
-def _with_one_loop_fewer(kernel: Kernel) -> Kernel | None:
+def _with_one_loop_fewer(kernel: Kernel, merging: bool) -> Kernel | None:
     whole = Pipeline.of(find_pipeline(kernel))
     loop = only_loop(kernel, whole)
     if loop is None or not all(map(_is_dead, _carried(loop))):
         return None
     made = with_axis(kernel, whole, loop).to_op()
     new = narrow_windows(canonicalize(with_pipeline(kernel, made)))
-    return new if moves_results(new) else None
+    if moves_results(new) or (merging and _only_merges(new)):
+        return new
+    return None
+
+
+def _only_merges(kernel: Kernel) -> bool:
+    """Whether atomics that nobody reads are all that writes, of blocks that move."""
+    whole, users = Pipeline.of(find_pipeline(kernel)), users_of(kernel.body)
+    written = [op for op in walk(whole.body) if not op.regions and writes(op)]
+    last = len(whole.grid) - 1
+    moves = any(last in moving_axes(each) for each in whole.maps)
+    return moves and bool(written) and all(is_merge(op, users) for op in written)
 
 
 def only_loop(kernel: Kernel, whole: Pipeline) -> Loop | None:

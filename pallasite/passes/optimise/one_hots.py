@@ -24,12 +24,19 @@ from pallasite.ir.rewrite import dead_code
 from pallasite.ir.roles import Dot, DotSide
 from pallasite.passes.normal.index_arrays import IndexArrays, first_along
 
-LEAST_PLACES, LEAST_IDS = 32, 8  # fewer products are as fast
+LEAST_PLACES, LEAST_IDS = 32, 8
 
 
-def one_hots(kernel: Kernel) -> Kernel:
-    """Add and read rows where comparisons multiply them."""
-    body = _OneHots().block(kernel.body)
+def one_hots(
+    kernel: Kernel, least_places: int = LEAST_PLACES, least_ids: int = LEAST_IDS
+) -> Kernel:
+    """Add and read rows where comparisons multiply them.
+
+    Args:
+        kernel: what to rewrite.
+        least_places, least_ids: of a comparison; fewer products are as fast.
+    """
+    body = _OneHots(least_places, least_ids).block(kernel.body)
     return kernel if body is kernel.body else dead_code(kernel.with_(body=body))
 
 
@@ -83,6 +90,10 @@ def _vector(b: Builder, value: Value, dim: int) -> Value:
 
 
 class _OneHots(IndexArrays):
+    def __init__(self, least_places: int, least_ids: int):
+        super().__init__()
+        self.least_places, self.least_ids = least_places, least_ids
+
     def rewritten(self, op: Op) -> Sequence[Op]:
         b = Builder(op.loc)
         made = None
@@ -119,7 +130,7 @@ class _OneHots(IndexArrays):
             if count is None or count.dim is None:
                 continue
             hot = _Hot(ids, count.starts, count.offset, count.dim)
-            if hot.places < LEAST_PLACES or hot.count < LEAST_IDS:
+            if hot.places < self.least_places or hot.count < self.least_ids:
                 return None
             if self.is_alike(ids, count.dim):
                 return hot

@@ -14,7 +14,7 @@ maxima, which are worth merging on every chip.
 import sys
 from functools import partial
 
-from pallasite.ir.nodes import Kernel, walk
+from pallasite.ir.nodes import Kernel, Op, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.roles import Loop
 from pallasite.passes.normal.canonicalize import canonicalize
@@ -36,6 +36,8 @@ def merge_k_steps(kernel: Kernel, deepest: int, most_bytes: int) -> Kernel:
 
     No block becomes deeper than `deepest`, no computed tile larger than `most_bytes`.
     """
+    if not any(op.name == "dot" for op in walk(kernel.body)):
+        return kernel
     try:
         found = dims_of_steps(kernel)
         dim = walked(found)
@@ -52,10 +54,14 @@ def merge_k_rounds(kernel: Kernel, most_bytes: int) -> Kernel:
 
     Matmuls are blocked for the caches, whatever their depth.
     """
-    number = sum(op.name == "for" for op in walk(kernel.body))
+    number = sum(map(_multiplies, walk(kernel.body)))
     for n in reversed(range(number)):  # one that is merged completely disappears
         kernel = _with_merged_loop(kernel, n, most_bytes)
     return kernel
+
+
+def _multiplies(op: Op) -> bool:
+    return op.name == "for" and any(o.name == "dot" for o in op.regions[0].ops)
 
 
 def _with_merged_loop(kernel: Kernel, number: int, most_bytes: int) -> Kernel:
@@ -63,7 +69,7 @@ def _with_merged_loop(kernel: Kernel, number: int, most_bytes: int) -> Kernel:
     factor = partial(_factor, deepest=sys.maxsize, most_bytes=most_bytes)
     try:
         found = dims_of_steps(kernel)
-        loops = [op for op in walk(found.kernel.body) if op.name == "for"]
+        loops = [op for op in walk(found.kernel.body) if _multiplies(op)]
         running = RunningLoop(found, Loop.of(loops[number]))
         return canonicalize(wider_loop(running, factor))
     except CannotReblock:

@@ -20,6 +20,7 @@ from pallasite.passes.analysis.axis_state import AxisState, state_along
 from pallasite.passes.analysis.cost import UNKNOWN_ROUNDS, bytes_of, cost, seconds
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 from pallasite.passes.analysis.memory import constant_inputs
+from pallasite.passes.normal.loop_axes import loop_axes
 from pallasite.passes.run import run
 from pallasite.passes.schedule.commuting_steps import commuting_steps, in_any_order
 from pallasite.passes.schedule.gpu_blocks import for_gpu
@@ -96,9 +97,16 @@ def _plan_on_host(kernel: Kernel, host: Host) -> Plan:
 
 def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
     cores = _cores(chip)
-    if cores < 2 or not any(_long_axes(kernel)):
+    merges = isinstance(chip, Gpu) and any(
+        op.name == "atomic_rmw" for op in walk(kernel.body)
+    )
+    if cores < 2 or not (merges or any(_long_axes(kernel))):
         return Plan()
     kernel = run(kernel)
+    if merges:
+        kernel = loop_axes(kernel, merging=True)
+        if not any(_long_axes(kernel)):
+            return Plan()
     if isinstance(chip, Gpu):
         program = apart(kernel, chip)
         if program is not None:

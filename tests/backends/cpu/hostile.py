@@ -24,6 +24,7 @@ from tests.fuzz.agreement import run_numpy, same
 from tests.fuzz.choices import Seeded
 from tests.fuzz.generate import FAMILIES, random_kernel
 from tests.ir.kernels import emit_pipeline, flash_attention, main_ref, matmul
+from tests.share import share_of
 
 SHAPE = (7, 9)
 COUNT = 6  # indices a kernel gets
@@ -511,7 +512,8 @@ def _moves(b: Builder, *tiles: Value) -> Iterator[Value]:
 def main() -> None:
     rng = np.random.default_rng(0)
     count = 0
-    for name, kernel in kernels():
+    templates = [*kernels()]
+    for name, kernel in share_of(templates, 0):
         print(name, flush=True)
         # Of each template some kernels are optimised, of other types each time.
         attack(kernel, rng, optimise=count % 2 == 0)
