@@ -91,7 +91,7 @@ def chart(title: str, ratios: Iterable[Ratio]) -> str:
     marks = {r.name: r.value for r in ratios if r.rival == "torch"}
     low = min([0.5, *(r.value for r in bars), *marks.values()])
     high = max([2.0, *(r.value for r in bars), *marks.values()])
-    left, right, top, row = 330, 700, 62, 19
+    left, right, top, row = 400, 760, 62, 19
     box, label = DRAW["box"], DRAW["label"]
 
     def x(value: float) -> float:

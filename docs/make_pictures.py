@@ -155,7 +155,7 @@ def edge() -> str:
     """An array of 3 x 5 in blocks of 2 x 2: what is outside."""
     left, top = 20, 40
     shapes = [label(left, 20, "an array of 3 x 5 in blocks of 2 x 2")]
-    shapes += cells(left, top, 4, 6, "white") + cells(left, top, 3, 5)
+    shapes += cells(left, top, 4, 6, "none") + cells(left, top, 3, 5)
     shapes += [
         frame(left + j * 2 * CELL, top + i * 2 * CELL, 2, 2)
         for i in range(2)
