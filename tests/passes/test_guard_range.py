@@ -106,7 +106,9 @@ def test_range(ids):
 
 
 @pytest.mark.parametrize(
-    "case", [{"test": always}, {"test": meets, "steps": 8}, {"extra": True}], ids=str
+    "case",
+    [{"test": always}, {"test": meets, "steps": 8}, {"extra": True}],
+    ids=["always", "few steps", "more in the loop"],
 )
 def test_others_stay(case):
     kernel = promoted(segments(**{"test": meets, **case}))

@@ -7,8 +7,9 @@ Triton has. In a scatter all updates are compared with all positions, some updat
 time: that needs no memory, and where updates meet, the result does not depend on
 chance.
 
-A gather from a tile that is loaded, but larger than shared memory should hold, loads
-the elements that it picks instead. (Smaller tiles are loaded whole, in long accesses.)
+A gather from a tile that is loaded loads the elements that it picks instead, if the
+tile is larger than shared memory should hold, or than what is read around the elements.
+(Other tiles are loaded whole, in long accesses.)
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,7 @@ ELEMENTS = "triton.elements"  # a gather that `tiles.py` has
 AT_ONCE = 1 << 14  # elements of the tile in which updates are compared with positions
 MOST_COMPARED = 1 << 26  # in all: about a millisecond
 MOST_GATHERED = 1 << 16  # bytes; the smallest GPU has 99 KiB of shared memory
+SECTOR = 32  # bytes that memory reads at least
 # Ops of a decomposition: one that takes every row apart is slow to compile (256 rows of
 # 64 on an H200: 22 s against 0.2 s).
 MOST_OPS = 100
@@ -60,10 +62,13 @@ def _flattened(op: Op, b: Rewriter, constant: "_Constant") -> Value | None:
         return None
     if op.name == "scatter":
         return _scatter(b, op)
-    if held_bytes(op) > MOST_GATHERED:
+    held = held_bytes(op)
+    if held > min(MOST_GATHERED, op.result.tile.size * SECTOR):
         picked = _picked(b, op, constant)
-        if picked is not None or count is not None:
+        if picked is not None:
             return picked
+    if held > MOST_GATHERED and count is not None:
+        return None
     return _gather(b, op)
 
 

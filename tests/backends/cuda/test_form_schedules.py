@@ -112,7 +112,7 @@ def test_forms_that_cuda_takes(name: str):
     [
         # Nine matmuls that are added up share an accumulator.
         ("conv2d row by row of images", "f32[28,128] = dot"),
-        ("conv2d of nine shifted matmuls", "f32[784,32] = dot"),
+        ("conv2d of nine shifted matmuls", "f32[112,128] = dot"),
         # Tiles of the whole length do not exist, or are narrow enough to be moved.
         ("linear recurrence by scan", "f32[128] = for"),
         # A tile of all products would leave room for one query only.
