@@ -76,6 +76,14 @@ BECOMES = {
     "%r: f32[8,16] = select_n %c, %d, %v": "%v",
     "%c: i32 = constant {value=9}\n%d: f32[8,16] = exp %v\n"
     "%r: f32[8,16] = select_n %c, %d, %d, %v": "%v",
+    # the same choice again, also by the opposite comparison
+    "%e: i32[8] = neg %m\n%f: i32[8] = select_n %p, %m, %e\n"
+    "%r: i32[8] = select_n %p, %f, %m": "%m",
+    "%e: i32[8] = neg %m\n%f: i32[8] = select_n %p, %e, %m\n"
+    "%r: i32[8] = select_n %p, %m, %f": "%m",
+    "%e: i32[8] = neg %m\n%c: i32[8] = constant {value=3}\n%h: bool[8] = gt %m, %c\n"
+    "%f: i32[8] = select_n %h, %e, %m\n%d: i32[8] = constant {value=4}\n"
+    "%k: bool[8] = lt %m, %d\n%r: i32[8] = select_n %k, %f, %m": "%m",
     # casts
     "%r: f32[8,16] = cast %v {dtype=f32}": "%v",
     "%c: f32[8] = cast %l {dtype=f32}\n%r: bf16[8] = cast %c {dtype=bf16}": "%l",

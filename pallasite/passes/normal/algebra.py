@@ -260,9 +260,36 @@ def select(op: Op, b: Rewriter) -> Value | None:
     if all(case is cases[0] for case in cases):
         return cases[0]
     number = constant_of(b, which)
-    if number is None:
+    if number is not None:
+        return cases[min(max(int(number), 0), len(cases) - 1)]
+    chosen = [_chosen_before(b, which, n, case) for n, case in enumerate(cases)]
+    return None if chosen == cases else b.op("select_n", which, *chosen)
+
+
+def _chosen_before(b: Rewriter, which: Value, n: int, case: Value) -> Value:
+    """Of a select inside the case `n` of another by the same condition, its case."""
+    inner = b.producer(case, "select_n")
+    if inner is None:
+        return case
+    again, *cases = inner.operands
+    if again is which:
+        return cases[n]
+    one, other = _limit(b, which), _limit(b, again)
+    if one is None or other is None or one[:2] != other[:2]:
+        return case
+    return cases[n if one[2] == other[2] else 1 - n]
+
+
+def _limit(b: Rewriter, which: Value) -> tuple[Value, int, bool] | None:
+    """A comparison as: whether an integer is at least a number, or is not."""
+    made = b.producer(which)
+    if made is None or made.name not in ("ge", "gt", "lt", "le"):
         return None
-    return cases[min(max(int(number), 0), len(cases) - 1)]
+    x, y = made.operands
+    number = constant_of(b, y)
+    if number is None or x.tile.dtype.is_float:
+        return None
+    return x, int(number) + (made.name in ("gt", "le")), made.name in ("ge", "gt")
 
 
 def cast(op: Op, b: Rewriter) -> Value | None:
