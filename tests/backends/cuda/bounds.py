@@ -46,6 +46,7 @@ from tests.backends.cuda.linear import (
     symbol,
 )
 
+MOST_EVALUATIONS = 64  # of arrays that one element is made of
 MOST_PASSES = 16  # over a loop, until its ranges stay
 MAP_BYTES = 128
 # Instructions and functions that touch no memory by an address.
@@ -179,6 +180,7 @@ class _Walk(Numbers):
         self._starts: dict[int, Symbol] = {}
         self.report = Report()
         self._silent = 0
+        self._nested, self._evaluations = 0, 0  # of elements of other elements
         self._line = ""
         self._maps: dict[tuple, TensorMap] = {}
         self._breaks: list[list[tuple[dict, Path]]] = []
@@ -629,6 +631,13 @@ class _Walk(Numbers):
             return self._element(base, tree, values, path)
         return self._loaded(self._place(tree, values, path), path)
 
+    def _may_evaluate(self) -> bool:
+        """What is made of elements of many arrays is known by ranges only."""
+        if not self._nested:
+            self._evaluations = MOST_EVALUATIONS
+        self._evaluations -= 1
+        return self._evaluations > 0
+
     def _element(self, array: Registers, tree: Tree, values: dict, path: Path) -> Any:
         place = self.plain(self.integer(tree[2], values, path), path)
         size = BYTES[array.kind]
@@ -638,13 +647,15 @@ class _Walk(Numbers):
         if array.kind not in RANGES:
             return REAL
         key = ("element", id(array), place.key)
-        if array.tree is not None:
+        if array.tree is not None and self._may_evaluate():
             # What was found where less is known holds here, and is the same number.
             found = self._seen.get(key)
             if found is None or path.facts[: len(found[2])] != found[2]:
                 self._silent += 1
+                self._nested += 1
                 inner = {**array.values, "i": Integer(place)}
                 value = self.value(array.tree, inner, path)
+                self._nested -= 1
                 self._silent -= 1
                 found = (self.cast(array.kind, value, path), array, path.facts)
                 self._seen[key] = found

