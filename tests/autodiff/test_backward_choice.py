@@ -193,8 +193,8 @@ def test_a_gpu_gets_kernels_over_queries_and_over_keys(style, is_causal):
     # What is saved is two columns per block of queries, and the cotangent of the result
     # as it is multiplied; not a tile per step.
     saved = [(p.ref.shape, str(p.ref.dtype)) for p in statistics.outputs]
-    column, factor = ((64, 2048, 1), "f32"), ((64, 2048, 64), "bf16")
-    assert sorted(saved) == [column, column, factor]
+    rows, column = ((64, 2048), "f32"), ((64, 2048, 1), "f32")
+    assert sorted(saved) == [rows, column, ((64, 2048, 64), "bf16")]
     # Sums of steps are stored in the type of what they are the cotangents of.
     results = (*over_queries.outputs, *over_keys.outputs)
     assert {str(p.ref.dtype) for p in results} == {"bf16"}

@@ -27,7 +27,7 @@ SUMS = {
     "rows": lambda x: dot(x, jnp.full((7, 3), -0.5, x.dtype), 1, 0),
     "turned": lambda x: dot(jnp.ones((7, 3), x.dtype), x, 0, 1),
     "padded": lambda x: dot(
-        jnp.ones((8, 16), x.dtype), jnp.pad(x[:1], ((0, 7), (0, 0))), 0, 0
+        jnp.ones((8, 16), x.dtype), jnp.pad(x[:3], ((0, 5), (0, 0))), 0, 0
     ),
 }
 OTHERS = {

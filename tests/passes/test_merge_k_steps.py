@@ -296,7 +296,7 @@ def test_the_zoo_means_the_same_with_deeper_steps():
             for a, b in zip(outputs(old, arrays), outputs(new, arrays), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-5, err_msg=case.name)
     jax.clear_caches()
-    assert changed >= 10
+    assert changed >= 9
 
 
 # --- as machine code ---

@@ -324,7 +324,8 @@ copy_kernel  bugs.py:LINE in call
   races    proved  programs along i0 share nothing that one writes
   order    proved  no program sees what another along a parallel axis does
   sync     proved  no copies, semaphores, barriers or roles
-  batch    unknown the blocks of x_ref do not move with its rows
+  batch    refuted the blocks of x_ref do not move with its rows
+                   at row 0: it changes when only other rows of x_ref do
                    bugs.py:LINE in call"""
 
 

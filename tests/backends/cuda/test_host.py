@@ -616,7 +616,8 @@ def test_full_blocks_of_latent_attention(tmp_path, small_chip):
     reference = partial(scaled, implementation="reference")
     want = jax.jit(reference)(*operands, whole, table)
     assert kernels.error(acc[:, 0] / total[:, 0, 0], want) < 2e-2
-    assert not np.asarray(total[:, 0] != total[:, 1]).any()
+    # Products of the parts of keys may be added in another order.
+    np.testing.assert_allclose(total[:, 0], total[:, 1], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
