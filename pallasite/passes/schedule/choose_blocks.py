@@ -43,7 +43,8 @@ class Blocks:
         found = (self.dims.get((value, d)) for d in range(len(value.type.shape)))
         pairs = zip(value.type.shape, found, strict=True)
         return tuple(
-            sizes[dim] * dim.per(value) if dim in sizes else n for n, dim in pairs
+            sizes[dim] * dim.per(value) if dim and dim in sizes else n
+            for n, dim in pairs
         )
 
     @cached_property

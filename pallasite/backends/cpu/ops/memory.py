@@ -232,8 +232,8 @@ def _update_slices(e: Emitter, op: Op, ref: Ref, access: Access) -> None:
     The elements of a slice are distinct, so that it is updated a vector at a time.
     """
     place, shape = places(e, ref, access), op.result.tile.shape
-    gathered = (v.tile.rank for c, v in access.split_index() if isinstance(c, Gather))
-    rank = next(gathered, 0)
+    entries = access.split_index()
+    rank = next((v.tile.rank for c, v in entries if v and isinstance(c, Gather)), 0)
     with e.f.nest(shape[:rank]) as outer:
         _, touched = place([*outer, *[integer(0)] * (len(shape) - rank)])
 
