@@ -18,7 +18,7 @@ from math import prod
 from typing import Any
 
 from pallasite.backends.cuda import emit
-from pallasite.backends.cuda.repack import forms_of
+from pallasite.backends.cuda.repack import Packing
 from pallasite.ir.nodes import Kernel
 from pallasite.passes.lower.own_inputs import own_inputs
 from tests.backends.cuda.c_numbers import (
@@ -35,8 +35,10 @@ from tests.backends.cuda.c_numbers import (
     plain_type,
 )
 from tests.backends.cuda.c_text import Tree, read
+from tests.backends.cuda.host import blocks_in_cluster
 from tests.backends.cuda.linear import (
     ALWAYS,
+    FAR,
     NEVER,
     Condition,
     Linear,
@@ -103,26 +105,21 @@ def check(text: str, kernel: Kernel) -> Report:
     """The accesses of an emitted kernel; `kernel` is what `cuda` was given."""
     launched = emit.Launched.of(text)
     kernel = own_inputs(kernel)
-    forms = forms_of(kernel, launched.repacked)
-    sizes = []
-    for n, form in forms or ((n, None) for n in range(len(kernel.inputs))):
-        ref = kernel.inputs[n].ref
-        shape = list(ref.shape)
-        if form is not None:
-            shape = [shape[d] for d in form.order] if form.order else shape
-            pairs = form.padding or ((0, 0),) * len(shape)
-            shape = [s + a + b for s, (a, b) in zip(shape, pairs, strict=True)]
-        sizes.append(prod(shape) * ref.dtype.bytes)
-    sizes += [prod(p.ref.shape) * p.ref.dtype.bytes for p in kernel.outputs]
+    packings = {note[0]: Packing(*note) for note in launched.repacked}
+    refs = [
+        packings[n].type(p.ref) if n in packings else p.ref
+        for n, p in enumerate(kernel.inputs)
+    ]
+    refs += [p.ref for p in kernel.outputs]
+    sizes = [ref.size * ref.dtype.bytes for ref in refs]
     sizes += launched.scratch
-    cluster = re.search(r"__cluster_dims__\((\d+), 1, 1\)", text)
     return check_text(
         text,
         sizes,
         programs=launched.programs,
         threads=launched.threads,
         shared_bytes=launched.shared_bytes,
-        cluster=int(cluster[1]) if cluster else 1,
+        cluster=blocks_in_cluster(text),
     )
 
 
@@ -749,16 +746,11 @@ class _Walk(Numbers):
         if name.startswith("atomic") or name in ("__ldg", "__ldcg", "__stcs", "__stcg"):
             return self._loaded(args[0], path)
         if WITHOUT_MEMORY.fullmatch(name):
-            return self._untouched(name, given, values)
+            return Condition("any") if name == "elected" else REAL
         has_address = any(isinstance(a, Pointer | Registers | Descriptor) for a in args)
         if has_address or not VALUES.fullmatch(name):
             self._complain(f"{name} is not known here")
         return REAL
-
-    def _untouched(self, name: str, given: Sequence[Tree], values: dict) -> Any:
-        if name == "changed" and given[0][0] == "name":
-            return None  # the same number, which compilers may not know
-        return Condition("any") if name == "elected" else REAL
 
     def _moved_bytes(
         self, count: int, given: Sequence[Tree], values: dict, path: Path
@@ -943,9 +935,6 @@ class _Walk(Numbers):
         count = int(columns) // 2
         sums = self._argument(given[0], values, path)
         self._access(sums, count * 4, path)
-
-
-FAR = 1 << 80
 
 
 def _wider(a: Any, b: Any) -> Any:

@@ -95,6 +95,11 @@ def cuda_text(kernel: Kernel, shared: Any = ()) -> str:
     return base.Compiled(BACKEND, kernel, base.Options(), shared=shared)["cuda"]
 
 
+def blocks_in_cluster(text: str) -> int:
+    found = re.search(r"__cluster_dims__\((\d+), 1, 1\)", text)
+    return int(found[1]) if found else 1
+
+
 def scheduled_text(kernel: Kernel) -> str:
     return base.Compiled(BACKEND, kernel, base.Options())["scheduled"]
 
@@ -177,8 +182,7 @@ class Code:
         # With the results that the launch adds for operands it writes.
         self.results, kernel = kernel.num_outputs, own_inputs(kernel)
         self.kernel, self.launched = kernel, emit.Launched.of(text)
-        cluster = re.search(r"__cluster_dims__\((\d+), 1, 1\)", text)
-        self.in_cluster = int(cluster[1]) if cluster else 1
+        self.in_cluster = blocks_in_cluster(text)
         count = len(kernel.params) + len(self.launched.scratch)
         path = _library(text, self.launched.name, count, folder, optimise)
         self.library = ctypes.CDLL(str(path))

@@ -7,7 +7,7 @@ if that is not enough, by linear programming over all facts that concern it.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -100,7 +100,6 @@ class Condition:
 
 ALWAYS = Condition("and")
 NEVER = Condition("or")
-UNKNOWN = Condition("any")
 
 
 # --- what holds at a place ---
@@ -233,12 +232,8 @@ def _facts_about(form: Linear, path: Path) -> list[Linear]:
         if s in known:
             continue
         known.add(s)
-        for fact in _of(s, by_symbol):
+        for fact in (*s.facts, *by_symbol.get(s, ())):
             if id(fact) not in chosen:
                 chosen[id(fact)] = fact
                 pending += fact.terms
     return [f for f in chosen.values() if f.terms]
-
-
-def _of(s: Symbol, by_symbol: Mapping[Symbol, list[Linear]]) -> Iterable[Linear]:
-    return [*s.facts, *by_symbol.get(s, ())]
