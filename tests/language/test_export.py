@@ -31,7 +31,7 @@ def double(x, **options):
     return pl.pallas_call(
         double_kernel,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=x.shape[0] // 8,
+        grid=(pl.cdiv(x.shape[0], 8),),
         in_specs=[rows],
         out_specs=rows,
         **options,

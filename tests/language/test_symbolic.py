@@ -10,25 +10,10 @@ import pallasite as pl
 from benchmarks.partitioning import normal
 from pallasite import tpu as pltpu
 from pallasite.errors import FallbackWarning, SpecError, UnsupportedError
+from tests.language.test_export import double, double_kernel
 
 S = jax.ShapeDtypeStruct
 LEAVES_OPEN = "depends on a size that the export leaves open"
-
-
-def double_kernel(x_ref, o_ref):
-    o_ref[...] = 2 * x_ref[...]
-
-
-def double(x, **options):
-    rows = pl.BlockSpec((8, 128), lambda i: (i, 0))
-    return pl.pallas_call(
-        double_kernel,
-        out_shape=S(x.shape, x.dtype),
-        grid=(pl.cdiv(x.shape[0], 8),),
-        in_specs=[rows],
-        out_specs=rows,
-        **options,
-    )(x)
 
 
 def softmax_kernel(x_ref, o_ref):

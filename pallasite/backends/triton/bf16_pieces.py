@@ -20,10 +20,9 @@ from pallasite.ir.rewrite import Rewriter, map_ops, users_of
 from pallasite.ir.roles import Dot
 from pallasite.ir.types import BF16, F32
 from pallasite.passes.normal.canonicalize import canonicalize
-from pallasite.passes.normal.exact_factors import EXACT
+from pallasite.passes.normal.exact_factors import EXACT, MOVES, is_bytes
 
 PIECES = 3
-_MOVES = ("reshape", "broadcast_in_dim", "transpose")
 
 
 def bf16_pieces(kernel: Kernel) -> Kernel:
@@ -73,12 +72,9 @@ def _is_of_bytes(dot: Op, b: Rewriter) -> bool:
     """Whether the bf16 side was bools or bytes, which are finite."""
     value = next(v for v in dot.operands if v.type.dtype == BF16)
     op = b.producer(value)
-    while op is not None and op.name in _MOVES:
+    while op is not None and op.name in MOVES:
         op = b.producer(op.operands[0])
-    if op is None or op.name != "cast":
-        return False
-    source = op.operands[0].type.dtype
-    return source.bits <= 8 and not source.is_float
+    return op is not None and op.name == "cast" and is_bytes(op.operands[0].type.dtype)
 
 
 def _products(op: Op, b: Rewriter) -> list[Value]:

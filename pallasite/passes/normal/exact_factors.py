@@ -19,7 +19,7 @@ from pallasite.ir.types import BF16, F16, F32, DType
 from pallasite.passes.normal.canonicalize import canonicalize
 
 EXACT = (None, "default", "highest", "ieee")  # precisions that round no operand
-_MOVES = ("reshape", "broadcast_in_dim", "transpose")
+MOVES = ("reshape", "broadcast_in_dim", "transpose")
 _SMALL_FLOATS = ("f8e4m3fn", "f8e5m2")
 _FURTHEST = 8  # ops between a widening and the dot
 
@@ -60,7 +60,7 @@ def _narrow(b: Rewriter, value: Value, dtype: DType, ops: int = 0) -> Value | No
     if op.name == "cast" and _fits(op.operands[0].type.dtype, dtype):
         return b.cast(op.operands[0], dtype)
     first = int(op.name == "select_n")
-    if op.name in _MOVES or first:
+    if op.name in MOVES or first:
         found = [_narrow(b, v, dtype, ops + 1) for v in op.operands[first:]]
         known = [v for v in found if v is not None]
         if len(known) == len(found):
@@ -68,10 +68,14 @@ def _narrow(b: Rewriter, value: Value, dtype: DType, ops: int = 0) -> Value | No
     return None
 
 
+def is_bytes(dtype: DType) -> bool:
+    """Whether a type has whole numbers only, of at most eight bits."""
+    return dtype.bits <= 8 and not dtype.is_float
+
+
 def _fits(source: DType, dtype: DType) -> bool:
     """Whether a type has all numbers of another."""
-    small = source.bits <= 8 and not source.is_float
-    return small or source == dtype or source.name in _SMALL_FLOATS
+    return is_bytes(source) or source == dtype or source.name in _SMALL_FLOATS
 
 
 def _holds(dtype: DType, number: float) -> bool:
