@@ -8,7 +8,7 @@ ordinary kernels: every backend runs them, and they can be batched and different
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, prod
@@ -77,6 +77,11 @@ class BackwardPlan:
     machine: Machine  # for which it was chosen
     merges: tuple[Merge, ...] = ()  # of what programs scatter, after all steps
 
+    @property
+    def flowing(self) -> set[Value]:
+        """The refs of all cotangents of results."""
+        return {*self.seeds.values(), *self.changing.values()}
+
 
 @dataclass(frozen=True)
 class Way:
@@ -118,7 +123,8 @@ def keeping(
     if made is None:
         return None
     arrays: dict[Value, Any] = dict(zip(made.backward.primals, primals, strict=True))
-    arrays |= _run(call, made.forward, arrays, _names(call.partition, made.backward))
+    names = _names(call.partition, made.backward)
+    arrays |= _run(call, made.forward, arrays, names, set())
     results = [arrays[ref] for ref in made.results]
     return results, [arrays[ref] for ref in (*made.results, *made.kept)]
 
@@ -166,7 +172,7 @@ def cotangents(
         arrays[ref] = start.astype(ref.ref.dtype.np)
     names = _names(call.partition, made)
     for step in made.steps:
-        arrays |= _run(call, step, arrays, names)
+        arrays |= _run(call, step, arrays, names, made.flowing)
     final = {ref: made.primals[n].ref.dtype for n, ref in made.targets.items()}
     run = partial(_run_plain, call)
     for merge in made.merges:
@@ -184,6 +190,7 @@ def _run_plain(call: Any, kernel: Kernel, operands: Sequence[Any]) -> list[Any]:
     from pallasite.primitive import bind_call
 
     options = replace(call, kernel=kernel, cost_estimate=None, partition=None)
+    options = replace(options, flowing=())
     return bind_call(options, operands)
 
 
@@ -205,12 +212,15 @@ def _run(
     step: Built,
     arrays: dict[Value, Any],
     names: dict[Value, Sequence[str]],
+    flowing: Collection[Value],
 ) -> dict[Value, Any]:
+    """The results of one kernel; `flowing`: refs of cotangents that it may take."""
     from pallasite.primitive import bind_call
 
     known = [names.get(ref, ()) for ref in (*step.operands, *step.results)]
     rule = inherit(call.partition, step.kernel, known)
     options = replace(call, kernel=step.kernel, cost_estimate=None, partition=rule)
+    options = replace(options, flowing=step.taking(flowing))
     results = bind_call(options, [arrays[ref] for ref in step.operands])
     whole = [
         jnp.sum(x, axis=tuple(range(x.ndim - ref.ref.rank))) if parts > 1 else x

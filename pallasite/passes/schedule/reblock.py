@@ -34,6 +34,8 @@ from pallasite.passes.analysis.loop_dims import (
 from pallasite.passes.lower.place_windows import number_facts, unclamped
 from pallasite.passes.normal.resized_code import CannotReblock, Joined, Part, Resized
 
+NO_AXIS = "no parallel axis numbers its blocks"
+
 
 def cut(kernel: Kernel, place: Place, parts: int) -> Kernel:
     """Programs with 1/`parts` of the blocks along a dimension, and more programs.
@@ -67,6 +69,14 @@ def grow(kernel: Kernel, place: Place, factor: int, selects: bool = False) -> Ke
     """
     found, dim = in_pipeline(kernel, place)
     return _Grow(found, dim, factor, selects).kernel()
+
+
+def grow_whole(kernel: Kernel, place: Place) -> Kernel:
+    """All programs along a dimension merged into one, with a block of its exact size:
+    nothing past the ends of the arrays is left. Arguments and errors as for `grow`."""
+    found, dim = in_pipeline(kernel, place)
+    most = max(each.n for each in _moved(found, dim))
+    return _Grow(found, dim, -(-most // dim.size), False, most).kernel()
 
 
 def may_cut(found: LoopDims, dim: LoopDim, parts: int) -> bool:
@@ -305,7 +315,14 @@ def _steps(found: LoopDims, dim: LoopDim, parts: int, axis: int) -> int:
 class _Grow:
     """Merges neighbours along the axis that indexes the blocks of one dimension."""
 
-    def __init__(self, found: LoopDims, dim: LoopDim, factor: int, selects: bool):
+    def __init__(
+        self,
+        found: LoopDims,
+        dim: LoopDim,
+        factor: int,
+        selects: bool,
+        size: int | None = None,  # of the block of a single program, at most
+    ):
         self.found, self.dim, self.factor = found, dim, factor
         self.selects = selects
         reason = found.why_not_free(dim)
@@ -313,15 +330,17 @@ class _Grow:
             raise CannotReblock(reason)
         axis = axis_of(found, dim)
         if axis is None:
-            raise CannotReblock("no parallel axis numbers its blocks")
+            raise CannotReblock(NO_AXIS)
         if dim.is_merged:
             raise CannotReblock(MERGED)
         if dim.spans:
             raise CannotReblock("a load selects a part of an array without a window")
-        self.axis, self.size = axis, dim.size * factor
+        self.axis, self.size = axis, size or dim.size * factor
         steps = found.pipeline.grid[axis]
         assert steps is not None
         self.steps = -(-steps // factor)
+        if size is not None and self.steps > 1:
+            raise CannotReblock("its axis has more steps than the array has blocks")
         self.moved = {m.number: m for m in _moved(found, dim)}
         for number, shown in enumerate(found.pipeline.shown):
             self._check_window(number, shown, steps)
@@ -344,7 +363,7 @@ class _Grow:
             raise CannotReblock(f"{name} has elements that no program writes")
 
     def kernel(self) -> Kernel:
-        if self.factor == 1:
+        if self.size == self.dim.size:
             return self.found.kernel
         return _rebuilt(self.found, self.dim, self.size, self._pipeline)
 
