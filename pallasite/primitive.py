@@ -49,6 +49,7 @@ from pallasite.target import CHIPS, Chip, Host, chip, chip_of_device, host, name
 if TYPE_CHECKING:
     from pallasite.passes.schedule.plan_parts import Plan, Serial
     from pallasite.passes.schedule.split_axis import Program
+    from pallasite.passes.schedule.whole_arrays import WholeArrays
 
 
 def for_platform(call: "Call", platform: str) -> "Call":
@@ -269,9 +270,9 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
         warn_serial(call.kernel, found.serial)
     chosen = choose(call, platform, exporting, chip)
     if chosen.arrays is not None:
-        from pallasite.emulation.emulate import emulate
+        from pallasite.emulation.emulate import emulate_arrays
 
-        return _lower_function(ctx, operands, emulate(chosen.arrays))
+        return _lower_function(ctx, operands, emulate_arrays(chosen.arrays))
     if chosen.launch is None:
         _announce(chosen, call, platform, ctx)
         return _lower_emulation(ctx, *operands, call=call)
@@ -377,7 +378,7 @@ class Choice:
     backend: str
     refusals: tuple[tuple[str, Exception], ...] = ()
     launch: base.Launch | None = None
-    arrays: Kernel | None = None
+    arrays: "WholeArrays | None" = None
 
     def __str__(self) -> str:
         why = "\n".join(str(error) for _, error in self.refusals)
@@ -425,7 +426,7 @@ def choose(
 
 def on_arrays(
     call: Call, platform: str | None, chip: Chip | None = None
-) -> Kernel | None:
+) -> "WholeArrays | None":
     """The kernel that XLA computes on whole arrays; None if a backend compiles it.
 
     Only kernels that derivatives made are candidates, and only where nobody has named a

@@ -94,6 +94,8 @@ def test_mapped_and_differentiated_again():
         jax.vmap(gradient())(*args),
         jax.vmap(gradient(interpret=True))(*args),
     )
+    pull = lambda x, y: jax.vjp(gate, x, y)[1](x)
+    assert calls_of(jax.vmap(pull), *args) == []
     x, y = operands((5, 3))
     again = lambda **options: jax.grad(
         lambda x: sum((g**2).sum() for g in gradient(**options)(x, y))

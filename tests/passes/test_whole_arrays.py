@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite.emulation.emulate import emulate_arrays
 from pallasite.ir.verify import verify
 from pallasite.passes.schedule.whole_arrays import for_xla, on_whole_arrays, why_native
 from pallasite.sites import calls_in
@@ -31,6 +32,12 @@ def mapped(body, shape=(30, 200), block=(8, 64), fill=None, **options):
     return kernel_of(body, [shape], Shape(shape, F32), grid, [spec], spec, **options)
 
 
+def whole(kernel, batches=0):
+    made = on_whole_arrays(kernel)
+    assert len(made.batches) == batches
+    return made.kernel
+
+
 def masked(x_ref, o_ref):
     """By position in the array, with the number of the program."""
     rows, columns = o_ref.shape
@@ -44,7 +51,7 @@ def masked(x_ref, o_ref):
 @pytest.mark.parametrize("shape", [(30, 200), (32, 192), (1, 5)])
 def test_masks_and_program_ids_follow(shape):
     kernel = mapped(masked, shape)
-    made = on_whole_arrays(kernel)
+    made = whole(kernel)
     verify(made)
     if shape > (8, 64):  # one block may be larger than the array
         assert f"in[{shape[0]}, {shape[1]}]" in made.text
@@ -61,8 +68,50 @@ def test_blocks_are_turned():
     spec = pl.BlockSpec((8, 64), lambda i, j: (i, j))
     out = pl.BlockSpec((64, 8), lambda i, j: (j, i))
     shapes = [(30, 200)], Shape((200, 30), F32)
-    made = on_whole_arrays(kernel_of(turn, *shapes, (4, 4), [spec], out))
+    made = whole(kernel_of(turn, *shapes, (4, 4), [spec], out))
     assert "f32[200,30] = transpose" in made.text and "grid=(1, 1)" in made.text
+
+
+@pytest.mark.parametrize("squeezed", [0, 1, 2])
+def test_elements_of_a_batch_are_mapped(squeezed):
+    def scaled(x_ref, w_ref, o_ref):
+        o_ref[...] = x_ref[...] * w_ref[...]
+
+    shape, block = [5, 5, 5], [3, 3, 3]
+    block[squeezed] = None
+    grid = tuple(5 if b is None else 2 for b in block)
+    spec = pl.BlockSpec(tuple(block), lambda i, j, k: (i, j, k))
+    shared = pl.BlockSpec((1, 3), lambda i, j, k: (0, k if squeezed < 2 else j))
+    shapes = [shape, (1, 5)]
+    out = Shape(shape, F32)
+    kernel = kernel_of(scaled, shapes, out, grid, [spec, shared], spec)
+    made = on_whole_arrays(kernel)
+    (batch,) = made.batches
+    assert (batch.inputs, batch.outputs) == ((squeezed, None), (squeezed,))
+    assert "ref<f32[5,5] block>" in made.kernel.text
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=s).astype(np.float32) for s in shapes)
+    (want,) = outputs(kernel, [x, w])
+    np.testing.assert_array_equal(emulate_arrays(made)(x, w)[0], want)
+
+
+def test_batches_whose_elements_are_not_alike_stay():
+    def numbered(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + pl.program_id(0)
+
+    def copy(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    row = pl.BlockSpec((None, 64), lambda i: (i, 0))
+    shapes = [(8, 64)], Shape((8, 64), F32)
+    call = lambda body, read, steps=8: on_whole_arrays(
+        kernel_of(body, *shapes, (steps,), [read], row)
+    )
+    assert not isinstance(call(copy, row), str)
+    assert call(numbered, row) == "no parallel axis numbers its blocks"
+    assert call(copy, row, 7) == "no parallel axis numbers its blocks"
+    back = pl.BlockSpec((None, 64), lambda i: (7 - i, 0))
+    assert isinstance(call(copy, back), str)
 
 
 def halves(x_ref, o_ref):

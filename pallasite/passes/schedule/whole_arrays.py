@@ -4,6 +4,7 @@ In: parallel programs that read blocks, compute each element from those at its p
 move dimensions, and write whole blocks. Out: one program whose blocks are the arrays.
 Its ops are then operations on arrays as XLA has them, so XLA can fuse them with what
 makes the operands and with what uses the results, which it cannot do with a kernel.
+Axes that index single elements (a batch) are left to `jax.vmap` (`unbatch.py`).
 
 Proof: `reblock.py` merges programs along an axis only if each position is computed from
 the same position of everything else; what is past the end of an array is not computed.
@@ -12,6 +13,7 @@ operation computes is no longer written and read.
 """
 
 import functools
+from dataclasses import dataclass
 from math import prod
 
 from pallasite.ir.nodes import Access, Kernel, Op, Value, walk
@@ -25,6 +27,7 @@ from pallasite.passes.analysis.loop_dims import loop_dims
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.run import run
 from pallasite.passes.schedule.reblock import NO_AXIS, grow_whole
+from pallasite.passes.transform.unbatch import Unbatched, unbatch
 from pallasite.target import Machine
 
 # Besides elementwise ops. Others (`pad`, `concatenate`) are cheap for a program that
@@ -33,20 +36,39 @@ _OPS = ("constant", "iota", "broadcast_in_dim", "reshape", "transpose")
 _LEAST_SAVED = 0.1  # of the bytes that a kernel and what makes its operands move
 
 
+@dataclass(frozen=True)
+class WholeArrays:
+    """A kernel as one program on whole arrays, mapped over batches, the last first."""
+
+    kernel: Kernel
+    batches: tuple[Unbatched, ...] = ()
+
+
 @functools.lru_cache(maxsize=1024)
-def on_whole_arrays(kernel: Kernel) -> Kernel | str:
+def on_whole_arrays(kernel: Kernel) -> WholeArrays | str:
     """The kernel as one program on whole arrays, or why it is none."""
     reason = _other_than_map(kernel)
     if reason:
         return reason
+    kernel, batches = run(kernel), list[Unbatched]()
+    while (one := _unbatched(kernel)) is not None:
+        batches.append(one)
+        kernel = one.kernel
     try:
-        made = _grown(run(kernel))
+        made = _grown(kernel)
     except CannotReblock as error:
         return str(error)
-    return _shows_less(made) or made
+    return _shows_less(made) or WholeArrays(made, tuple(batches))
 
 
-def for_xla(kernel: Kernel, given: tuple[int, ...], machine: Machine) -> Kernel | None:
+def _unbatched(kernel: Kernel) -> Unbatched | None:
+    axes = range(len(Pipeline.of(find_pipeline(kernel)).grid))
+    return next(filter(None, (unbatch(kernel, axis) for axis in axes)), None)
+
+
+def for_xla(
+    kernel: Kernel, given: tuple[int, ...], machine: Machine
+) -> WholeArrays | None:
     """The kernel on whole arrays, if XLA is to compute it; arguments: `why_native`."""
     if why_native(kernel, given, machine):
         return None
@@ -69,7 +91,7 @@ def why_native(kernel: Kernel, given: tuple[int, ...], machine: Machine) -> str:
     made = on_whole_arrays(kernel)
     if isinstance(made, str):
         return made
-    work = cost(made)
+    work = cost(made.kernel).times(prod(one.size for one in made.batches))
     if machine.computing(work.flops, work.transcendentals) > machine.copying(moved):
         return "it takes longer to compute than to read and write"
     return ""
