@@ -372,14 +372,15 @@ def _plan(
     written = Roots(program.body).written(program.body)
     moving = {ref for ref in changing.values() if ref in written}
     variants: list[tuple[Program, list[Merge]]] = [(program, [])]
+    gathered = list[Program]()
     if not moving:
-        program = gather_overlaps(program.simplified(), results)
+        program, gathered = gather_overlaps(program.simplified(), results)
         most = MOST_SCATTERED * sum(map(_bytes, kernel.params))
         variants = _scattered(program, list(targets.values()), most, machine)
     # Partial sums are for small operands, such as the weights of a norm.
     sums = _Sums.of(kernel, machine)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
-    ways = _Ways(results, moving, sums, final).all(variants, made)
+    ways = _Ways(results, moving, sums, final).all(variants, gathered, made)
     return BackwardPlan(
         ways[0].steps,
         kernel.inputs,
@@ -402,11 +403,16 @@ class _Ways:
     final: dict[Value, T.DType]  # the types of the cotangents
 
     def all(
-        self, variants: Sequence[tuple[Program, Sequence[Merge]]], made: Reversed
+        self,
+        variants: Sequence[tuple[Program, Sequence[Merge]]],
+        gathered: Sequence[Program],
+        made: Reversed,
     ) -> list[Way]:
-        """All of them, the fastest first."""
+        """All of them, the fastest first; `gathered`: programs that all have."""
+        for program in gathered:
+            _check_lost(program, made)
         ways = [
-            self.way(stages, merges)
+            self.way(stages.with_more(gathered), merges)
             for program, merges in variants
             for stages in _alternatives(
                 program, made, self.added(merges), bool(self.moving)
@@ -514,14 +520,7 @@ def _alternatives(
     what they share; if that includes matmuls, a single kernel is an alternative.
     """
     program = program.simplified()
-    for ref in main_refs(program.body):
-        if ref in made.lost:
-            op = made.lost[ref]
-            raise NoBackwardKernel(
-                "the backward pass needs a value that was stored to a result or an "
-                "operand",
-                at=op.loc,
-            )
+    _check_lost(program, made)
     if moving:
         return [Stages((program,))]
     repeating = False
@@ -534,6 +533,16 @@ def _alternatives(
 
     careful = split(program, repeats_nothing)
     return [careful, split(program, lambda _: True)] if repeating else [careful]
+
+
+def _check_lost(program: Program, made: Reversed) -> None:
+    for ref in main_refs(program.body):
+        if ref in made.lost:
+            raise NoBackwardKernel(
+                "the backward pass needs a value that was stored to a result or an "
+                "operand",
+                at=made.lost[ref].loc,
+            )
 
 
 def _repeats_products(stage: Program, results: Sequence[Value]) -> bool:
