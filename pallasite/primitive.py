@@ -72,6 +72,8 @@ class Call:
     partition: bool | Partition | None = None  # under sharded jit; False: not split
     fused: tuple[str, ...] = ()  # what `pl.fuse` did, and why not more
     own: bool = False  # one of the package's kernels, whose users do not choose blocks
+    # Per operand, the first that is the same array; empty: none is known to be.
+    equal: tuple[int, ...] = ()
     configured: Configured | None = field(default=None, compare=False)  # for tools
 
     def __repr__(self) -> str:
@@ -130,6 +132,11 @@ def bind_call(call: Call, operands: Sequence[Any]) -> list[Any]:
     configured = of_call()
     if configured is not None:
         call = replace(call, configured=configured)
+    firsts = {id(x): n for n, x in reversed(list(enumerate(operands)))}
+    equal = tuple(firsts[id(x)] for x in operands)
+    equal = equal if len(firsts) < len(operands) else ()
+    if equal != call.equal:
+        call = replace(call, equal=equal)
     return call_p.bind(*operands, call=call)
 
 

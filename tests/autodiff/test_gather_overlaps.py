@@ -244,11 +244,19 @@ def grid_of(kernel):
 
 
 def test_rows_of_the_blocks_beside():
+    """The array is one operand, with one cotangent."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(32, 12)), jnp.float32)
-    (kernel,) = kernels_in(neighbours, x)
-    made = full_plan(kernel)
-    assert not made.merges
-    assert all(grid_of(step.kernel) == (4,) for step in made.steps)
+    report = pl.explain_grad(neighbours)(x)
+    (kernel,) = report.kernels
+    assert grid_of(kernel) == (4,) and len(kernel.outputs) == 1
+    assert [row.operand for row in report.operands] == [
+        "above_ref",
+        "here_ref",
+        "below_ref",
+    ]
+    assert "the same array as above_ref" in report.operands[1].why
+    gradient = jax.grad(lambda x: neighbours(x).sum())
+    assert len(kernels_in(gradient, x)) == 2
 
     def reference(x):
         p = jnp.pad(x, ((1, 1), (0, 0)))
