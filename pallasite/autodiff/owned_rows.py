@@ -88,11 +88,9 @@ class _NotByRowsError(Exception):
 
 
 def _find(program: Program, ref: Value, loops: dict[Op, tuple[Op, ...]]) -> bool:
-    """Collect loops over rows, with what adds in them; whether there is nothing else."""
-    made, written = (
-        producers_of(program.body),
-        Roots(program.body).written(program.body),
-    )
+    """Collect loops over rows, with what adds in them; whether nothing else adds."""
+    made = producers_of(program.body)
+    written = Roots(program.body).written(program.body)
 
     def visit(block: Block) -> bool:
         for op in block.ops:
