@@ -15,6 +15,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, BlockDim, Op, Span, Value
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import used_values
+from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.analysis.step_table import StepTable
@@ -251,17 +252,16 @@ class MovedTiles:
 
     def _rows_of_product(self, op: Op, moving: tuple[Along, ...]) -> Value:
         """Rows of a matmul are those of its first operand, times the same matrix."""
-        x, y = op.operands
-        (summed, _), (batch, _) = op.attrs["contract"], op.attrs["batch"]
-        rows = [d for d in range(x.tile.rank) if d not in summed]
-        dims = [a.tile_dim or 0 for a in moving]
-        same = self.is_same(y, moving)
-        if batch or not same or not all(d < len(rows) for d in dims):
+        left, right = Dot.of(op).sides
+        rows, dims = left.free, [a.tile_dim or 0 for a in moving]
+        same = self.is_same(right.value, moving)
+        if left.batch or not same or not all(d < len(rows) for d in dims):
             raise NotMoved
         inner = tuple(
             a._replace(tile_dim=rows[d]) for a, d in zip(moving, dims, strict=True)
         )
-        return self.builder.op("dot", self._extended(x, inner), y, **op.attrs)
+        x = self._extended(left.value, inner)
+        return self.builder.op("dot", x, right.value, **op.attrs)
 
     def _selects(self, op: Op, moves: Sequence[bool]) -> bool:
         """Whether a choice is of zero where what moves is."""
