@@ -34,6 +34,7 @@ from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
 from pallasite.autodiff.owned_blocks import owned_blocks
+from pallasite.autodiff.owned_rows import owned_rows
 from pallasite.autodiff.per_program import Program, main_refs
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
@@ -586,6 +587,13 @@ def _kernels(
             if owned is not None:
                 mine.remove(p)
                 pending.append((owned, [place(owned, p.ref)]))
+                continue
+            by_rows = owned_rows(stage, p.ref)
+            if by_rows is not None:
+                mine.remove(p)
+                reach = [place(by_rows.reach, ref) for ref in by_rows.refs]
+                pending.append((by_rows.reach, reach))
+                pending.append((by_rows.rows, [place(by_rows.rows, p.ref)]))
     for group in [together(mine)] if changing else groups(mine):
         pending.append((only(stage, [p.ref for p in group]), group))
     for program, group in pending:
