@@ -75,6 +75,8 @@ class Call:
     own: bool = False  # one of the package's kernels, whose users do not choose blocks
     # Of a derivative's kernel: the operands that are tangents or cotangents.
     flowing: tuple[int, ...] = ()
+    # Per operand, the first that is the same array; empty: none is known to be.
+    equal: tuple[int, ...] = ()
     configured: Configured | None = field(default=None, compare=False)  # for tools
 
     def __repr__(self) -> str:
@@ -133,6 +135,11 @@ def bind_call(call: Call, operands: Sequence[Any]) -> list[Any]:
     configured = of_call()
     if configured is not None:
         call = replace(call, configured=configured)
+    firsts = {id(x): n for n, x in reversed(list(enumerate(operands)))}
+    equal = tuple(firsts[id(x)] for x in operands)
+    equal = equal if len(firsts) < len(operands) else ()
+    if equal != call.equal:
+        call = replace(call, equal=equal)
     return call_p.bind(*operands, call=call)
 
 

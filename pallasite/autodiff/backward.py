@@ -34,6 +34,7 @@ from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
 from pallasite.autodiff.owned_blocks import owned_blocks
+from pallasite.autodiff.owned_rows import owned_rows
 from pallasite.autodiff.per_program import Program, main_refs
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
@@ -382,14 +383,15 @@ def _plan(
     written = Roots(program.body).written(program.body)
     moving = {ref for ref in changing.values() if ref in written}
     variants: list[tuple[Program, list[Merge]]] = [(program, [])]
+    gathered = list[Program]()
     if not moving:
-        program = gather_overlaps(program.simplified(), results)
+        program, gathered = gather_overlaps(program.simplified(), results)
         most = MOST_SCATTERED * sum(map(_bytes, kernel.params))
         variants = _scattered(program, list(targets.values()), most, machine)
     # Partial sums are for small operands, such as the weights of a norm.
     sums = _Sums.of(kernel, machine)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
-    ways = _Ways(results, moving, sums, final).all(variants, made)
+    ways = _Ways(results, moving, sums, final).all(variants, gathered, made)
     return BackwardPlan(
         ways[0].steps,
         kernel.inputs,
@@ -412,11 +414,16 @@ class _Ways:
     final: dict[Value, T.DType]  # the types of the cotangents
 
     def all(
-        self, variants: Sequence[tuple[Program, Sequence[Merge]]], made: Reversed
+        self,
+        variants: Sequence[tuple[Program, Sequence[Merge]]],
+        gathered: Sequence[Program],
+        made: Reversed,
     ) -> list[Way]:
-        """All of them, the fastest first."""
+        """All of them, the fastest first; `gathered`: programs that all have."""
+        for program in gathered:
+            _check_lost(program, made)
         ways = [
-            self.way(stages, merges)
+            self.way(stages.with_more(gathered), merges)
             for program, merges in variants
             for stages in _alternatives(
                 program, made, self.added(merges), bool(self.moving)
@@ -524,14 +531,7 @@ def _alternatives(
     what they share; if that includes matmuls, a single kernel is an alternative.
     """
     program = program.simplified()
-    for ref in main_refs(program.body):
-        if ref in made.lost:
-            op = made.lost[ref]
-            raise NoBackwardKernel(
-                "the backward pass needs a value that was stored to a result or an "
-                "operand",
-                at=op.loc,
-            )
+    _check_lost(program, made)
     if moving:
         return [Stages((program,))]
     repeating = False
@@ -544,6 +544,16 @@ def _alternatives(
 
     careful = split(program, repeats_nothing)
     return [careful, split(program, lambda _: True)] if repeating else [careful]
+
+
+def _check_lost(program: Program, made: Reversed) -> None:
+    for ref in main_refs(program.body):
+        if ref in made.lost:
+            raise NoBackwardKernel(
+                "the backward pass needs a value that was stored to a result or an "
+                "operand",
+                at=made.lost[ref].loc,
+            )
 
 
 def _repeats_products(stage: Program, results: Sequence[Value]) -> bool:
@@ -596,6 +606,13 @@ def _kernels(
             if owned is not None:
                 mine.remove(p)
                 pending.append((owned, [place(owned, p.ref)]))
+                continue
+            by_rows = owned_rows(stage, p.ref)
+            if by_rows is not None:
+                mine.remove(p)
+                reach = [place(by_rows.reach, ref) for ref in by_rows.refs]
+                pending.append((by_rows.reach, reach))
+                pending.append((by_rows.rows, [place(by_rows.rows, p.ref)]))
     for group in [together(mine)] if changing else groups(mine):
         pending.append((only(stage, [p.ref for p in group]), group))
     for program, group in pending:

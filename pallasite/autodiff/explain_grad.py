@@ -20,6 +20,7 @@ from pallasite.sites import calls_in
 if TYPE_CHECKING:
     from pallasite.autodiff.backward import BackwardPlan, KeepingPlan
     from pallasite.autodiff.backward_windows import Built
+    from pallasite.primitive import Call
     from pallasite.target import Machine
 
 KERNEL, XLA, FUNCTIONAL, NONE = "kernel", "xla", "functional", "none"
@@ -92,12 +93,36 @@ def explain_grad(function: Callable[..., Any]) -> Callable[..., GradReport]:
         kernels: list[Kernel] = []
         ways: list[str] = []
         for call in calls:
-            rows += explain(call.kernel, call.backend)
-            kernels += backward_kernels(call.kernel, call.backend)
-            ways += ways_of(call.kernel, call.backend)
+            kernel, backend = differentiated(call), call.backend
+            rows += _with_equal(explain(kernel, backend), call, kernel)
+            kernels += backward_kernels(kernel, backend)
+            ways += ways_of(kernel, backend)
         return GradReport(tuple(rows), tuple(kernels), tuple(ways))
 
     return explained
+
+
+def differentiated(call: "Call") -> Kernel:
+    """The kernel of a call, as its derivatives see it."""
+    from pallasite.autodiff.equal_operands import with_operands
+
+    return with_operands(call)[0]
+
+
+def _with_equal(
+    rows: list[OperandGrad], call: "Call", kernel: Kernel
+) -> list[OperandGrad]:
+    """A row for each operand of a call, also for those that are the same array."""
+    all_rows, pending = list[OperandGrad](), iter(rows)
+    for n, ref in enumerate(call.kernel.inputs):
+        if ref in kernel.inputs:
+            all_rows.append(next(pending))
+            continue
+        one = all_rows[call.equal[n]]
+        why = f"the same array as {one.operand}: one cotangent for both"
+        name = ref.name or f"operand {n}"
+        all_rows.append(OperandGrad(kernel.name, name, one.tier, why))
+    return all_rows
 
 
 def explain(kernel: Kernel, backend: str | None = None) -> list[OperandGrad]:

@@ -72,7 +72,7 @@ def call_task(call: Any, bind: Callable[..., Any]) -> Task:
 
     def split_kernel(splits: Mapping[int, int]) -> tuple[Function, Sequence[int]]:
         part = shard(rule, splits)
-        one = replace(call, kernel=part.kernel, partition=False)
+        one = replace(call, kernel=part.kernel, partition=False, equal=())
         return lambda *operands: bind(one, operands), part.offset_axes
 
     compute = split_kernel if local is None else _given(local)
