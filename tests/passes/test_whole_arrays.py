@@ -110,6 +110,18 @@ def test_batches_whose_elements_are_not_alike_stay():
     assert not isinstance(call(copy, row), str)
     assert call(numbered, row) == "no parallel axis numbers its blocks"
     assert call(copy, row, 7) == "no parallel axis numbers its blocks"
+
+    def stored(x_ref, o_ref):
+        x_ref[...] = x_ref[...] * 2
+        o_ref[...] = x_ref[...]
+
+    same = pl.BlockSpec((1, 64), lambda i: (0, 0))
+    shared = [(1, 64)], Shape((8, 1, 64), F32)
+    element = pl.BlockSpec((None, 1, 64), lambda i: (i, 0, 0))
+    once = kernel_of(copy, *shared, (8,), [same], element)
+    assert not isinstance(on_whole_arrays(once), str)
+    again = kernel_of(stored, *shared, (8,), [same], element)
+    assert isinstance(on_whole_arrays(again), str)
     back = pl.BlockSpec((None, 64), lambda i: (7 - i, 0))
     assert isinstance(call(copy, back), str)
 
