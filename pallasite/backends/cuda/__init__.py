@@ -78,6 +78,8 @@ TILES = Tiles(
     most_columns=MOST_COLUMNS,
     lone=1.15,
     reloads=False,
+    of_thread=224,
+    fills=True,
 )
 MASK_ELEMENTS = 1024  # from which unmasked iterations are worth a loop of their own
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads

@@ -1,8 +1,8 @@
 """guarded_updates: memory that only one branch changes is loaded and stored in it.
 
 In: `old = ref[...]`, a branch that gives `old` or something new, and a store of all of
-`ref` with what it gave, as a loop's carried values become where the loop is a grid axis.
-Out: a branch that loads and stores, which is how authors write it (`pl.when`) and what
+`ref` with what it gave, as carried values of a loop are once it is a grid axis. Out: a
+branch that loads and stores, which is how authors write it (`pl.when`) and what
 analyses of steps read (`step_sums.py`).
 
 Proof: where the branch is not taken, memory keeps what the store would have put back.
@@ -49,18 +49,15 @@ class _Updates:
         return Block(block.params, tuple(ops), block.yields)
 
     def stores(self, ops: Sequence[Op], n: int) -> list[Op]:
-        """The stores of what a branch gives, if it is all stored where it was loaded."""
+        """The stores of what a branch gives, if all of it goes where it was loaded."""
         cond = ops[n]
-        if cond.name != "cond" or not cond.results or self.idle(ops[:n], cond) is None:
+        if cond.name != "cond" or not cond.results:
             return []
-        found: list[Op] = []
-        for result in cond.results:
-            store = self.store_of(ops, n, result)
-            if store is None:
-                return []
-            found.append(store)
         idle = self.idle(ops[:n], cond)
-        assert idle is not None
+        stores = [self.store_of(ops, n, result) for result in cond.results]
+        found = [store for store in stores if store is not None]
+        if idle is None or len(found) < len(stores):
+            return []
         pairs = zip(idle, found, strict=True)
         same = all(load.operands[0] is store.operands[0] for load, store in pairs)
         refs = {store.operands[0] for store in found}
@@ -94,9 +91,7 @@ class _Updates:
         """Whether nothing stores to what a load read before the branch."""
         ref = load.operands[0]
         after = before[before.index(load) + 1 :]
-        return not any(
-            _uses(op, ref) and not _is_whole(op, "load") for op in after
-        )
+        return not any(_uses(op, ref) and not _is_whole(op, "load") for op in after)
 
     def guarded(self, ops: Sequence[Op], cond: Op, stores: Sequence[Op]) -> Op:
         loads = self.idle(ops[: ops.index(cond)], cond)

@@ -33,6 +33,12 @@ from pallasite.passes.analysis.loop_dims import (
 )
 from pallasite.passes.lower.place_windows import number_facts, unclamped
 from pallasite.passes.normal.resized_code import CannotReblock, Joined, Part, Resized
+from pallasite.passes.schedule.widen_steps import (
+    RunningSteps,
+    Wider,
+    dims_of_steps,
+    walked,
+)
 
 
 def cut(kernel: Kernel, place: Place, parts: int) -> Kernel:
@@ -51,7 +57,13 @@ def cut(kernel: Kernel, place: Place, parts: int) -> Kernel:
     return _Cut(found, dim, parts).kernel()
 
 
-def grow(kernel: Kernel, place: Place, factor: int, selects: bool = False) -> Kernel:
+def grow(
+    kernel: Kernel,
+    place: Place,
+    factor: int,
+    selects: bool = False,
+    fills: bool = False,
+) -> Kernel:
     """Programs with `factor` times the blocks along a dimension, and fewer programs.
 
     Args:
@@ -61,12 +73,23 @@ def grow(kernel: Kernel, place: Place, factor: int, selects: bool = False) -> Ke
         selects: whether programs may be merged of which only some take a branch; the
             branch then runs for all of them, and each element that it stores is
             selected.
+        fills: whether they may be merged if the branch only updates maxima and adds to
+            sums; what it adds for the others is made minus infinity or zero.
 
     Raises:
         CannotReblock: neighbours are not parts of one larger program.
     """
     found, dim = in_pipeline(kernel, place)
-    return _Grow(found, dim, factor, selects).kernel()
+    try:
+        return _Grow(found, dim, factor, selects).kernel()
+    except CannotReblock:
+        if not fills or not any(op.name == "cond" for op in found.pipeline.body.ops):
+            raise
+    found = dims_of_steps(kernel)
+    dim = found.at(place)
+    if dim is None:
+        raise CannotReblock("no block has this dimension")
+    return _GrowSteps(found, dim, factor).kernel()
 
 
 def may_cut(found: LoopDims, dim: LoopDim, parts: int) -> bool:
@@ -362,7 +385,7 @@ class _Grow:
             yields = list(old.yields)
             yields[each.position] = old.params[self.axis]
             maps[number] = replace(old, yields=tuple(yields))
-        grown = Joined(self.dim, self.size, pipeline.ids[self.axis], self.selects)
+        grown = self.code()
         grown.new |= scratch
         return pipeline.with_(
             grid=tuple(grid),
@@ -370,6 +393,40 @@ class _Grow:
             maps=tuple(maps),
             body=grown.block(pipeline.body),
         ).to_op()
+
+    def code(self) -> Joined:
+        index = self.found.pipeline.ids[self.axis]
+        return Joined(self.dim, self.size, index, self.selects)
+
+
+class _GrowSteps(_Grow):
+    """Merges neighbours of which only some take the branch of a step.
+
+    It runs if any of them takes it. A maximum does not change with minus infinity, nor
+    a sum with a product of zero; what scales the sum, a power of how much the maximum
+    changed, is one then, if the maximum was finite.
+    """
+
+    def __init__(self, found: LoopDims, dim: LoopDim, factor: int):
+        super().__init__(found, dim, factor, selects=False)
+        steps = walked(found)
+        if steps is None or steps is dim:
+            raise CannotReblock("no axis steps along a dimension of its blocks")
+        proof = RunningSteps(found, steps, cut=True)
+        if proof.guard is None:
+            raise CannotReblock("no branch skips steps")
+        if not all(state.is_finite for state in proof.proved.maxima):
+            raise CannotReblock("a maximum may start as minus infinity")
+        self.made, self.guard = proof.made, proof.guard
+        index = found.pipeline.ids[self.axis]
+        parts = tuple(p for p in self.guard.parts if proof.depends(p, [index]))
+        self.fills = proof.proved.fills_along(dim, parts)
+
+    def code(self) -> Joined:
+        ids = self.found.pipeline.ids
+        code = Wider(self.dim, self.size, ids[self.axis], self.made, ids)
+        code.guard, code.fills = self.guard, self.fills
+        return code
 
 
 def _depends(block: Block, results: Sequence[Value], value: Value) -> bool:
