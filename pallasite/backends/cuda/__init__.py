@@ -26,7 +26,11 @@ from pallasite.backends.cuda.before_waits import before_waits
 from pallasite.backends.cuda.fewer_dims import fewer_dims
 from pallasite.backends.cuda.late_waits import late_waits
 from pallasite.backends.cuda.overlap import overlap
-from pallasite.backends.cuda.products import MOST_COLUMNS, MOST_SUMS
+from pallasite.backends.cuda.products import (
+    MOST_COLUMNS,
+    MOST_SUMS,
+    SHARED_REGISTERS,
+)
 from pallasite.backends.cuda.repack import forms_of, repack
 from pallasite.backends.cuda.rows_out import rows_out
 from pallasite.backends.cuda.specialize import specialize
@@ -79,6 +83,7 @@ TILES = Tiles(
     lone=1.15,
     reloads=False,
     of_thread=224,
+    of_shared_thread=SHARED_REGISTERS[2],
     fills=True,
 )
 MASK_ELEMENTS = 1024  # from which unmasked iterations are worth a loop of their own

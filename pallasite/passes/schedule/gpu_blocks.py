@@ -47,7 +47,7 @@ ROW_BYTES = 128  # of an operand along k: the swizzle width of shared memory
 # gains enough to be seen.
 EDGE_ROWS, EDGE_COLUMNS = 20, 28
 GAIN, GAIN_OF_GROWTH = 1.25, 1.05
-# Two warpgroups instead of one: while one computes, the other multiplies.
+# Two warpgroups instead of one alone: while one computes, the other multiplies.
 GAIN_OF_WARPGROUPS = 1.08
 LEAST_LAUNCHES = 2  # a kernel that takes no longer than these is not worth optimising
 # Full-precision f32 matmuls do not use tensor cores: each thread holds the whole depth
@@ -88,6 +88,7 @@ class Tiles:
         reloads: whether operands that exceed shared memory are multiplied in parts.
         of_thread: registers of a thread for results and operands; None: no limit other
             than the share of its SM's.
+        of_shared_thread: the same, if two programs share an SM.
         fills: whether programs may be merged of which only some take a step.
     """
 
@@ -103,6 +104,7 @@ class Tiles:
     lone: float = 1.0
     reloads: bool = True
     of_thread: int | None = None
+    of_shared_thread: int | None = None
     fills: bool = False
 
     def elements(self, shape: Sequence[int]) -> int:
@@ -340,8 +342,20 @@ class _WithProducts:
         shrinks = any(n < dim.size for dim, n in sizes.items() if self._is_side(dim))
         grows = all(n > dim.size for dim, n in sizes.items())
         if grows and warpgroups(self._rows({})) < warpgroups(self._rows(sizes)):
-            return GAIN_OF_WARPGROUPS
+            return GAIN_OF_WARPGROUPS if self._is_alone else GAIN
         return GAIN if shrinks or not self._is_one_product else GAIN_OF_GROWTH
+
+    @cached_property
+    def _is_alone(self) -> bool:
+        """Whether a program of one warpgroup leaves no room for a second one."""
+        of_thread = self._register_bytes({}) // (4 * WARPGROUP)
+        sides = [side.value for dot in self.blocks.dots for side in dot.sides]
+        loaded = [v for v in dict.fromkeys(sides) if _is_loaded(v, self._made)]
+        bytes_ = sum(v.tile.size * v.tile.dtype.bytes for v in loaded)
+        most = self.tiles.of_shared_thread
+        if most is None or of_thread > most:
+            return True
+        return 2 * self.tiles.stages * bytes_ > SHARED_SHARE * self.chip.shared.bytes
 
     @cached_property
     def _is_one_product(self) -> bool:

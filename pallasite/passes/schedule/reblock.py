@@ -198,6 +198,7 @@ class Divided:
         self.size = dim.size // parts
         self.axis, self.steps = axis, steps
         self.moved = {m.number: m for m in _moved(found, dim)}
+        self.padded = set[int]()  # windows whose last parts are entirely past the edge
         for each in self.moved.values():
             self._check_inside(each)
 
@@ -219,13 +220,16 @@ class Divided:
     def _check_inside(self, each: _Moved) -> None:
         """A part that lies entirely past the edge has no index of its own.
 
-        Reading one gives undefined values, unless there is a fill value.
+        Reading one gives undefined values, unless there is a fill value: then parts
+        have a first element, which may be in the array's padding, instead of an index.
         """
         count = each.count_of(self.size)
         inside = self.steps <= count if self._follows(each) else False
         inside |= not self._follows(each) and each.count * self.parts == count
-        readable = not self._is_written(each) and each.shown.window.fill is None
-        if not inside and not readable:
+        is_read, fill = not self._is_written(each), each.shown.window.fill
+        if not inside and is_read and fill is not None and self._follows(each):
+            self.padded.add(each.number)
+        elif not inside and not (is_read and fill is None):
             name = each.shown.array.name or f"window {each.number}"
             raise CannotReblock(
                 f"a part of the last block would be past the end of {name}"
@@ -244,7 +248,7 @@ class Divided:
         else:
             grid[axis] = self.steps
         windows = [
-            replace(w, dims=self.moved[n].resized(self.size)) if n in self.moved else w
+            replace(w, dims=self._dims(self.moved[n])) if n in self.moved else w
             for n, w in enumerate(pipeline.windows)
         ]
         return pipeline.with_(
@@ -273,7 +277,10 @@ class Divided:
         each = self.moved.get(number)
         if each is not None and self._follows(each):
             assert self.axis is not None
-            yields[each.position] = ids[self.axis]
+            index = ids[self.axis]
+            if number in self.padded:
+                index = b.mul(index, b.index(self.size))
+            yields[each.position] = index
         elif each is not None:
             block = yields[each.position]
             if not self._in_range(each):
@@ -281,6 +288,13 @@ class Divided:
             first = b.mul(block, b.index(self.parts))
             yields[each.position] = b.add(first, part)
         return b.block(ids, yields)
+
+    def _dims(self, each: _Moved) -> tuple[BlockDim, ...]:
+        dims = list(each.resized(self.size))
+        if each.number in self.padded:
+            after = self.steps * self.size - each.n
+            dims[each.array_dim] = BlockDim(self.size, "element", (0, after))
+        return tuple(dims)
 
     def _in_range(self, each: _Moved) -> bool:
         window, shape = each.shown.window, each.shown.array.ref.shape
