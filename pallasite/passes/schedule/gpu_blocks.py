@@ -495,13 +495,16 @@ class _WithProducts:
 
     def _rows(self, sizes: Sizes) -> int:
         """Rows that warpgroups share: of what is computed before it is multiplied."""
-        dots = self.blocks.dots
-        computed = [d for d in dots if not _is_loaded(d.lhs.value, self._made)]
-        sides = [
-            [self.blocks.shape(dot.lhs.value, sizes)[d] for d in dot.lhs.free]
-            for dot in computed or dots
+        made = self._made
+        computed = [
+            next((side for side in dot.sides if not _is_loaded(side.value, made)), None)
+            for dot in self.blocks.dots
         ]
-        return min(map(prod, sides))
+        sides = [side for side in computed if side is not None]
+        return min(
+            prod(self.blocks.shape(side.value, sizes)[d] for d in side.free)
+            for side in sides or [dot.lhs for dot in self.blocks.dots]
+        )
 
     def _is_too_wide(self, sizes: Sizes) -> bool:
         most = self.tiles.most_columns
