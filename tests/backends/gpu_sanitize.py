@@ -3,9 +3,11 @@
     python -m tests.backends.gpu_sanitize                     # memcheck
     python -m tests.backends.gpu_sanitize "attention grid" softmax
     python -m tests.backends.gpu_sanitize --tool racecheck    # or synccheck, initcheck
+    python -m tests.backends.gpu_sanitize forms library       # at the sizes of models
 
 `memcheck` sees the zoo through both backends and the checks of `gpu_check.py`; the
-other tools see what `cuda` emits, because Triton's code is not ours. Every array is an
+other tools see what `cuda` emits, because Triton's code is not ours. Forms, the library
+and their gradients run by the default backends when they are named. Every array is an
 allocation of its own, so that a step past its end is seen. A process that dies is
 started again after the kernel it died of; all take what is left from one list. Parts
 of names choose some of it. Exit code 1: something was reported.
@@ -16,6 +18,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from tests.backends.processes import run_each, run_in_processes
 
@@ -54,6 +57,36 @@ def subjects(tool: str) -> list[str]:
     return [*(f"check {name}" for name in CHECKS), *zoo]
 
 
+def of_model_size() -> list[str]:
+    """Names of the forms and operations that `run_large` runs, each with its kind."""
+    from tests.backends.cuda import prove_all
+
+    kinds = prove_all.KINDS[2:]
+    return [f"{kind}: {name}" for kind in kinds for name in prove_all.names(kind)]
+
+
+def run_large(kind: str, name: str) -> str:
+    import jax
+    import jax.numpy as jnp
+
+    from tests.backends.cuda import prove_all
+
+    def array(operand: Any) -> Any:
+        if not hasattr(operand, "dtype"):
+            return operand
+        if jnp.issubdtype(operand.dtype, jnp.floating):
+            drawn = jax.random.normal(jax.random.key(0), operand.shape, jnp.float32)
+            return drawn.astype(operand.dtype)
+        return jnp.zeros(operand.shape, operand.dtype)
+
+    function, operands = prove_all.subject(kind, name)
+    if kind.startswith("form"):  # whose tables and lengths have a meaning
+        (form,) = (f for f in prove_all.all_forms() if f.name == name)
+        operands = form.problem.arrays(prove_all.SIZES["model"])
+    jax.block_until_ready(jax.jit(function)(*jax.tree.map(array, list(operands))))
+    return "ran"
+
+
 def run(subject: str) -> str:
     import jax
 
@@ -61,6 +94,8 @@ def run(subject: str) -> str:
     from tests.zoo import all_cases
     from tests.zoo.test_zoo import arguments
 
+    if ": " in subject:
+        return run_large(*subject.split(": ", 1))
     kind, name = subject.split(" ", 1)
     if kind == "check":
         gpu_check.CHECKS[name]()
@@ -115,6 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = [options.sanitizer, *tool, *own, "--run"]
     parts = options.names or [""]
     all_names = subjects(options.tool)
+    if options.names:
+        all_names += of_model_size()
     names = [name for name in all_names if any(part in name for part in parts)]
     where = (options.seconds, options.processes, ENVIRONMENT)
     # Of sixteen processes that start at the same time, some never get to a kernel.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.backends import gpu_sanitize, processes
+from tests.backends.cuda import prove_all
 
 # Reports a bad access of the second subject, and dies of the third.
 STAND_IN = """\
@@ -156,3 +157,11 @@ def test_tools_other_than_memcheck_see_our_own_code():
     assert "check softmax" in names and "zoo add_vectors cuda" in names
     assert not any(name.endswith("triton") for name in names)
     assert len(gpu_sanitize.subjects("memcheck")) > 1.8 * len(names)
+
+
+def test_what_runs_at_model_size_has_kernels_by_its_name():
+    names = gpu_sanitize.of_model_size()
+    assert len(set(names)) == len(names)
+    for kind in prove_all.KINDS[2:]:
+        name = next(n for n in names if n.startswith(f"{kind}: ") and "softmax" in n)
+        assert prove_all.kernels_of(*prove_all.subject(*name.split(": ", 1)))

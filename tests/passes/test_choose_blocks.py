@@ -13,6 +13,7 @@ from pallasite.kernels import masks
 from pallasite.kernels.attention import AttentionConfig, attention
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.run import run
+from pallasite.passes.schedule import tpu_blocks
 from pallasite.passes.schedule.choose_blocks import for_threads
 from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.tpu_blocks import for_tpu
@@ -162,6 +163,34 @@ def test_queries_of_masked_attention_are_one_program(mask: masks.Mask, steps: in
     arrays = random_arrays(kernel)
     for got, want in zip(outputs(new, arrays), outputs(kernel, arrays), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def test_programs_are_not_merged_to_more_code_than_a_chip_takes(monkeypatch):
+    made: list[int] = []
+    real = tpu_blocks.gather_programs
+
+    def gather(kernel: Kernel, axis: int, factor: int) -> Kernel:
+        made.append(factor)
+        return real(kernel, axis, factor)
+
+    monkeypatch.setattr(tpu_blocks, "gather_programs", gather)
+    kernel = parsed("""
+        kernel @k(%x: ref<f32[12,16,128] any>, %o: ref<f32[12,16,128] any>) outputs 1 {
+          pipeline %x, %o {grid=(12,), semantics=("arbitrary",),
+              windows=(in[squeezed 1, 16, 128], out[squeezed 1, 16, 128])}
+            map (%i: i32) { %z: i32 = constant {value=0} yield %i, %z, %z }
+            map (%j: i32) { %u: i32 = constant {value=0} yield %j, %u, %u }
+            body (%p: i32, %xb: ref<f32[16,128] block>, %ob: ref<f32[16,128] block>) {
+              %a: f32[16,128] = load %xb[:, :]
+              %b: f32[16,128] = exp %a
+              store %ob[:, :] = %b
+            }
+        }
+    """)
+    size = tpu_blocks.code_size(kernel.body, SLOW_TPU)
+    monkeypatch.setattr(tpu_blocks, "MOST_CODE", 3 * size)
+    for_tpu(kernel, SLOW_TPU)
+    assert made == [2, 3]  # and not 4 and 6
 
 
 def random_arrays(kernel: Kernel) -> list[np.ndarray]:

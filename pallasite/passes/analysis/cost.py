@@ -128,17 +128,17 @@ class _Counter:
 
     def count_pipeline(self, op: Op) -> Cost:
         """The body at each step; each block whenever its window moves."""
-        from pallasite.passes.analysis.grid import analyze_pipeline
+        from pallasite.passes.analysis.grid import window_axes
 
         pipeline = Pipeline.of(op)
         grid, arrays, windows = pipeline.grid, pipeline.arrays, pipeline.windows
         total = self.block(pipeline.body).times(_steps(grid))
-        moves = analyze_pipeline(op).windows
-        for ref, window, moved in zip(arrays, windows, moves, strict=True):
+        moves = window_axes(op)
+        for ref, window, axes in zip(arrays, windows, moves, strict=True):
             if window.space in MAIN_MEMORY or not is_main(ref):
                 continue
             # Steps up to the last axis it moves along: the inner ones keep the block.
-            outer = max((a for a in moved.axes if grid[a] != 1), default=-1) + 1
+            outer = max((a for a in axes if grid[a] != 1), default=-1) + 1
             dims = zip(window.dims, ref.ref.shape, strict=True)
             sizes = [1 if d.kind == "squeezed" else min(d.size, n) for d, n in dims]
             block = Cost(bytes_accessed=bytes_of(ref.ref.with_shape(sizes)))

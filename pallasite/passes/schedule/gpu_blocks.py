@@ -33,6 +33,7 @@ from pallasite.passes.schedule.join_rows import join_rows
 from pallasite.passes.schedule.loop_over_k import why_not_in_rounds
 from pallasite.passes.schedule.loop_over_rows import loop_over_rows
 from pallasite.passes.schedule.merge_k_steps import merge_k_steps
+from pallasite.passes.schedule.separate_uses import SMALL
 from pallasite.target import Gpu, Machine, physical
 
 # Shares of an SM's resources: the rest is for addresses, masks and data in flight.
@@ -222,7 +223,10 @@ def _rows_in_loops(blocks: Blocks, least: int = 0) -> Kernel | None:
     arrays = blocks.found.pipeline.blocks
     for dim in blocks.found.dims:
         largest = max(arrays[n].ref.size for n, _ in dim.windows)
-        if dim.reduces and dim.size > STEP and largest > least:
+        reduced = max((op.operands[0].tile.size for op in dim.reduces), default=0)
+        # What is small can be reduced by each program (`separate_uses.py`).
+        may_stay = bool(least) and reduced <= SMALL * largest
+        if dim.reduces and dim.size > STEP and largest > least and not may_stay:
             try:
                 made = loop_over_rows(blocks.kernel, dim.windows[0], STEP)
             except CannotReblock:

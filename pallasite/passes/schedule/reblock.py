@@ -40,6 +40,8 @@ from pallasite.passes.schedule.widen_steps import (
     walked,
 )
 
+NO_AXIS = "no parallel axis numbers its blocks"
+
 
 def cut(kernel: Kernel, place: Place, parts: int) -> Kernel:
     """Programs with 1/`parts` of the blocks along a dimension, and more programs.
@@ -90,6 +92,14 @@ def grow(
     if dim is None:
         raise CannotReblock("no block has this dimension")
     return _GrowSteps(found, dim, factor).kernel()
+
+
+def grow_whole(kernel: Kernel, place: Place) -> Kernel:
+    """All programs along a dimension merged into one, with a block of its exact size:
+    nothing past the ends of the arrays is left. Arguments and errors as for `grow`."""
+    found, dim = in_pipeline(kernel, place)
+    most = max(each.n for each in _moved(found, dim))
+    return _Grow(found, dim, -(-most // dim.size), False, most).kernel()
 
 
 def may_cut(found: LoopDims, dim: LoopDim, parts: int) -> bool:
@@ -342,7 +352,14 @@ def _steps(found: LoopDims, dim: LoopDim, parts: int, axis: int) -> int:
 class _Grow:
     """Merges neighbours along the axis that indexes the blocks of one dimension."""
 
-    def __init__(self, found: LoopDims, dim: LoopDim, factor: int, selects: bool):
+    def __init__(
+        self,
+        found: LoopDims,
+        dim: LoopDim,
+        factor: int,
+        selects: bool,
+        size: int | None = None,  # of the block of a single program, at most
+    ):
         self.found, self.dim, self.factor = found, dim, factor
         self.selects = selects
         reason = found.why_not_free(dim)
@@ -350,15 +367,17 @@ class _Grow:
             raise CannotReblock(reason)
         axis = axis_of(found, dim)
         if axis is None:
-            raise CannotReblock("no parallel axis numbers its blocks")
+            raise CannotReblock(NO_AXIS)
         if dim.is_merged:
             raise CannotReblock(MERGED)
         if dim.spans:
             raise CannotReblock("a load selects a part of an array without a window")
-        self.axis, self.size = axis, dim.size * factor
+        self.axis, self.size = axis, size or dim.size * factor
         steps = found.pipeline.grid[axis]
         assert steps is not None
         self.steps = -(-steps // factor)
+        if size is not None and self.steps > 1:
+            raise CannotReblock("its axis has more steps than the array has blocks")
         self.moved = {m.number: m for m in _moved(found, dim)}
         for number, shown in enumerate(found.pipeline.shown):
             self._check_window(number, shown, steps)
@@ -381,7 +400,7 @@ class _Grow:
             raise CannotReblock(f"{name} has elements that no program writes")
 
     def kernel(self) -> Kernel:
-        if self.factor == 1:
+        if self.size == self.dim.size:
             return self.found.kernel
         return _rebuilt(self.found, self.dim, self.size, self._pipeline)
 

@@ -142,7 +142,7 @@ def _more_steps(best: "_Estimate") -> Iterator[int]:
     if not _parts_are_tiles(found, -1, best.chip):
         return
     for number in range(best.gathered + 1, min(steps, MOST_STEPS) + 1):
-        if steps % number == 0:
+        if steps % number == 0 and best.has_room_for(number / best.gathered):
             yield number
 
 
@@ -158,12 +158,14 @@ def _side_by_side(best: "_Estimate", limit: float) -> "_Estimate":
             continue
         own = _has_own_branches(pipeline, axis)
         for number in range(2, min(steps // chip.cores, MOST_STEPS) + 1):
+            # Where all programs are one, it is known which branches each of them takes.
+            settled = own and number == steps
+            if steps % number or not (settled or best.has_room_for(number)):
+                continue
             try:
                 kernel = gather_programs(best.kernel, axis, number)
             except CannotReblock:
                 continue
-            # Where all programs are one, it is known which branches each of them takes.
-            settled = own and number == steps
             new = _Estimate.of(kernel, chip, best.gathered, number, settled)
             if new is not None and new.fits(limit):
                 found.append(new)
@@ -434,6 +436,10 @@ class _Estimate:
 
     def fits(self, limit: float) -> bool:
         return self.vmem <= limit and self.code <= self.most_code
+
+    def has_room_for(self, times: float) -> bool:
+        """Whether a body so many times as large may be within the limit."""
+        return times * self.code <= self.most_code
 
     @cached_property
     def code(self) -> float:

@@ -10,7 +10,7 @@ import argparse
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,33 +31,34 @@ from tests.zoo.test_zoo import arguments
 KINDS = ("zoo", "zoo gradients", "forms", "form gradients", "library")
 KINDS += ("library gradients",)
 MOST_LINES = 3  # of a kernel
-Subject = tuple[str, Callable, Sequence[Any]]
 
 
-def subjects(kind: str) -> Iterator[Subject]:
-    """Functions whose kernels are looked at, with what they are traced with."""
+def names(kind: str) -> list[str]:
+    """Of the functions of a kind."""
     if kind.startswith("zoo"):
-        for case in all_cases():
-            args = arguments(case, 0)
-            run = lambda *a, case=case: case.run(*a, interpret=False)
-            if kind == "zoo":
-                yield case.name, run, args
-            elif "nograd" not in case.tags:
-                yield case.name, gradient(run, args), args
-    elif kind.startswith("form"):
-        size = SIZES["model"]
-        for form in all_forms():
-            structs, run = form.problem.structs(size), form.make(size)
-            if kind == "forms":
-                yield form.name, run, structs
-            elif form.grad:
-                yield form.name, gradient(run, structs), structs
-    else:
-        for name, case in library.CASES.items():
-            if kind == "library":
-                yield (name, *case)
-            elif name not in library.WITHOUT_GRADIENTS:
-                yield (name, *library.gradient(*case))
+        cases = [
+            case for case in all_cases() if kind == "zoo" or "nograd" not in case.tags
+        ]
+        return [case.name for case in cases]
+    if kind.startswith("form"):
+        return [form.name for form in all_forms() if form.grad or kind == "forms"]
+    without = library.WITHOUT_GRADIENTS if kind == "library gradients" else ()
+    return [name for name in library.CASES if name not in without]
+
+
+def subject(kind: str, name: str) -> tuple[Callable, Sequence[Any]]:
+    """A function whose kernels are looked at, and what it is traced with."""
+    if kind.startswith("zoo"):
+        (case,) = (c for c in all_cases() if c.name == name)
+        args = arguments(case, 0)
+        run = lambda *a: case.run(*a, interpret=False)
+        return (run if kind == "zoo" else gradient(run, args)), args
+    if kind.startswith("form"):
+        (form,) = (f for f in all_forms() if f.name == name)
+        structs, run = form.problem.structs(SIZES["model"]), form.make(SIZES["model"])
+        return (run if kind == "forms" else gradient(run, structs)), structs
+    case = library.CASES[name]
+    return case if kind == "library" else library.gradient(*case)
 
 
 def kernels_of(function: Callable, args: Sequence[Any]) -> list[tuple[Kernel, Any]]:
@@ -86,10 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind in given.kinds:
         kernels = others = accesses = guarded = outside = 0
         began = time.perf_counter()
-        for name, function, args in subjects(kind):
+        for name in names(kind):
             if given.only not in name:
                 continue
-            for kernel, options in kernels_of(function, args):
+            for kernel, options in kernels_of(*subject(kind, name)):
                 found = report(kernel, options)
                 if found is None:
                     others += 1
