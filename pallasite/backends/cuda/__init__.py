@@ -31,7 +31,7 @@ from pallasite.backends.cuda.products import (
     MOST_SUMS,
     SHARED_REGISTERS,
 )
-from pallasite.backends.cuda.repack import forms_of, repack
+from pallasite.backends.cuda.repack import factors_before, forms_of, repack
 from pallasite.backends.cuda.rows_out import rows_out
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.streams import streams
@@ -103,6 +103,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("sums_of_products", sums_of_products),
         Pass("exact_factors", exact_factors),
         Pass("loop_steps", loop_steps),
+        Pass("factors_before", partial(factors_before, chip=chip)),
         Pass("edge_fills", edge_fills),
         Pass("results_in_scratch", results_in_scratch),
         # Statistics that were in results are columns now.
