@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pallasite.ir.nodes import Access, Op, Span, Value
 from pallasite.ir.opdef import table
+from pallasite.ir.roles import number_of
 from pallasite.passes.analysis.exponents import UNKNOWN, Power, Powers
 from pallasite.passes.analysis.guards import Part as Condition
 from pallasite.passes.analysis.loop_dims import LoopDim
@@ -146,6 +147,10 @@ class Steps:
         if op.name == "add":
             sides = [self._summed(v) for v in op.operands]
             return sides[0] + sides[1] if all(sides) else ()
+        if op.name == "mul":  # by a number
+            numbers = [number_of(self.made, v) for v in op.operands]
+            others = [v for v, n in zip(op.operands, numbers, strict=True) if n is None]
+            return self._summed(others[0]) if len(others) == 1 else ()
         is_sum = op.name == "dot" or op.attrs.get("kind") == "sum"
         return (op.operands[:2],) if is_sum and self._sums_over(op) else ()
 
