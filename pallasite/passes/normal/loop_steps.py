@@ -7,9 +7,9 @@ last one (`pipeline_axes.py`). The iterations are the same ones in the same orde
 each value is rounded as before. So a loop and a grid axis are one thing to the
 scheduler, which resizes blocks of either.
 
-For GPUs, where the steps of one program become a loop again. On TPUs and CPUs the
-author's choice between a block that stays and blocks that move is a choice of what is
-kept on chip, and stays.
+For GPUs, where the steps of one program become a loop again. On TPUs and CPUs a block
+that stays and blocks that move differ in what is kept on chip: TPUs take what costs
+less (`tpu_blocks.py`), and CPUs what the author chose.
 """
 
 from dataclasses import replace
