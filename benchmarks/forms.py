@@ -409,18 +409,25 @@ def mean(ratios: Iterable[float]) -> float | None:
     return round(math.exp(sum(logs) / len(logs)), 3) if logs else None
 
 
-def report(path: Path, chip: str, rows: dict[str, Row], grad: bool) -> None:
+def report(
+    path: Path, chip: str, rows: dict[str, Row], grad: bool, size: str = ""
+) -> None:
     """Gradients and forward times share a file; forms that were not run stay."""
     from tests.forms import all_forms
 
     old = json.loads(path.read_text()) if path.exists() else {}
     kind = "gradient" if grad else "forward"
     families = {form.name: form.family for form in all_forms()}
-    every = {**old.get(kind, {}).get("rows", {}), **rows}
+    before = old.get(kind, {})
+    every = {
+        **(before.get("rows", {}) if before.get("size", "") == size else {}),
+        **rows,
+    }
     rows = {name: row for name, row in every.items() if name in families}
     part = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         "chip": chip,
+        **({"size": size} if size else {}),
         "versions": versions(),
         "summary": summary(rows, families),
         "rows": rows,
@@ -501,20 +508,20 @@ def tpu_cycles(forms: Sequence[Any], chip: str, asked: Any) -> dict[str, Row]:
     every = {form.name: form for form in all_forms()}
     path = results_path(asked, chip)
     old = json.loads(path.read_text()) if path and path.exists() else {}
-    part = old.get("gradient" if asked.grad else "forward", {})
+    part, size = old.get("gradient" if asked.grad else "forward", {}), asked.size
     same = part.get("versions", {}).get("libtpu") == versions().get("libtpu")
-    kept = part.get("rows", {}) if same else {}
+    kept = part.get("rows", {}) if same and part.get("size") == size else {}
 
     def save(rows: dict[str, Row]) -> Row:
         found = {n: r for n, r in {**kept, **rows}.items() if n in every}
         rate(found, {name: form.problem.name for name, form in every.items()})
         if path:
-            report(path, chip, found, asked.grad)
+            report(path, chip, found, asked.grad, size)
         return found
 
     limit = asked.compile_limit
     workers = asked.workers or 1
-    rows = tpu_rows(forms, chip, asked.grad, limit, workers, kept, save)
+    rows = tpu_rows(forms, chip, size, asked.grad, limit, workers, kept, save)
     found = save(rows)
     for name in rows:
         if found[name].get("ratio", 1) < 1:
@@ -555,7 +562,7 @@ def parsed(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--each", type=float, default=0.0, help="of timing each form")
     parser.add_argument("--compile-limit", type=float, default=30)
     parser.add_argument("--workers", type=int, default=0, help="that compile at once")
-    parser.add_argument("--size", choices=("model", "cpu", "tiny"))
+    parser.add_argument("--size", choices=("model", "part", "cpu", "tiny"))
     parser.add_argument("--explain", action="store_true", help="run nothing")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
@@ -596,6 +603,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             forms, asked.target or "cpu", asked.grad, asked.compile_limit
         )
     elif not here:
+        asked.size = asked.size or "part"
         rows = tpu_cycles(forms, chip, asked)
         families = {form.name: form.family for form in all_forms()}
     else:
@@ -619,7 +627,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{time.perf_counter() - started:.0f} s")
     path = results_path(asked, chip)
     if path:
-        report(path, chip, rows, asked.grad)
+        report(path, chip, rows, asked.grad, "" if here else asked.size or "")
     return int(bool(said["wrong"]))
 
 

@@ -21,12 +21,13 @@ from pallasite.target import TPUS
 from tests.forms.form import SIZES, gradient
 
 Row = dict[str, Any]
-BATCH = 2  # forms whose calls one process compiles
+BATCH = 8  # forms whose calls one process compiles
 
 
 def tpu_rows(
     forms: Sequence[Any],
     chip: str,
+    size: str,
     grad: bool,
     limit: float,
     workers: int,
@@ -36,7 +37,7 @@ def tpu_rows(
     """The estimated cycles of each form.
 
     Args:
-        forms, chip, grad: what is compiled, and for which TPU.
+        forms, chip, size, grad: what is compiled, and for which TPU.
         limit: seconds until a call is abandoned.
         workers: processes that compile at once.
         old: rows of an earlier run with this libtpu; their texts are known.
@@ -49,7 +50,7 @@ def tpu_rows(
     with ThreadPoolExecutor(workers) as pool:
         batches: list[tuple[dict[str, Any], Future[None]]] = []
         for start in range(0, len(forms), BATCH):
-            lowered = _lowered(forms[start : start + BATCH], chip, grad, rows)
+            lowered = _lowered(forms[start : start + BATCH], chip, size, grad, rows)
             work = {text: job for jobs in lowered.values() for text, job in jobs}
             new = {text: job for text, job in work.items() if text not in known}
             batches.append((lowered, pool.submit(_learn, new, chip, limit, known)))
@@ -59,14 +60,14 @@ def tpu_rows(
 
 
 def _lowered(
-    forms: Sequence[Any], chip: str, grad: bool, rows: dict[str, Row]
+    forms: Sequence[Any], chip: str, size: str, grad: bool, rows: dict[str, Row]
 ) -> dict[str, list[tuple[str, Job]]]:
     """The calls of forms; those without go to `rows` with the reason."""
     found = {}
     for form in forms:
         start = time.perf_counter()
         try:
-            jobs = _jobs(form, chip, grad)
+            jobs = _jobs(form, chip, size, grad)
             found[form.name] = [(_text(job, chip), job) for job in jobs]
         except Exception as error:
             what = " ".join(str(error).strip().splitlines()[:3])
@@ -76,10 +77,10 @@ def _lowered(
     return found
 
 
-def _jobs(form: Any, chip: str, grad: bool) -> list[Job]:
-    size, backend = SIZES["model"], get("tpu")
-    structs = form.problem.structs(size)
-    function = form.make(size)
+def _jobs(form: Any, chip: str, size: str, grad: bool) -> list[Job]:
+    backend = get("tpu")
+    structs = form.problem.structs(SIZES[size])
+    function = form.make(SIZES[size])
     asked = gradient(function, structs) if grad else function
     with config.override(target=chip):
         calls = calls_in(asked, *structs)
@@ -102,12 +103,15 @@ def _learn(
 ) -> None:
     """Compile what is new."""
     todo = {text: job for text, job in jobs.items() if text not in known}
-    texts = list(todo)
-    found = compile_all([*todo.values()], chip, cycles=True, timeout=limit)
+    texts, new = list(todo), [*todo.values()]
+    found = compile_all(new, chip, cycles=True, units=True, timeout=limit)
     for text, result in zip(texts, found, strict=True):
         row: Row = {"text": text, "cycles": result.cycles}
-        if result.cycles is None and result.estimated:
-            row["counted"] = result.estimated  # in its code, without copies
+        code = result.bundles
+        if code is not None and code.exact:
+            row["counted"] = code.cycles  # in its code, without copies
+        if code is not None and code.spills:
+            row["spills"] = code.spills
         if not result.ok:
             row["failed"] = (result.error or "no reason given")[:300]
         known[text] = row
@@ -126,28 +130,35 @@ def _collect(
         future.result()
         for name, jobs in lowered.items():
             rows[name] = _row([known[text] for text, _ in jobs])
-            cycles = rows[name].get("cycles") or "-"
-            print(f"{name[:58]:<58} {cycles:>14} {rows[name].get('failed', '')[:150]}")
+            cycles, counted = (rows[name].get(k) or "-" for k in ("cycles", "counted"))
+            failed = rows[name].get("failed", "")[:150]
+            print(f"{name[:58]:<58} {cycles:>14} {counted:>14} {failed}", flush=True)
         save(rows)
 
 
 def _row(calls: Sequence[Row]) -> Row:
     """Of a form with these calls; without an estimate where one of them has none."""
+    row: Row = {"calls": [*calls]}
     failed = [call["failed"] for call in calls if call.get("failed")]
     if failed:
-        return {"failed": failed[0], "calls": [*calls]}
-    cycles = [call["cycles"] for call in calls]
-    total = sum(cycles) if all(cycles) else None
-    return {"cycles": total, "calls": [*calls]}
+        return {"failed": failed[0], **row}
+    for key in ("cycles", "counted"):
+        each = [call.get(key) for call in calls]
+        row[key] = sum(each) if all(each) else None
+    return row
 
 
 def rate(rows: dict[str, Row], problems: dict[str, str]) -> None:
-    """Give each row its distance from the best of its problem."""
-    best: dict[str, int] = {}
-    for name, row in rows.items():
-        if row.get("cycles") and name in problems:
-            problem = problems[name]
-            best[problem] = min(row["cycles"], best.get(problem, row["cycles"]))
-    for name, row in rows.items():
-        if row.get("cycles") and name in problems:
-            row["ratio"] = round(best[problems[name]] / row["cycles"], 4)
+    """Give each row its distance from the best of its problem.
+
+    By libtpu's estimates; also by what is counted in its code, where the best form
+    has no estimate or this one has none.
+    """
+    for key, name in (("cycles", "ratio"), ("counted", "counted ratio")):
+        best: dict[str, int] = {}
+        rated = {n: row for n, row in rows.items() if row.get(key) and n in problems}
+        for form, row in rated.items():
+            problem = problems[form]
+            best[problem] = min(row[key], best.get(problem, row[key]))
+        for form, row in rated.items():
+            row[name] = round(best[problems[form]] / row[key], 4)

@@ -26,6 +26,7 @@ _LOOP = re.compile(r"^\s*loop: (.*)$")
 _BRANCH = re.compile(r"= sbr\.\w+ .*target bundleno = (\d+) .*region = (\d+)")
 _MEMORY = re.compile(r"#allocation\w+ \[.*?space=(\w+), size = (0x[0-9a-f]+|\d+)")
 _FILL_PASSES = 2  # extra iterations of a pipelined loop
+_UNKNOWN = -1  # a trip count known only at run time, counted as one
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Bundles:
         spills: vector registers that the code writes to memory.
         fills: vector registers that it reads back.
         vmem: bytes of vector memory.
+        exact: whether all trip counts are known; others count as one.
     """
 
     cycles: int
@@ -46,6 +48,7 @@ class Bundles:
     spills: int
     fills: int
     vmem: int
+    exact: bool = True
 
 
 def read(folder: Path | str, op: str) -> Bundles | None:
@@ -80,6 +83,7 @@ def parse(table: str, code: str) -> Bundles:
         totals.get("VSTORE:SPILL", 0),
         totals.get("VLOAD:FILL", 0),
         memory,
+        root.is_counted(),
     )
 
 
@@ -139,13 +143,18 @@ class _Span:
         for span in self.inner:
             total -= of(span.low, span.high)
             if span.passes is not None:
+                passes = 1 if span.passes == _UNKNOWN else span.passes
                 has_body = any(s.fills_most_of(span) for s in span.inner)
-                fill = _FILL_PASSES if has_body and span.passes > _FILL_PASSES else 0
-                total += span.total(of) * (span.passes - fill)
+                fill = _FILL_PASSES if has_body and passes > _FILL_PASSES else 0
+                total += span.total(of) * (passes - fill)
                 total += span.total(of, skip_body=True) * fill
             elif span.fills_most_of(self) and not skip_body:
                 total += span.total(of)
         return total
+
+    def is_counted(self) -> bool:
+        """Whether the trip counts of all loops inside are known."""
+        return self.passes != _UNKNOWN and all(s.is_counted() for s in self.inner)
 
     def fills_most_of(self, outer: "_Span") -> bool:
         is_branch = self.passes is None
@@ -179,10 +188,10 @@ def _found(regions: Mapping[int, _Region]) -> Iterator[_Span]:
 
 
 def _passes(text: str) -> int:
-    """A loop's trip count; 1 if it is known only at run time."""
+    """A loop's trip count."""
     numbers = {k: int(v) for k, v in re.findall(r"(\w+)=(-?\d+)(?=,|$)", text)}
     parts: Sequence[int | None] = [numbers.get(k) for k in ("start", "step", "limit")]
     if None in parts or not numbers["step"]:
-        return 1
+        return _UNKNOWN
     span = numbers["limit"] - numbers["start"]
     return max(0, -(-span // numbers["step"]))

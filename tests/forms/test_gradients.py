@@ -78,12 +78,23 @@ def test_the_forward_kernel_keeps_what_the_backward_needs(name: str):
         "output accumulated in place, first product stored",
         "scatter add of rows by atomics",
         "embedding by an index array",
+        "segment sum by a loop over rows",
+        "segment sum by one hot products",
         "stencil by an element halo",
     ],
 )
 def test_no_backward_kernel_is_one_program(name: str):
     counts, _ = programs(FORMS[name])
     assert min(counts) >= 128, counts
+
+
+def test_blocks_of_time_are_stored_once():
+    """The results of a recurrence over a grid are blocks that steps share."""
+    form, size = FORMS["linear recurrence state in scratch"], SIZES["model"]
+    with config.override(target="gpu:h200"):
+        (call,) = calls_in(form.make(size), *form.problem.structs(size))
+        (step,) = chosen_plan(call.kernel, call.backend).steps
+    assert not step.changing  # no cotangent of results is written
 
 
 def check(form: Form):

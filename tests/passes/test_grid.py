@@ -3,7 +3,7 @@
 import pytest
 
 from pallasite.ir.text import parse_kernel
-from pallasite.passes.analysis.grid import analyze
+from pallasite.passes.analysis.grid import analyze, find_pipeline, window_axes
 
 PARAMS = "%x: ref<f32[64,64] any>, %t: ref<i32[4] smem>, %o: ref<f32[64,64] any>"
 
@@ -382,3 +382,15 @@ def test_a_result_without_a_window_that_every_step_writes(space):
     one_row = "%z: f32[8] = constant {value=0.0} store %o[%i, :] = %z"
     assert info(all_rows).sequential == (0,)
     assert info(one_row).parallel == (0,)
+
+
+def test_one_body_is_analysed_once():
+    first = kernel("yield %i, %j", aliases="aliases {0: 0}", in_map="yield %i, %j")
+    assert analyze(first.with_(name="other")) is analyze(first)
+    assert analyze(first.with_(aliases=())) is not analyze(first)
+
+
+def test_axes_of_windows_alone():
+    found = kernel("%s: i32 = constant {value=7} %c: i32 = min %j, %s yield %i, %c")
+    moves = [window.axes for window in analyze(found).windows]
+    assert window_axes(find_pipeline(found)) == moves == [{0, 2}, {0, 1}]

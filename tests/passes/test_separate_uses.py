@@ -112,6 +112,32 @@ def test_kernels_without_such_uses_stay_as_they_are(function: Callable):
     assert separate_uses(kernel) is kernel
 
 
+@pytest.mark.parametrize("guards", [1, 2])
+def test_small_operands_that_are_reduced_have_a_window_for_it(guards: int):
+    def rows(ids, x):
+        some = ids.max() > 3
+        some &= ids.min() < 2 if guards == 2 else True
+        return jnp.where(some, x * ids[:, None], 0.0)
+
+    ids, x = numbers(12).astype(np.int32), numbers(12, 64)
+    kernel = kernel_of(rows, ids, x)
+    assert free_sizes(kernel) == [64]
+    made = separate_uses(kernel)
+    verify(made)
+    assert windows_of(made) == [(12,), (12,), (12, 64)]
+    assert free_sizes(made) == [12, 64]
+    for split in (made, cut(made, (0, 0), 3)):
+        np.testing.assert_array_equal(
+            *(run_numpy(k, [ids, x])[0] for k in (split, kernel))
+        )
+
+
+def test_large_operands_that_are_reduced_keep_their_window():
+    function = lambda x: x * jnp.sum(x, axis=0)
+    kernel = kernel_of(function, numbers(12, 64))
+    assert separate_uses(kernel) is kernel
+
+
 def test_operands_that_are_written_keep_their_window():
     def kernel(x_ref, o_ref):
         x_ref[0] = 5.0

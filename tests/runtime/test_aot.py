@@ -170,5 +170,13 @@ def test_what_the_code_says():
     assert (found.spills, found.vmem) == (4, 0x2000)
 
 
+def test_trip_counts_known_only_at_run_time_are_said():
+    table = "\n".join(["== CAPACITY", "VALU", " 2", "==", *["1"] * 24])
+    assert bundles.parse(table, CODE).exact
+    found = bundles.parse(table, CODE.replace("limit=6", "limit=%v7"))
+    assert not found.exact
+    assert found.cycles == 24 - 2  # once, without the branch of the first step
+
+
 def test_dumps_that_are_not_there(tmp_path):
     assert bundles.read(tmp_path, "ffi_call") is None

@@ -5,7 +5,9 @@ are done on a flat tile; the others are left to it. Indices become positions in 
 tile; one outside is clamped, or -1. A gather is then one of elements of a vector, which
 Triton has. In a scatter all updates are compared with all positions, some updates at a
 time: that needs no memory, and where updates meet, the result does not depend on
-chance.
+chance. Where that is many comparisons, updates are compared with each other instead,
+some at a time, and the last of those that meet does in memory what all of them do: in
+the block that the result is stored to, or in scratch.
 
 A gather from a tile that is loaded loads the elements that it picks instead, if the
 tile is larger than shared memory should hold, or than what is read around the elements.
@@ -20,8 +22,8 @@ from typing import NamedTuple
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Gather, Kernel, Op, Span, Value
 from pallasite.ir.opdef import table
-from pallasite.ir.rewrite import Rewriter, map_ops
-from pallasite.ir.types import DTYPES, I32, INDEX, TileType
+from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, users_of
+from pallasite.ir.types import DTYPES, I32, INDEX, RefType, TileType
 from pallasite.ops.decompose_gather import (
     REDUCTIONS,
     Slices,
@@ -32,12 +34,15 @@ from pallasite.ops.decompose_gather import (
 )
 from pallasite.ops.decompose_tile import positions, take_range
 from pallasite.ops.formula import NotApplicable
+from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import Roots, constant_inputs
 from pallasite.target.chip import power_of_two
 
 ELEMENTS = "triton.elements"  # a gather that `tiles.py` has
 AT_ONCE = 1 << 14  # elements of the tile in which updates are compared with positions
 MOST_COMPARED = 1 << 26  # in all: about a millisecond
+FEW_COMPARED = 1 << 18  # beyond, memory is faster
+MEETING = 1 << 12  # updates compared with each other
 MOST_GATHERED = 1 << 16  # bytes; the smallest GPU has 99 KiB of shared memory
 SECTOR = 32  # bytes that memory reads at least
 # Ops of a decomposition: one that takes every row apart is slow to compile (256 rows of
@@ -49,10 +54,33 @@ _ONE_BY_ONE = ((), (0,), (0,), (), ())  # dimension numbers
 def flat_indices(kernel: Kernel) -> Kernel:
     """The kernel without gathers and scatters that have no short decomposition."""
     constant = _Constant(Roots(kernel), constant_inputs(kernel))
-    return map_ops(kernel, partial(_flattened, constant=constant))
+    stored = frozenset(_stored(kernel))
+    rewrite = partial(_flattened, constant=constant, stored=stored)
+    new = map_ops(kernel, rewrite)
+    return new if new is kernel else dead_code(new)
 
 
-def _flattened(op: Op, b: Rewriter, constant: "_Constant") -> Value | None:
+def _stored(kernel: Kernel) -> Iterator[Value]:
+    """What long scatters make only for a store to all of a block."""
+    for value, users in users_of(kernel.body).items():
+        if len(users) != 1 or users[0].name != "store" or value.is_ref:
+            continue
+        access = Access.of(users[0])
+        shape = access.ref.ref.shape
+        is_whole = covers_whole(shape, access.index) and shape == value.tile.shape
+        if access.value is value and is_whole and access.mask is None:
+            yield value
+
+
+def _flattened(
+    op: Op, b: Rewriter, constant: "_Constant", stored: frozenset[Value]
+) -> Sequence[Value] | Value | None:
+    if op.name == "store":
+        made = b.producer(op.operands[1], "scatter")
+        if made is None or made.result not in stored or not _is_in_memory(made):
+            return None
+        _updated(b, made, op.operands[0])
+        return ()
     if op.name not in ("gather", "scatter"):
         return None
     if not all(v.tile.size for v in (*op.operands, *op.results)):
@@ -60,6 +88,13 @@ def _flattened(op: Op, b: Rewriter, constant: "_Constant") -> Value | None:
     count = _decomposition_size(op)
     if count is not None and count <= MOST_OPS:
         return None
+    if op.name == "scatter" and _is_in_memory(op):
+        if op.result in stored:
+            return None  # the store does it
+        x = op.operands[0].tile
+        scratch = b.op("alloc", type=RefType(x.shape, x.dtype))
+        _updated(b, op, scratch)
+        return b.load(scratch)
     if op.name == "scatter":
         return _scatter(b, op)
     held = held_bytes(op)
@@ -184,20 +219,88 @@ def as_bytes(b: Builder, x: Value) -> Value:
 # --- scatter ---
 
 
-def _scatter(b: Builder, op: Op) -> Value | None:
+def _is_in_memory(scatter: Op) -> bool:
+    """Whether a scatter is done in memory."""
+    x, _, updates = (v.tile for v in scatter.operands)
+    is_long = x.size * power_of_two(updates.size) > FEW_COMPARED
+    return is_long and x.dtype.bits >= 8 and _has_neutral(scatter)
+
+
+def _has_neutral(scatter: Op) -> bool:
+    dtype = scatter.operands[0].tile.dtype
+    is_narrow = dtype.is_float and dtype.bits < 16
+    # Not every such type has infinities.
+    return not (is_narrow and scatter.attrs["kind"] in ("min", "max"))
+
+
+def _lines(b: Builder, op: Op) -> tuple[Value, Value]:
+    """The flat positions of a scatter's updates, -1 of those outside, and updates.
+
+    The order in which updates meet is that of the indices.
+    """
     x, indices, updates = op.operands
-    kind, attrs, dtype = op.attrs["kind"], op.own_attrs, x.tile.dtype
-    if x.tile.size * power_of_two(updates.tile.size) > MOST_COMPARED:
-        return None
-    if kind in ("min", "max") and dtype.is_float and dtype.bits < 16:
-        return None  # not every such type has infinities
-    slices = updated_slices(x.tile, updates.tile, attrs["dimension_numbers"])
+    slices = updated_slices(x.tile, updates.tile, op.attrs["dimension_numbers"])
     place, inside = _places(b, slices, indices)
-    if attrs["mode"] == "fill":
+    if op.attrs["mode"] == "fill":
         place = b.select(inside, place, b.like(-1, place))
-    # The order in which updates meet is that of the indices.
     order = (*slices.batch_dims, *slices.offset_dims)
-    place, updates = (_in_line(b, v, order) for v in (place, updates))
+    return _in_line(b, place, order), _in_line(b, updates, order)
+
+
+def _updated(b: Builder, op: Op, ref: Value) -> None:
+    """Store to a ref what a scatter makes: what it updates, then updates in rounds.
+
+    In a round, the last of the updates that meet does what all of them do.
+    """
+    x, kind = op.operands[0], op.attrs["kind"]
+    place, updates = _lines(b, op)
+    count = place.tile.size
+    step = min(power_of_two(count), int(MEETING**0.5))
+    rounds = -(-count // step)
+    place, updates = (_lengthened(b, v, n, rounds * step) for v, n in
+                      ((place, -1), (updates, 0)))  # fmt: skip
+    b.store(ref, x)
+
+    def one_round(b: Builder, place: Value, update: Value) -> None:
+        pairs = (step, step)
+        meets = b.eq(b.broadcast(place, pairs, (0,)), b.broadcast(place, pairs, (1,)))
+        number = b.op("iota", type=TileType(pairs, I32), dim=1)
+        number = b.select(meets, number, b.like(-1, number))
+        last = b.op("reduce", number, kind="max", axes=(1,))
+        mine = b.and_(b.eq(last, positions(b, last, 0)), b.ge(place, b.like(0, place)))
+        where, rest = list[Value](), b.max(place, b.like(0, place))
+        for n in reversed(ref.ref.shape):
+            where.insert(0, b.op("rem", rest, b.like(n, rest)))
+            rest = b.op("div", rest, b.like(n, rest))
+        index = tuple(Gather() for _ in where)
+        if kind != "set":
+            every = b.broadcast(update, pairs, (1,))
+            none = b.constant(left_alone(kind, x), every.tile)
+            every = b.select(meets, every, none)
+            name = REDUCTIONS.get(kind, kind)
+            update = b.op("reduce", every, kind=name, axes=(1,))
+            update = b.op(kind, b.load(ref, index, where), update)
+        b.store(ref, update, index, where, mine)
+
+    if rounds == 1:
+        one_round(b, place, updates)
+        return
+    inside, number = Builder(b.loc), Value(INDEX, "round")
+    first = inside.mul(number, inside.index(step))
+    parts = [
+        inside.op("dynamic_slice", v, first, sizes=(step,)) for v in (place, updates)
+    ]
+    one_round(inside, *parts)
+    bounds = [b.index(n) for n in (0, rounds, 1)]
+    b.emit("for", *bounds, regions=(inside.block([number]),))
+
+
+def _scatter(b: Builder, op: Op) -> Value | None:
+    x, dtype, kind = op.operands[0], op.operands[0].tile.dtype, op.attrs["kind"]
+    compared = x.tile.size * power_of_two(op.operands[2].tile.size)
+    if compared > MOST_COMPARED or not _has_neutral(op):
+        return None
+    place, updates = _lines(b, op)
     flat = b.op("reshape", x, shape=(x.tile.size,))
     flat, updates = as_bytes(b, flat), as_bytes(b, updates)
     if kind == "set":

@@ -172,6 +172,8 @@ def _narrows(op: Op) -> bool:
 
 def fold_scalar(op: Op, operands: Sequence[int | bool | None]) -> int | bool | None:
     """The integer or bool result of an elementwise scalar op, if known."""
+    if op.name not in ("and", "or") and None in operands:
+        return None
     row = table().get(op.name)
     if row is None or not row.elementwise or row.meaning is None or not op.operands:
         return None

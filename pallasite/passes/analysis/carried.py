@@ -8,9 +8,11 @@ in a later step, no value crosses into that step, so only those last axes carry.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from pallasite.ir.nodes import Access, At, Block, Gather, Index, Op, Span, Value, walk
 from pallasite.ir.roles import Cond, Loop, Pipeline, While
+from pallasite.ir.types import TileType
 from pallasite.passes.analysis.affine import Sizes, fold_scalar
 from pallasite.passes.analysis.memory import VIEWS
 
@@ -91,7 +93,7 @@ class _Reader:
         self.known = known
 
     def may_read_old(self, block: Block, state: _State) -> bool:
-        return any(self.step(op, state) for op in block.ops)
+        return any(self.step(op, state) for op in _mattering(block))
 
     def step(self, op: Op, state: _State) -> bool:
         """Process one op; True if it may read what an earlier step left."""
@@ -223,7 +225,7 @@ class _Reader:
 
     def first_use(self, block: Block) -> str | None:
         """ "r" if the block certainly reads the ref first, "w" if it may write it."""
-        for op in block.ops:
+        for op in _mattering(block):
             use = self.use(op)
             if use is not None:
                 return use
@@ -255,3 +257,23 @@ _HANDLERS = {
     "sem_read": _Reader.at_sem_read,
     "sem_signal": _Reader.at_sem_signal,
 }
+
+_found: WeakKeyDictionary[Block, tuple[Op, ...]] = WeakKeyDictionary()
+
+
+def _mattering(block: Block) -> tuple[Op, ...]:
+    """The ops of a block without those that only compute tiles.
+
+    A block is walked once for each ref and axis, and most of it is arithmetic.
+    """
+    found = _found.get(block)
+    if found is None:
+        found = _found[block] = tuple(filter(_matters, block.ops))
+    return found
+
+
+def _matters(op: Op) -> bool:
+    if op.regions or op.name in _HANDLERS or any(v.is_ref for v in op.operands):
+        return True
+    types = [v.type for v in op.results]
+    return any(not isinstance(t, TileType) or not t.shape for t in types)

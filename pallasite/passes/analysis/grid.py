@@ -10,11 +10,14 @@ or if the author says so.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from weakref import WeakKeyDictionary
 
 from pallasite.errors import InternalError
 from pallasite.ir.nodes import (
     Access,
     At,
+    Block,
     Gather,
     Kernel,
     Op,
@@ -24,7 +27,13 @@ from pallasite.ir.nodes import (
 )
 from pallasite.ir.opdef import table
 from pallasite.ir.roles import Pipeline
-from pallasite.passes.analysis.affine import Affine, Form, Forms, recoverable
+from pallasite.passes.analysis.affine import (
+    Affine,
+    Form,
+    Forms,
+    moving_axes,
+    recoverable,
+)
 from pallasite.passes.analysis.block_table import last_number, told_apart
 from pallasite.passes.analysis.carried import (
     carried_from,
@@ -121,6 +130,18 @@ def find_pipeline(kernel: Kernel) -> Op:
     return found[0]
 
 
+def window_axes(op: Op) -> list[frozenset[int]]:
+    """The axes along which each window of a pipeline may show another block.
+
+    `analyze` finds fewer where maps use constants from outside the pipeline.
+    """
+    found = []
+    for array, window, index_map, _ in Pipeline.of(op).shown:
+        numbers = unclamped(index_map, window, array.ref.shape)
+        found.append(moving_axes(replace(index_map, yields=numbers)))
+    return found
+
+
 def with_pipeline(kernel: Kernel, new: Op) -> Kernel:
     """The kernel with another pipeline in place of its own."""
     old = find_pipeline(kernel)
@@ -128,12 +149,21 @@ def with_pipeline(kernel: Kernel, new: Op) -> Kernel:
     return kernel.with_(body=replace(kernel.body, ops=ops))
 
 
+_analyzed: WeakKeyDictionary[Block, dict[tuple[Value, ...], GridInfo]]
+_analyzed = WeakKeyDictionary()
+
+
 def analyze(kernel: Kernel) -> GridInfo:
     """Grid analysis of a kernel's own pipeline."""
-    op = find_pipeline(kernel)
-    before = kernel.body.ops[: kernel.body.ops.index(op)]
-    # An operand that aliases a result counts as that result.
-    return analyze_pipeline(op, before, kernel.aliased_results)
+    aliased = kernel.aliased_results
+    known = _analyzed.setdefault(kernel.body, {})
+    pairs = (*aliased, *aliased.values())
+    if pairs not in known:
+        op = find_pipeline(kernel)
+        before = kernel.body.ops[: kernel.body.ops.index(op)]
+        # An operand that aliases a result counts as that result.
+        known[pairs] = analyze_pipeline(op, before, aliased)
+    return known[pairs]
 
 
 def analyze_pipeline(
@@ -231,7 +261,7 @@ class _Analysis:
         Each core of a TPU has its own copy of it, so kernels keep state there even
         along axes they declare parallel; here all steps see the same one.
         """
-        for ref in self.shared():
+        for ref in self.shared:
             given = ref.ref.space == "smem" and ref not in self.allocated
             if given and self.is_written(ref):
                 return f"the operand {ref.name}"
@@ -261,7 +291,7 @@ class _Analysis:
 
     def inherited(self, axis: int) -> str | None:
         """Scratch that a step reads and only steps elsewhere along an axis fill."""
-        for ref in self.shared():
+        for ref in self.shared:
             if ref in self.allocated and reads_unwritten(
                 self.body, ref, self.ids, axis
             ):
@@ -271,10 +301,10 @@ class _Analysis:
     def aliased_read(self, windows: Sequence[WindowMoves]) -> str | None:
         """An output read as an operand, elsewhere than where it is written."""
         results = {self.memory(r) for r in self.same}
-        for ref in self.shared():
+        for ref in self.shared:
             if ref in self.same or (ref in results and not self.is_written(ref)):
                 return f"{ref.name} aliases an operand and has no window"
-        direct = {self.memory(r) for r in self.shared() if self.is_written(r)}
+        direct = {self.memory(r) for r in self.shared if self.is_written(r)}
         for i, ref in enumerate(self.refs):
             if self.window_attrs[i].mode == "out" or not self.is_used(self.blocks[i]):
                 continue
@@ -296,7 +326,11 @@ class _Analysis:
         return self.same.get(ref, ref)
 
     def is_used(self, value: Value) -> bool:
-        return any(value in op.operands for op in walk(self.body))
+        return value in self.used
+
+    @cached_property
+    def used(self) -> set[Value]:
+        return {v for op in walk(self.body) for v in op.operands}
 
     # --- windows ---
 
@@ -441,6 +475,7 @@ class _Analysis:
 
     # --- refs that all steps share ---
 
+    @cached_property
     def shared(self) -> list[Value]:
         """Refs captured by the pipeline's body, without a window."""
         inside = {v for op in walk(self.body) for v in op.results}
@@ -451,7 +486,7 @@ class _Analysis:
 
     def carries(self) -> Iterable[Carry]:
         mapped = {v for region in self.maps for op in walk(region) for v in op.operands}
-        for number, ref in enumerate(self.shared()):
+        for number, ref in enumerate(self.shared):
             name = ref.name or f"shared {number}"
             if not self.is_written(ref) and not ref.ref.is_semaphore:
                 continue

@@ -29,7 +29,7 @@ from pallasite.passes.analysis.cost import (
     moved_through,
     operations,
 )
-from pallasite.passes.analysis.grid import analyze_pipeline
+from pallasite.passes.analysis.grid import window_axes
 from pallasite.passes.analysis.memory import Roots
 
 MOST_ROWS = 1 << 20  # executions of one piece of code that are followed individually
@@ -348,7 +348,7 @@ class _Counter:
         pipeline = Pipeline.of(op)
         sizes = [self.size_of(n, rows) for n in pipeline.sizes]
         steps = prod(sizes)
-        moves = analyze_pipeline(op).windows
+        moves = window_axes(op)
         if rows.followed and rows.count * steps <= MOST_ROWS:
             positions = np.indices(sizes, dtype=np.int32).reshape(len(sizes), steps)
             ids = np.tile(positions, rows.count)
@@ -359,7 +359,7 @@ class _Counter:
         for shown, moved in zip(pipeline.shown, moves, strict=True):
             if shown.window.space in MAIN_MEMORY or not is_main(shown.array):
                 continue
-            axes = tuple(sorted(a for a in moved.axes if sizes[a] != 1))
+            axes = tuple(sorted(a for a in moved if sizes[a] != 1))
             visits = rows.count * prod(sizes[: max(axes, default=-1) + 1])
             found = None if ids is None else _places(shown, rows, ids, steps)
             self.traffic.append(

@@ -215,6 +215,28 @@ class Steps:
                 found[other] = Fill(0.0, same)
         return found
 
+    def fills_along(
+        self, dim: LoopDim, skips: tuple[Condition, ...]
+    ) -> dict[Value, "Fill"]:
+        """The neutral values for programs, along another dimension, that skip a step.
+
+        Args:
+            dim: of the rows of several programs.
+            skips: conditions that hold for the programs that do not.
+        """
+        found: dict[Value, Fill] = {}
+        for x in self.maxima.values():
+            if not x.tile.dtype.is_float or x not in dim.members:
+                raise CannotReblock("skipped steps compute a maximum of other elements")
+            found[x] = Fill(-inf, skips)
+        for terms in (terms for each in self.sums for terms in each.terms):
+            mine = [term for term in terms if term in dim.members]
+            if not mine:
+                raise CannotReblock("skipped steps add a sum of other elements")
+            if not any(map(self._vanishes, mine)):
+                found[mine[0]] = Fill(0.0, skips)
+        return found
+
     def _vanishes(self, term: Value) -> bool:
         """Whether it is `exp(x - maximum)`: zero for an x of minus infinity.
 

@@ -1,10 +1,10 @@
 """Loop-invariant code motion, and peeling of the first and last iteration.
 
-Moved out of a `for`: loop invariants (pure ops, and loads of memory the kernel never
-writes); a reset at the first iteration, of carried values, which becomes their initial
-value, or of memory, which moves before the loop; and code for the last iteration only,
-which moves after it. The last two are how kernels written for a grid start and end an
-accumulation.
+Moved out of a `for`: loop invariants (pure ops, loads of memory the kernel never
+writes, and loops of these); a reset at the first iteration, of carried values, which
+becomes their initial value, or of memory, which moves before the loop; and code for the
+last iteration only, which moves after it. The last two are how kernels written for a
+grid start and end an accumulation.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,14 @@ from collections.abc import Callable, Sequence
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import Rewriter, clone, map_ops, substitute
+from pallasite.ir.rewrite import (
+    Rewriter,
+    clone,
+    map_ops,
+    producers_of,
+    substitute,
+    used_values,
+)
 from pallasite.ir.roles import Cond, Loop
 from pallasite.ir.types import I32
 from pallasite.passes.analysis.affine import fold_scalar
@@ -45,9 +52,7 @@ class _HoistedLoop:
     def __init__(self, op: Op, builder: Rewriter, readable: frozenset[Value]):
         self.loop, self.builder, self.readable = Loop.of(op), builder, readable
         self.producers = dict(builder.producers)
-        for inner in self.body.ops:
-            for value in inner.results:
-                self.producers[value] = inner
+        self.producers |= producers_of(self.body)
 
     @property
     def body(self) -> Block:
@@ -90,16 +95,20 @@ class _HoistedLoop:
         inside = self.inside()
         kept: list[Op] = []
         for op in self.body.ops:
-            fixed = not any(v in inside for v in op.operands)
-            if fixed and not op.regions and (self.is_pure(op) or self.is_stable(op)):
+            fixed = inside.isdisjoint(used_values(Block((), (op,))))
+            if fixed and all(map(self.is_repeatable, walk(Block((), (op,))))):
                 self.builder.ops.append(op)
                 inside.difference_update(op.results)
             else:
                 kept.append(op)
         self.replace_body(Block(self.body.params, tuple(kept), self.body.yields))
 
+    def is_repeatable(self, op: Op) -> bool:
+        """Whether what the op itself does, regions apart, is the same at any time."""
+        return op.name == "for" or self.is_pure(op) or self.is_stable(op)
+
     def is_pure(self, op: Op) -> bool:
-        return table()[op.name].effect is Effect.PURE
+        return not op.regions and table()[op.name].effect is Effect.PURE
 
     def is_stable(self, op: Op) -> bool:
         """Whether the op is a load of memory that nothing writes."""

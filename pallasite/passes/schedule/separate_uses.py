@@ -5,12 +5,18 @@ are both the rows of x, so no part of either can be computed alone. With two win
 x each has its own, and `reblock.py` can split them. Loads, and what is computed from
 them element by element, are repeated for each use.
 
-In: any kernel. Out: the same kernel, unless a dimension occurs twice in a tile.
+A small operand may also be reduced along a dimension that results have, as ids of rows
+are whose least and greatest say whether there is anything to do. The reduction gets a
+window that stays whole, and programs of fewer rows repeat it.
+
+In: any kernel. Out: the same kernel, unless a dimension occurs twice in a tile, or is
+reduced so.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.opdef import table
@@ -27,6 +33,7 @@ from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, loop_dims
 
 MOST_COPIES = 256  # ops; a kernel with more repeats too much
+SMALL = 1 / 64  # of what is written: blocks that are reduced again by every program
 _OF_NOTHING = ("constant", "iota")  # one value may be used in several ways
 # These relate the dimensions of their operand and result in different ways.
 _RESHAPING = ("broadcast_in_dim", "transpose", "reshape")
@@ -35,21 +42,52 @@ _RESHAPING = ("broadcast_in_dim", "transpose", "reshape")
 def separate_uses(kernel: Kernel) -> Kernel:
     """The kernel with a window per way of using an operand, where that is of use."""
     found = loop_dims(kernel)
-    if found is None or found.refused or not any(d.is_twice for d in found.dims):
+    if found is None or found.refused:
         return kernel
-    copies = _Copies(found)
+    reduced = None
+    if not any(d.is_twice for d in found.dims):
+        every = (_reduced(found, dim) for dim in found.dims)
+        reduced = frozenset(op.result for ops in every for op in ops)
+        if not reduced:
+            return kernel
+    copies = _Copies(found, reduced)
     body = map_ops(found.pipeline.body, copies.rewrite)
-    if len(copies.shown) < 2 or copies.count > MOST_COPIES:
+    least = 2 if reduced is None else 1
+    if len(copies.shown) < least or copies.count > MOST_COPIES:
         return kernel
     same = _alike(_with_windows(found, body, copies.shown), copies.shown)
     kept = [each for each in copies.shown if same[each.block] is each.block]
     return _with_windows(found, substitute(body, same), kept)
 
 
-class _Copies:
-    """Gives every use of a loaded tile a load from a block of its own."""
+def _reduced(found: LoopDims, dim: LoopDim) -> Sequence[Op]:
+    """The reductions that alone keep results whole along a dimension, if all are small.
 
-    def __init__(self, found: LoopDims):
+    Of inputs: what is computed from them is as long along the dimension.
+    """
+    written = [v for v in dim.members if v in found.written]
+    if dim.besides is not None or dim.products or not written:
+        return ()
+    most = SMALL * sum(_bytes(v) for v in written)
+    return (
+        dim.reduces if all(_bytes(o.operands[0]) <= most for o in dim.reduces) else ()
+    )
+
+
+def _bytes(value: Value) -> int:
+    return prod(value.type.shape) * value.type.dtype.bytes
+
+
+class _Copies:
+    """Gives uses of a loaded tile a load from a block of their own.
+
+    Args:
+        found: the kernel.
+        users: the results of the ops whose uses are meant; None: of all ops.
+    """
+
+    def __init__(self, found: LoopDims, users: frozenset[Value] | None = None):
+        self.users = users
         aliased = {found.kernel.inputs[i] for i, _ in found.kernel.aliases}
         arrays = [each.array for each in found.pipeline.shown]
         self.read_only = {
@@ -66,6 +104,8 @@ class _Copies:
     def rewrite(self, op: Op, b: Rewriter) -> Sequence[Value] | None:
         if self._is_copied(op, b) or self.count > MOST_COPIES:
             return None  # its users have copies
+        if self.users is not None and self.users.isdisjoint(op.results):
+            return None
         operands = tuple(self._copy(b, v, {}) for v in op.operands)
         if operands == op.operands:
             return None

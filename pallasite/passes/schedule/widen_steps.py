@@ -112,7 +112,7 @@ def _check_sums(steps: Steps) -> None:
 # --- the code of merged steps ---
 
 
-class _Wider(Joined):
+class Wider(Joined):
     """Code of several steps at once.
 
     Args:
@@ -426,7 +426,7 @@ def wider_grid(steps: RunningSteps, factor: Callable[[RunningSteps], int]) -> Ke
     dim, pipeline, guard = steps.dim, steps.pipeline, steps.guard
     number = _checked(factor(steps), steps.steps, dim.size)
     size = dim.size * number
-    code = _Wider(dim, size, steps.step, steps.made, pipeline.ids)
+    code = Wider(dim, size, steps.step, steps.made, pipeline.ids)
     code.guard = guard
     code.ends = {op: (test, n // number) for op, (test, n) in steps.ends.items()}
     if guard is not None:
@@ -515,7 +515,7 @@ def wider_loop(steps: RunningLoop, factor: Callable[[RunningLoop], int]) -> Kern
     def joined(op: Op, b: Rewriter) -> Sequence[Value] | None:
         if op is not loop.op:
             return None
-        code = _Wider(dim, dim.size * number, loop.index, steps.made)
+        code = Wider(dim, dim.size * number, loop.index, steps.made)
         before = Builder(op.loc)
         for each in steps.outside:
             code.op(before, each)

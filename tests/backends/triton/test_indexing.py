@@ -245,6 +245,25 @@ def test_many_updates_are_compared_in_rounds(count: int, kind: str):
     assert "scf.for" in assert_simulated(kernel, [bins, updates])
 
 
+@pytest.mark.parametrize("kind", ["set", "add", "mul", "min", "max"])
+@pytest.mark.parametrize("name", ["f32", "bf16", "i8", "i32"])
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_long_scatters_are_done_in_memory(name: str, kind: str, is_stored: bool):
+    """Rows with indices of their own, many of which meet, and some outside."""
+    dtype, rng = DTYPES[name].np, np.random.default_rng(3)
+    x = rng.integers(1, 3, (2, 1000)).astype(dtype)
+    at = np.where(rng.random((2, 75)) < 0.6, 7, rng.integers(-1200, 1200, (2, 75)))
+    updates = rng.integers(-1, 2, (2, 75)).astype(dtype)
+
+    def update(x, at, updates):
+        new = getattr(x.at[jnp.arange(2)[:, None], at], kind)(updates, mode="drop")
+        return new if is_stored else new + 1
+
+    kernel = indexed(update, x, x, at.astype(np.int32), updates)
+    assert "gpu.barrier" in assert_simulated(kernel, [x, at.astype(np.int32), updates])
+    assert len(compiled(kernel)[1].scratch_results) == (not is_stored)
+
+
 # --- bitcasts ---
 
 
