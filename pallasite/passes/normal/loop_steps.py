@@ -7,9 +7,9 @@ last one (`pipeline_axes.py`). The iterations are the same ones in the same orde
 each value is rounded as before. So a loop and a grid axis are one thing to the
 scheduler, which resizes blocks of either.
 
-For GPUs, where the steps of one program become a loop again. On TPUs and CPUs the
-author's choice between a block that stays and blocks that move is a choice of what is
-kept on chip, and stays.
+For GPUs, where the steps of one program become a loop again. On TPUs and CPUs a block
+that stays and blocks that move differ in what is kept on chip: TPUs take what costs
+less (`tpu_blocks.py`), and CPUs what the author chose.
 """
 
 from dataclasses import replace
@@ -51,7 +51,10 @@ def loop_steps(kernel: Kernel) -> Kernel:
 
 def _suits(loop: Loop) -> bool:
     multiplies = any(op.name == "dot" for op in walk(loop.body))
-    return multiplies and all(not v.is_ref and v.tile.rank for v in loop.inits)
+    counts = loop.index.tile == INDEX  # as the steps of a grid are counted
+    return (
+        multiplies and counts and all(not v.is_ref and v.tile.rank for v in loop.inits)
+    )
 
 
 def _steps(kernel: Kernel, whole: Pipeline, loop: Loop) -> int | None:

@@ -12,7 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 from pallasite.ir.nodes import Access, Op, Span, Value
-from pallasite.ir.opdef import table
+from pallasite.ir.rewrite import is_elementwise
 from pallasite.ir.roles import number_of
 from pallasite.passes.analysis.exponents import UNKNOWN, Power, Powers
 from pallasite.passes.analysis.guards import Part as Condition
@@ -84,7 +84,7 @@ class Steps:
         values = (*op.operands, *op.results)
         if not any(v in self.dim.members for v in values):
             return
-        same = op.name in _BY_POSITION or table()[op.name].elementwise
+        same = op.name in _BY_POSITION or is_elementwise(op)
         if not same and not self._sums_over(op):
             raise CannotReblock(f"'{op.name}' needs all of a block")
         d = self.dim.members.get(op.operands[0]) if op.name == "load" else None
