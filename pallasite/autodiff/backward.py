@@ -42,6 +42,7 @@ from pallasite.autodiff.reverse import Reversed, reverse_program
 from pallasite.autodiff.reverse_rules import accumulated
 from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
+from pallasite.autodiff.unrounded import unrounded
 from pallasite.autodiff.zero_cotangents import without
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
@@ -519,7 +520,7 @@ def _reversed(
         written,
     )
     # The reverse is that of plain sums; their values come from the original loop.
-    return replace(made, body=substitute(made.body, sums.same))
+    return replace(made, body=unrounded(substitute(made.body, sums.same)))
 
 
 def _alternatives(
