@@ -35,7 +35,6 @@ from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
 from pallasite.autodiff.owned_blocks import owned_blocks
 from pallasite.autodiff.owned_rows import owned_rows
-from pallasite.autodiff.per_program import Program, main_refs
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
 from pallasite.autodiff.reverse import Reversed, reverse_program
@@ -48,6 +47,7 @@ from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.rewrite import substitute
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.lower.per_program import Program, main_refs
 from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 from pallasite.target import Machine

@@ -11,13 +11,13 @@ change roles: those that are read overlap, and those that are written do not.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, BlockDim, Op, Span, Value, walk
 from pallasite.ir.rewrite import producers_of, used_values
 from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.lower.per_program import Program
 
 ROWWISE = ("cast", "neg")  # linear, element by element
 

@@ -18,7 +18,6 @@ from math import prod
 
 from pallasite.autodiff.backward_stages import save_block, saved_ref
 from pallasite.autodiff.backward_windows import only
-from pallasite.autodiff.per_program import Program
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.nodes import (
@@ -37,6 +36,7 @@ from pallasite.ir.opdef import table
 from pallasite.ir.rewrite import clone, is_pure, producers_of
 from pallasite.ir.roles import Cond, Loop, number_of
 from pallasite.passes.analysis.memory import VIEWS, Roots
+from pallasite.passes.lower.per_program import Program
 
 MOST_ELEMENTS = 1 << 13  # of a program's block
 MOST_TESTS = 1 << 24  # of steps, in all programs: some tens of microseconds

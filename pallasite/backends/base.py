@@ -273,6 +273,8 @@ def _suits_cuda(kernel: Kernel) -> bool:
     """Whether `cuda` is the faster backend; asked of the normal form, because spelling
     is not to decide. The answer is kept, so that a cached kernel runs no passes."""
     from pallasite.passes.run import run
+    from pallasite.passes.schedule.whole_rows import whole_rows
+    from pallasite.target import GPUS
 
     if any(op.name in _FOR_CUDA for op in walk(kernel.body)):
         return True
@@ -280,7 +282,8 @@ def _suits_cuda(kernel: Kernel) -> bool:
     key = "\n".join(["suits cuda", code, kernel.text])
     kept = cache.load(key)
     if kept is None:
-        kept = b"yes" if _is_for_cuda(run(kernel)) else b""
+        rows = whole_rows(run(kernel), GPUS["h200"])  # on others, too
+        kept = b"yes" if _is_for_cuda(rows) else b""
         cache.store(key, kept)
     return bool(kept)
 

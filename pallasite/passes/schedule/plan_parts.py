@@ -26,6 +26,7 @@ from pallasite.passes.schedule.commuting_steps import commuting_steps, in_any_or
 from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.products_apart import apart
 from pallasite.passes.schedule.split_axis import Program, even_parts, split
+from pallasite.passes.schedule.whole_rows import whole_rows
 from pallasite.target import Chip, Gpu, Host, Machine, chips
 
 GAIN = 1.5  # estimated, of a split that is made
@@ -108,6 +109,9 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
         if not any(_long_axes(kernel)):
             return Plan()
     if isinstance(chip, Gpu):
+        kernel = whole_rows(kernel, chip)
+        if not any(_long_axes(kernel)):
+            return Plan()
         program = apart(kernel, chip)
         if program is not None:
             return Plan(program, "each product is computed once")
