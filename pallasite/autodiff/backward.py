@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallasite.autodiff.backward_axes import split_axes
-from pallasite.autodiff.backward_choice import Estimate, estimate
+from pallasite.autodiff.backward_choice import Estimate, estimate, sum_of
 from pallasite.autodiff.backward_stages import Stages, split, sums_apart
 from pallasite.autodiff.backward_windows import (
     Built,
@@ -29,6 +29,7 @@ from pallasite.autodiff.backward_windows import (
 )
 from pallasite.autodiff.carried_axes import carried_axis
 from pallasite.autodiff.edges import harmless_edges
+from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.narrow_results import narrow_results
@@ -212,7 +213,11 @@ def _run(
     known = [names.get(ref, ()) for ref in (*step.operands, *step.results)]
     rule = inherit(call.partition, step.kernel, known)
     options = replace(call, kernel=step.kernel, cost_estimate=None, partition=rule)
-    results = bind_call(options, [arrays[ref] for ref in step.operands])
+    operands = [
+        arrays[ref].astype(operand.ref.dtype.np)
+        for ref, operand in zip(step.operands, step.kernel.inputs, strict=True)
+    ]
+    results = bind_call(options, operands)
     whole = [
         jnp.sum(x, axis=tuple(range(x.ndim - ref.ref.rank))) if parts > 1 else x
         for x, ref, parts in zip(results, step.results, step.parts, strict=True)
@@ -242,7 +247,71 @@ def plan(
     Raises:
         NoBackwardKernel: there are none.
     """
-    return _plan(kernel, wanted, known, machine)
+    made = _plan(kernel, wanted, known, machine)
+    composed = _composed(made, kernel, wanted, known)
+    if composed is None:
+        return made
+    way, other = composed.choices[0], made.choices[0]
+    return composed if way.estimate.seconds < other.estimate.seconds else made
+
+
+def _composed(
+    made: BackwardPlan,
+    kernel: Kernel,
+    wanted: tuple[bool, ...],
+    known: tuple[bool, ...],
+) -> BackwardPlan | None:
+    """The kernels of a program in two parts (`first_products.py`), if there are two."""
+    machine = made.machine
+    if machine.gpu is None or kernel.aliases or not _has_products(kernel):
+        return None
+    normal, program = normal_program(kernel, machine)
+    found = cut(program)
+    if found is None:
+        return None
+    sums = _Sums.of(normal, machine)
+    (first, *more) = _kernels(found.first, [found.array], set(), sums)
+    (second, *others) = _kernels(found.second, normal.outputs, set(), sums)
+    if more or others or prod((*first.parts, *second.parts)) > 1:
+        return None
+    number = {ref: n for n, ref in enumerate(normal.inputs)}
+    early = tuple(wanted[number[ref]] for ref in first.operands)
+    late = [ref is found.array or wanted[number[ref]] for ref in second.operands]
+    late[second.operands.index(found.array)] = any(early)
+    order = [normal.outputs.index(ref) for ref in second.results]
+    plans = [plan(second.kernel, tuple(late), tuple(known[n] for n in order), machine)]
+    if any(early):
+        plans.append(plan(first.kernel, early, (True,), machine))
+    if any(each.changing or each.merges for each in plans):
+        return None
+    same, targets = dict[Value, Value](), dict[int, Value]()
+    between = second.operands.index(found.array)
+    for each, part in zip(plans, (second, first), strict=False):
+        same.update(zip(each.primals, part.operands, strict=True))
+        for n, ref in each.targets.items():
+            if part.operands[n] is not found.array:
+                target = targets.setdefault(number[part.operands[n]], ref)
+                same[ref] = target
+        if part is first:
+            same[each.seeds[0]] = plans[0].targets[between]
+    renamed = lambda refs: tuple(same.get(ref, ref) for ref in refs)
+    steps = [first]
+    for step in (step for each in plans for step in each.steps):
+        own = {"operands": renamed(step.operands), "results": renamed(step.results)}
+        steps.append(replace(step, **own))
+    ways = [each.choices[0].estimate for each in plans]
+    total = sum_of([estimate([first.kernel], machine), *ways])
+    way = Way(tuple(steps), total, Stages(()))
+    seeds = {order[n]: ref for n, ref in plans[0].seeds.items()}
+    return replace(
+        made,
+        steps=way.steps,
+        primals=normal.inputs,
+        seeds=seeds,
+        targets=targets,
+        choices=(way, *made.choices),
+        merges=(),
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -263,7 +332,7 @@ def keeping_plan(
         made = plan(kernel, wanted, known, machine)
         if not made.steps or not _has_products(made.steps[0].kernel):
             return None
-        if made.changing or made.merges:
+        if made.changing or made.merges or not made.choices[0].stages.programs:
             return None
         made = _plan(kernel, wanted, known, machine, kernel.outputs)
         return _keeping(made, kernel, known)
