@@ -308,7 +308,8 @@ def _is_for_cuda(kernel: Kernel) -> bool:
         ops = list(walk(split_accesses(kernel).body))
     if not all(op.name in _ROW_OPS or rows[op.name].elementwise for op in ops):
         return False
-    arrays = [p.ref for p in kernel.params if p.ref.rank > 1]
+    # Of a column, each program accesses an element.
+    arrays = [p.ref for p in kernel.params if p.ref.rank > 1 and p.ref.shape[-1] > 1]
     if any(ref.shape[-1] * ref.dtype.bits % (8 * _ROW_BYTES) for ref in arrays):
         return False
     reductions = [op for op in ops if op.name == "reduce"]

@@ -84,7 +84,7 @@ def without_semantics(text: str) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [256, 259])
+@pytest.mark.parametrize("rows", [512, 515])
 def test_steps_along_rows_mean_the_same_as_whole_rows(rows: int, dtype: str):
     steps = normal(in_steps, rows, CHUNK * STEPS, dtype=dtype)
     whole = whole_rows(steps, GPU)
@@ -103,9 +103,9 @@ def test_steps_along_rows_mean_the_same_as_whole_rows(rows: int, dtype: str):
 @pytest.mark.parametrize(
     ("rows", "width", "exact"),
     [
-        (64, CHUNK * STEPS, True),  # fewer rows than cores
-        (256, 3 << 13, True),  # longer than a program can hold
-        (256, CHUNK * STEPS, False),  # each step has a factor of its own
+        (64, CHUNK * STEPS, True),  # too few rows for the cores
+        (512, 3 << 13, True),  # longer than a program can hold
+        (512, CHUNK * STEPS, False),  # each step has a factor of its own
     ],
 )
 def test_other_steps_stay(rows: int, width: int, exact: bool):

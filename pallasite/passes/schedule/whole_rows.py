@@ -7,8 +7,8 @@ backward kernels need not follow the steps: they are those of whole rows.
 
 Proof: with sequential axes as loops (`promote.py`, `phases.py`), `whole_loops.py`
 proves that all parts may be computed at once. It is done if no loop is left, if rows
-fit a program (a GPU divides rows among programs afterwards), and if there are as many
-rows as cores, because what is left has a program per row at most.
+fit a program (a GPU divides rows among programs afterwards), and if there are enough
+rows, because what is left has a program per row at most.
 """
 
 from collections.abc import Sequence
@@ -45,6 +45,7 @@ from pallasite.passes.normal.whole_loops import LARGEST, whole_loops
 from pallasite.passes.schedule.gpu_blocks import fewer_rows, largest_tile
 from pallasite.target import Gpu
 
+ENOUGH = 3  # programs per core that load as fast as any number
 _CODE = {"pipeline", "load", "store", "cond", "for", "alloc"}
 
 
@@ -71,7 +72,7 @@ def whole_rows(kernel: Kernel, chip: Gpu | None) -> Kernel:
     program = program.with_body(Pipeline.of(find_pipeline(whole)).body).simplified()
     if any(op.name in ("for", "alloc", "cond") for op in walk(program.body)):
         return kernel
-    if chip is not None and _rows(program) < chip.cores:
+    if chip is not None and _rows(program) < ENOUGH * chip.cores:
         return kernel
     new = _with_windows(kernel, program)
     if new is None or (chip is not None and largest_tile(fewer_rows(new)) > LARGEST):
