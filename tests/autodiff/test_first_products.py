@@ -1,4 +1,4 @@
-"""A product that blocks of columns share is a kernel of its own in gradients on GPUs."""
+"""Products that blocks of columns share are kernels of their own in gradients."""
 
 import jax
 import jax.numpy as jnp
