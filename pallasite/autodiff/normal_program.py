@@ -20,6 +20,7 @@ from pallasite.passes.normal.results_in_scratch import results_in_scratch
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.run import NORMAL, run
 from pallasite.passes.schedule.gpu_blocks import fewer_rows
+from pallasite.passes.schedule.previous_blocks import previous_blocks
 from pallasite.passes.schedule.whole_rows import whole_rows
 from pallasite.target import Machine
 
@@ -28,7 +29,7 @@ from pallasite.target import Machine
 def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     """The kernel in normal form, and as a program."""
     normal = run(kernel, NORMAL)
-    kernel = results_in_scratch(normal)
+    kernel = previous_blocks(results_in_scratch(normal))
     if kernel is not normal:
         kernel = run(kernel, NORMAL)  # rules for scratch apply to these, too
     kernel = whole_rows(kernel, machine.gpu)
