@@ -12,7 +12,7 @@ block are all that add to it. Each row gets its addends in the order of the step
 Iterations whose index is outside the array are clamped to the first or the last row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -43,6 +43,7 @@ MOST_TESTS = 1 << 24  # of steps, in all programs: some tens of microseconds
 AT_ONCE = 1 << 10  # steps that are tested at a time
 State = tuple[Value, ...]
 Env = Mapping[Value, Value]
+_OnRow = Callable[[Builder, Op, Env, State], State]  # what to do with a loop over rows
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class _NotByRowsError(Exception):
 def _find(program: Program, ref: Value, loops: dict[Op, tuple[Op, ...]]) -> bool:
     """Collect loops over rows, with what adds in them; whether nothing else adds."""
     made = producers_of(program.body)
-    written = Roots(program.body).written(program.body)
+    written = set(Roots(program.body).written(program.body))
 
     def visit(block: Block) -> bool:
         for op in block.ops:
@@ -281,8 +282,8 @@ class _Owned:
             value = inner.select(where, value, inner.like(-0.0, value))
             index = tuple(Span(0, n) for n in value.tile.shape)
             new = Access(self.block, index, (), value, None, None)
-            attrs = dict(kind="add", index=index, mask=False)
-            inner.emit("atomic_rmw", *access_operands(new), **attrs)
+            operands = access_operands(new)
+            inner.op("atomic_rmw", *operands, kind="add", index=index, mask=False)
         region = inner.block((again,))
         b.emit("for", b.index(0), most, b.index(1), regions=(region,))
         return state
@@ -293,7 +294,9 @@ class _Owned:
 
     # --- the code of a step ---
 
-    def code(self, b: Builder, block: Block, env: Env, state: State, row) -> State:
+    def code(
+        self, b: Builder, block: Block, env: Env, state: State, row: _OnRow
+    ) -> State:
         """Emit code, with something else for loops over rows."""
         env = dict(env)
         for op in block.ops:
