@@ -3,9 +3,10 @@
 Where a program reads the rows between two offsets, one after another, its reverse adds
 to these rows. Offsets are data: nothing says that no two programs have the same row, so
 they could only run in sequence. As an axis of the grid, blocks of rows run in parallel:
-each program goes through the steps that may reach its block, and adds to all rows of
-the block at once what the iterations in it add. A kernel before it stores which rows
-the loops of a step reach, so that the steps of a block are found by comparing vectors.
+each program goes through the steps that may reach its block, and through the iterations
+that do; on a GPU it adds to all rows of the block at once. A kernel before it stores
+which rows the loops of a step reach, so that the steps of a block are found by
+comparing vectors.
 
 Proof: an iteration adds to one row, which its index is, so those whose index is in a
 block are all that add to it. Each row gets its addends in the order of the steps.
@@ -61,10 +62,15 @@ class OwnedRows:
     rows: Program
 
 
-def owned_rows(program: Program, ref: Value) -> OwnedRows | None:
+def owned_rows(program: Program, ref: Value, at_once: bool) -> OwnedRows | None:
     """The programs that add to one cotangent, by blocks of its rows.
 
     None if anything but loops over rows adds to it, or if there are too many steps.
+
+    Args:
+        program: the reverse.
+        ref: the cotangent.
+        at_once: add to all rows of a block at once, if what is added allows that.
     """
     program = only(program, [ref])
     loops = dict[Op, tuple[Op, ...]]()
@@ -76,16 +82,18 @@ def owned_rows(program: Program, ref: Value) -> OwnedRows | None:
         size //= 2
     if count < 2 * size or count // size * prod(program.sizes) > MOST_TESTS:
         return None
-    try:
-        made = _Owned(program, ref, loops, size)
-        reach, refs = made.reach()
-        return OwnedRows(reach, refs, made.rows(refs))
-    except _NotByRowsError:
-        return None
+    made = _Owned(program, ref, loops, size)
+    reach, refs = made.reach()
+    if at_once:
+        try:
+            return OwnedRows(reach, refs, made.rows(refs, made.added))
+        except _NotByRowsError:
+            pass
+    return OwnedRows(reach, refs, made.rows(refs, made.added_in_turn))
 
 
 class _NotByRowsError(Exception):
-    """A loop does something else than to add to rows."""
+    """What a loop adds to its rows cannot be computed for all of them at once."""
 
 
 def _find(program: Program, ref: Value, loops: dict[Op, tuple[Op, ...]]) -> bool:
@@ -188,7 +196,7 @@ class _Owned:
 
     # --- rows ---
 
-    def rows(self, refs: tuple[Value, Value]) -> Program:
+    def rows(self, refs: tuple[Value, Value], row: _OnRow) -> Program:
         number = Value(T.INDEX, "rows")
         b = Builder(self.program.loc)
         shape = (self.size, *self.ref.ref.shape[1:])
@@ -196,25 +204,26 @@ class _Owned:
         zeros = [b.index(0) for _ in shape[1:]]
         self.block = b.op("block_view", self.ref, number, *zeros, window=window)
         self.first = b.mul(number, b.index(self.size))
-        row = b.op("iota", type=T.TileType((self.size,), T.I32), dim=0)
-        row = b.add(row, b.broadcast(self.first, (self.size,), ()))
-        lowest, highest = (b.like(n, row) for n in T.I32.limits)
-        # The iterations of each row: its own, and those clamped to it.
-        is_first, is_last = (
-            b.eq(row, b.like(0, row)),
-            b.eq(row, b.like(self.count - 1, row)),
-        )
-        self.starts = b.select(is_first, lowest, row)
-        self.ends = b.select(is_last, highest, b.add(row, b.like(1, row)))
+        self.iterations_of_rows(b)
         first, limit = self.found(b, refs)
         step, inner = Value(T.INDEX, "step"), Builder(self.program.loc)
         ids = self.program.body.params
         env = dict(zip(ids, self.digits(inner, step), strict=True))
-        self.code(inner, self.program.body, env, (), self.added)
+        self.code(inner, self.program.body, env, (), row)
         b.emit("for", first, limit, b.index(1), regions=(inner.block((step,)),))
         body = clone(Block((number,), tuple(b.ops)))
         sizes = (self.count // self.size,)
         return replace(self.program, body=body, sizes=sizes).simplified()
+
+    def iterations_of_rows(self, b: Builder) -> None:
+        """Where those of each row start and end: its own, and those clamped to it."""
+        row = b.op("iota", type=T.TileType((self.size,), T.I32), dim=0)
+        row = b.add(row, b.broadcast(self.first, (self.size,), ()))
+        lowest, highest = (b.like(n, row) for n in T.I32.limits)
+        is_first = b.eq(row, b.like(0, row))
+        is_last = b.eq(row, b.like(self.count - 1, row))
+        self.starts = b.select(is_first, lowest, row)
+        self.ends = b.select(is_last, highest, b.add(row, b.like(1, row)))
 
     def digits(self, b: Builder, number: Value) -> list[Value]:
         """The grid indices of a step, or of a vector of them."""
@@ -255,7 +264,33 @@ class _Owned:
         first, limit = b.emit("for", *bounds, *starts, regions=(region,))
         return first, limit
 
+    def added_in_turn(self, b: Builder, op: Op, env: Env, state: State) -> State:
+        """The iterations of the block's rows, one after another."""
+        loop, inner = Loop.of(op), Builder(op.loc)
+        first, limit = (_new(env, v) for v in loop.bounds[:2])
+        end = b.add(self.first, b.index(self.size))
+        first = b.select(self.is_at(b, 0), first, b.max(first, self.first))
+        limit = b.select(self.is_at(b, self.count - 1), limit, b.min(limit, end))
+        index = Value(loop.index.type, loop.index.name)
+        row = inner.sub(index, self.first)
+        row = inner.clamp(inner.index(0), row, inner.index(self.size - 1))
+        within = {**env, loop.index: index}
+        for each in loop.body.ops:
+            if each in self.loops[op]:
+                access = Access.of(each)
+                assert access.value is not None
+                value = _new(within, access.value)
+                new = Access(self.block, access.index, (row,), value, None, None)
+                inner.op("atomic_rmw", *access_operands(new), **each.attrs)
+                continue
+            copy = clone(Block((), (each,), each.results), within)
+            inner.ops += copy.ops
+            within |= zip(each.results, copy.yields, strict=True)
+        b.emit("for", first, limit, b.index(1), regions=(inner.block((index,)),))
+        return state
+
     def added(self, b: Builder, op: Op, env: Env, state: State) -> State:
+        """The iterations of all of the block's rows at once."""
         loop = Loop.of(op)
         first, limit = (_new(env, v) for v in loop.bounds[:2])
         # The first and the last row also get what is before and after them.
