@@ -34,10 +34,10 @@ from pallasite.ir.nodes import (
     Window,
     walk,
 )
-from pallasite.ir.opdef import table
 from pallasite.ir.rewrite import clone, is_pure, producers_of
 from pallasite.ir.roles import Cond, Loop, number_of
 from pallasite.passes.analysis.memory import VIEWS, Roots
+from pallasite.passes.normal.stacked_code import Stacked
 
 MOST_ELEMENTS = 1 << 13  # of a program's block
 MOST_TESTS = 1 << 24  # of steps, in all programs: some tens of microseconds
@@ -366,82 +366,40 @@ def _new(env: Env, value: Value) -> Value:
     return env.get(value, value)
 
 
-class _Rows:
+class _Rows(Stacked):
     """What a loop adds to rows, for all rows of a block at once."""
 
     def __init__(self, owned: _Owned, b: Builder, op: Op, env: Env):
-        self.owned, self.b, self.env = owned, b, dict(env)
-        self.loop, self.adds = Loop.of(op), owned.loops[op]
-        self.varies: set[Value] = set()  # each element of its own row
+        super().__init__(b, Loop.of(op).index, owned.size, env)
+        self.owned, self.ops, self.adds = owned, Loop.of(op).body.ops, owned.loops[op]
 
     def values(self) -> list[Value]:
         found = list[Value]()
-        for op in self.loop.body.ops:
+        for op in self.ops:
             if op in self.adds:
                 value = Access.of(op).value
                 assert value is not None
-                shape = self.owned.ref.ref.shape[1:]
-                found.append(self.wide(value, shape))
-            elif self.loop.index in op.operands or any(
-                v in self.varies for v in op.operands
-            ):
-                self.varying(op)
-            elif op.regions:
+                made = self.wide(value, self.owned.ref.ref.shape[1:])
+                if made is None:
+                    raise _NotByRowsError
+                found.append(made)
+            elif not self.emit(op):
                 raise _NotByRowsError
-            else:
-                copy = clone(Block((), (op,), op.results), self.env)
-                self.b.ops += copy.ops
-                self.env |= zip(op.results, copy.yields, strict=True)
         return found
 
-    def wide(self, value: Value, shape: Sequence[int]) -> Value:
-        """A value with a dimension for rows, of this shape otherwise."""
-        new, size = _new(self.env, value), self.owned.size
-        if value is self.loop.index:
-            raise _NotByRowsError
-        if value in self.varies:
-            before = new.tile.shape[1:]
-            dims = (0, *(range(1, 1 + len(shape)) if before else ()))
-            return self.b.broadcast(new, (size, *shape), dims)
-        dims = range(1, 1 + len(shape)) if value.tile.shape else ()
-        return self.b.broadcast(new, (size, *shape), dims)
-
-    def varying(self, op: Op) -> None:
-        b, attrs = self.b, dict(op.own_attrs)
-        if len(op.results) != 1 or op.regions:
-            raise _NotByRowsError
-        shape = op.result.tile.shape
-        if op.name == "load":
-            made = self.load(op)
-        elif table()[op.name].elementwise:
-            operands = [self.wide(v, shape) for v in op.operands]
-            made = b.op(op.name, *operands, **attrs)
-        elif op.name == "broadcast_in_dim":
-            dims = (0, *(1 + d for d in attrs["dims"]))
-            x = _new(self.env, op.operands[0])
-            made = b.broadcast(x, (self.owned.size, *shape), dims)
-        elif op.name == "reduce":
-            attrs["axes"] = tuple(1 + d for d in attrs["axes"])
-            made = b.op("reduce", _new(self.env, op.operands[0]), **attrs)
-        else:
-            raise _NotByRowsError
-        self.env[op.result] = made
-        self.varies.add(op.result)
-
-    def load(self, op: Op) -> Value:
+    def access(self, op: Op) -> Value | None:
         """The rows of another array, or numbers of rows, at the same places."""
+        if op.name != "load":
+            return None
         access, owned = Access.of(op), self.owned
         (entry, index), *rest = access.split_index()
-        others = (v for v in op.operands[1:] if v is not index)
-        is_row = isinstance(entry, At) and index is self.loop.index
+        others = [v for v in op.operands[1:] if v is not index]
+        is_row = isinstance(entry, At) and index is self.index
         is_alike = access.ref.ref.shape[0] == owned.count
         if not is_row or not is_alike or access.mask is not None:
-            raise _NotByRowsError
-        if any(v in self.varies or v is self.loop.index for v in others):
-            raise _NotByRowsError
-        if any(isinstance(e, Gather) for e, _ in rest):
-            raise _NotByRowsError
+            return None
+        if self.depends(others) or any(isinstance(e, Gather) for e, _ in rest):
+            return None
         entries = (Span(None, owned.size), *(e for e, _ in rest))
-        starts = [_new(self.env, s) for _, s in rest if s is not None]
-        ref = _new(self.env, access.ref)
-        return self.b.load(ref, entries, [owned.first, *starts])
+        starts = [self.new(s) for _, s in rest if s is not None]
+        return self.b.load(self.new(access.ref), entries, [owned.first, *starts])
