@@ -8,7 +8,7 @@ ordinary kernels: every backend runs them, and they can be batched and different
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, prod
@@ -42,6 +42,7 @@ from pallasite.autodiff.reverse import Reversed, reverse_program
 from pallasite.autodiff.reverse_rules import accumulated
 from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
+from pallasite.autodiff.unrounded import unrounded
 from pallasite.autodiff.zero_cotangents import without
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
@@ -77,6 +78,11 @@ class BackwardPlan:
     choices: tuple["Way", ...]  # all alternatives, the chosen one first
     machine: Machine  # for which it was chosen
     merges: tuple[Merge, ...] = ()  # of what programs scatter, after all steps
+
+    @property
+    def flowing(self) -> set[Value]:
+        """The refs of all cotangents of results."""
+        return {*self.seeds.values(), *self.changing.values()}
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,8 @@ def keeping(
     if made is None:
         return None
     arrays: dict[Value, Any] = dict(zip(made.backward.primals, primals, strict=True))
-    arrays |= _run(call, made.forward, arrays, _names(call.partition, made.backward))
+    names = _names(call.partition, made.backward)
+    arrays |= _run(call, made.forward, arrays, names, set())
     results = [arrays[ref] for ref in made.results]
     return results, [arrays[ref] for ref in (*made.results, *made.kept)]
 
@@ -167,7 +174,7 @@ def cotangents(
         arrays[ref] = start.astype(ref.ref.dtype.np)
     names = _names(call.partition, made)
     for step in made.steps:
-        arrays |= _run(call, step, arrays, names)
+        arrays |= _run(call, step, arrays, names, made.flowing)
     final = {ref: made.primals[n].ref.dtype for n, ref in made.targets.items()}
     run = partial(_run_plain, call)
     for merge in made.merges:
@@ -185,6 +192,7 @@ def _run_plain(call: Any, kernel: Kernel, operands: Sequence[Any]) -> list[Any]:
     from pallasite.primitive import bind_call
 
     options = replace(call, kernel=kernel, cost_estimate=None, partition=None)
+    options = replace(options, flowing=())
     return bind_call(options, operands)
 
 
@@ -206,12 +214,15 @@ def _run(
     step: Built,
     arrays: dict[Value, Any],
     names: dict[Value, Sequence[str]],
+    flowing: Collection[Value],
 ) -> dict[Value, Any]:
+    """The results of one kernel; `flowing`: refs of cotangents that it may take."""
     from pallasite.primitive import bind_call
 
     known = [names.get(ref, ()) for ref in (*step.operands, *step.results)]
     rule = inherit(call.partition, step.kernel, known)
     options = replace(call, kernel=step.kernel, cost_estimate=None, partition=rule)
+    options = replace(options, flowing=step.taking(flowing))
     results = bind_call(options, [arrays[ref] for ref in step.operands])
     whole = [
         jnp.sum(x, axis=tuple(range(x.ndim - ref.ref.rank))) if parts > 1 else x
@@ -373,14 +384,15 @@ def _plan(
     written = Roots(program.body).written(program.body)
     moving = {ref for ref in changing.values() if ref in written}
     variants: list[tuple[Program, list[Merge]]] = [(program, [])]
+    gathered = list[Program]()
     if not moving:
-        program = gather_overlaps(program.simplified(), results)
+        program, gathered = gather_overlaps(program.simplified(), results)
         most = MOST_SCATTERED * sum(map(_bytes, kernel.params))
         variants = _scattered(program, list(targets.values()), most, machine)
     # Partial sums are for small operands, such as the weights of a norm.
     sums = _Sums.of(kernel, machine)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
-    ways = _Ways(results, moving, sums, final).all(variants, made)
+    ways = _Ways(results, moving, sums, final).all(variants, gathered, made)
     return BackwardPlan(
         ways[0].steps,
         kernel.inputs,
@@ -403,11 +415,16 @@ class _Ways:
     final: dict[Value, T.DType]  # the types of the cotangents
 
     def all(
-        self, variants: Sequence[tuple[Program, Sequence[Merge]]], made: Reversed
+        self,
+        variants: Sequence[tuple[Program, Sequence[Merge]]],
+        gathered: Sequence[Program],
+        made: Reversed,
     ) -> list[Way]:
-        """All of them, the fastest first."""
+        """All of them, the fastest first; `gathered`: programs that all have."""
+        for program in gathered:
+            _check_lost(program, made)
         ways = [
-            self.way(stages, merges)
+            self.way(stages.with_more(gathered), merges)
             for program, merges in variants
             for stages in _alternatives(
                 program, made, self.added(merges), bool(self.moving)
@@ -503,7 +520,7 @@ def _reversed(
         written,
     )
     # The reverse is that of plain sums; their values come from the original loop.
-    return replace(made, body=substitute(made.body, sums.same))
+    return replace(made, body=unrounded(substitute(made.body, sums.same)))
 
 
 def _alternatives(
@@ -515,14 +532,7 @@ def _alternatives(
     what they share; if that includes matmuls, a single kernel is an alternative.
     """
     program = program.simplified()
-    for ref in main_refs(program.body):
-        if ref in made.lost:
-            op = made.lost[ref]
-            raise NoBackwardKernel(
-                "the backward pass needs a value that was stored to a result or an "
-                "operand",
-                at=op.loc,
-            )
+    _check_lost(program, made)
     if moving:
         return [Stages((program,))]
     repeating = False
@@ -535,6 +545,16 @@ def _alternatives(
 
     careful = split(program, repeats_nothing)
     return [careful, split(program, lambda _: True)] if repeating else [careful]
+
+
+def _check_lost(program: Program, made: Reversed) -> None:
+    for ref in main_refs(program.body):
+        if ref in made.lost:
+            raise NoBackwardKernel(
+                "the backward pass needs a value that was stored to a result or an "
+                "operand",
+                at=made.lost[ref].loc,
+            )
 
 
 def _repeats_products(stage: Program, results: Sequence[Value]) -> bool:

@@ -32,6 +32,10 @@ class Stages:
     programs: tuple[Program, ...]
     saved: tuple[Value, ...] = ()
 
+    def with_more(self, programs: Iterable[Program]) -> "Stages":
+        """With others that depend on none of them."""
+        return replace(self, programs=(*self.programs, *programs))
+
 
 def split(program: Program, may_cut: Callable[[Program], bool]) -> Stages:
     """Turn every loop that can be a grid into a stage, recursively.

@@ -6,7 +6,7 @@ added to in place. Dimensions whose block is not chosen by one grid index alone 
 programs may share it, or a loop moves over it) are shown whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -163,6 +163,10 @@ class Built:
     own: tuple[frozenset[int], ...]  # per result: the axes that choose its block
     order: tuple[int, ...]  # the program's grid axes with several steps, slowest first
     changing: tuple[Value, ...] = ()  # results initialised by the last operands
+
+    def taking(self, refs: Collection[Value]) -> tuple[int, ...]:
+        """The operands that are among some refs."""
+        return tuple(n for n, ref in enumerate(self.operands) if ref in refs)
 
 
 def build(

@@ -1,34 +1,38 @@
 """`pl.explain_grad(f)(*args)`: how the cotangent of each kernel operand is computed.
 
 There are two ways: generated backward kernels (`backward.py`) if the kernel's structure
-allows it, else the functional form of the kernel, differentiated by JAX. Nothing is
-run.
+allows it, else the functional form of the kernel, differentiated by JAX. Backward
+kernels that only map blocks are XLA's operations (`whole_arrays.py`). Nothing is run.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pallasite import config
 from pallasite.errors import NoBackwardKernel, SpecError
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.language.trace import user_location
+from pallasite.passes.schedule.whole_arrays import for_xla
 from pallasite.primitive import chip_for
 from pallasite.sites import calls_in
 
 if TYPE_CHECKING:
     from pallasite.autodiff.backward import BackwardPlan, KeepingPlan
     from pallasite.autodiff.backward_windows import Built
+    from pallasite.primitive import Call
     from pallasite.target import Machine
 
-KERNEL, FUNCTIONAL, NONE = "kernel", "functional", "none"
+KERNEL, XLA, FUNCTIONAL, NONE = "kernel", "xla", "functional", "none"
 
 
 @dataclass(frozen=True)
 class OperandGrad:
     """How one operand of one kernel call gets its cotangent.
 
-    `tier` is "kernel" (a generated backward kernel), "functional" (the kernel's
-    functional form; slower) or "none" (integers have no cotangent).
+    `tier` is "kernel" (a generated backward kernel), "xla" (one that XLA computes on
+    whole arrays, fused with what is around it), "functional" (the kernel's functional
+    form; slower) or "none" (integers have no cotangent).
     """
 
     kernel: str
@@ -89,12 +93,36 @@ def explain_grad(function: Callable[..., Any]) -> Callable[..., GradReport]:
         kernels: list[Kernel] = []
         ways: list[str] = []
         for call in calls:
-            rows += explain(call.kernel, call.backend)
-            kernels += backward_kernels(call.kernel, call.backend)
-            ways += ways_of(call.kernel, call.backend)
+            kernel, backend = differentiated(call), call.backend
+            rows += _with_equal(explain(kernel, backend), call, kernel)
+            kernels += backward_kernels(kernel, backend)
+            ways += ways_of(kernel, backend)
         return GradReport(tuple(rows), tuple(kernels), tuple(ways))
 
     return explained
+
+
+def differentiated(call: "Call") -> Kernel:
+    """The kernel of a call, as its derivatives see it."""
+    from pallasite.autodiff.equal_operands import with_operands
+
+    return with_operands(call)[0]
+
+
+def _with_equal(
+    rows: list[OperandGrad], call: "Call", kernel: Kernel
+) -> list[OperandGrad]:
+    """A row for each operand of a call, also for those that are the same array."""
+    all_rows, pending = list[OperandGrad](), iter(rows)
+    for n, ref in enumerate(call.kernel.inputs):
+        if ref in kernel.inputs:
+            all_rows.append(next(pending))
+            continue
+        one = all_rows[call.equal[n]]
+        why = f"the same array as {one.operand}: one cotangent for both"
+        name = ref.name or f"operand {n}"
+        all_rows.append(OperandGrad(kernel.name, name, one.tier, why))
+    return all_rows
 
 
 def explain(kernel: Kernel, backend: str | None = None) -> list[OperandGrad]:
@@ -111,7 +139,8 @@ def explain(kernel: Kernel, backend: str | None = None) -> list[OperandGrad]:
         elif made is None:
             row = (FUNCTIONAL, reason)
         else:
-            row = (KERNEL, _how(made, n))
+            tier = XLA if _is_by_xla(made, n, backend) else KERNEL
+            row = (tier, _how(made, n))
         rows.append(OperandGrad(kernel.name, name, *row))
     return rows
 
@@ -189,6 +218,15 @@ def full_plan(
     wanted = tuple(ref.ref.dtype.is_float for ref in kernel.inputs)
     known = tuple(ref.ref.dtype.is_float for ref in kernel.outputs)
     return plan(kernel, wanted, known, machine or Machine.usual(chip_for(backend)))
+
+
+def _is_by_xla(made: "BackwardPlan", operand: int, backend: str | None) -> bool:
+    """Whether all kernels that compute an operand's cotangent are XLA's operations."""
+    steps = [step for step in made.steps if made.targets[operand] in step.results]
+    if backend or config.get("backend") or config.get("interpret"):
+        return False
+    fused = (for_xla(s.kernel, s.taking(made.flowing), made.machine) for s in steps)
+    return bool(steps) and all(kernel is not None for kernel in fused)
 
 
 def _how(made: "BackwardPlan", operand: int) -> str:

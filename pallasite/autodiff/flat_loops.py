@@ -108,7 +108,8 @@ class _Nest:
         views = {o.result: o for o in self.before if o.name == "block_view"}
         b = Builder(self.inner.op.loc)
         for op in self.inner.body.ops:
-            view = views.get(op.operands[0]) if op.name == "load" else None
+            is_access = op.name in ("load", "store")
+            view = views.get(op.operands[0]) if is_access else None
             new = self.piece(b, op, view, forms, index) if view is not None else None
             b.ops.append(new or op)
         return b.ops
@@ -116,7 +117,7 @@ class _Nest:
     def piece(
         self, b: Builder, op: Op, view: Op, forms: Forms, index: Value
     ) -> Op | None:
-        """A load of the part of a block that the inner loop has come to."""
+        """An access to the part of a block that the inner loop has come to."""
         access, window = Access.of(op), view.attrs["window"]
         shown = [d for d, dim in enumerate(window.dims) if dim.kind != "squeezed"]
         pairs = access.split_index()

@@ -1,229 +1,570 @@
 """Cotangents of overlapping blocks, gathered where they would be scattered.
 
-A kernel that reads overlapping blocks of an operand (`pl.Element`: a convolution, a
-stencil) has a reverse that adds to overlapping blocks of its cotangent, which programs
-can only do in sequence, in memory. Where each addend is a block of a cotangent of the
-result, times factors that are the same for all rows, an element's sum may be written
-the other way round: as what the blocks around it add to it. Then blocks of both arrays
-change roles: those that are read overlap, and those that are written do not.
+A kernel that reads overlapping blocks of an operand (a convolution, a stencil, its
+neighbours' edges) has a reverse that adds to overlapping blocks of its cotangent, which
+programs can only do in sequence, in memory. An element's sum may be written the other
+way round: as what the programs around it add to it. In a program of its own, each block
+of the cotangent is such a sum, and belongs to one program.
+
+What is added is taken apart into terms: sums, padding, slices and concatenations only
+say where a tile of them lies. Program `p` adds a term at `step * p + first`, so block
+`b` of `step` elements gets parts of the tiles of programs `b - k`, for few numbers `k`.
+These are computed again where they are needed (`moved_tiles.py`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
 
+import numpy as np
+
+from pallasite.autodiff.backward_windows import block_count, only, place
+from pallasite.autodiff.moved_tiles import Along, MovedTiles, NotMoved
 from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, Block, BlockDim, Op, Span, Value, walk
-from pallasite.ir.rewrite import producers_of, used_values
-from pallasite.passes.analysis.affine import Forms
-from pallasite.passes.analysis.carried import covers_whole
+from pallasite.ir.nodes import (
+    Access,
+    At,
+    Block,
+    BlockDim,
+    Op,
+    Span,
+    Value,
+    Window,
+    walk,
+)
+from pallasite.ir.rewrite import producers_of
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.analysis.step_table import StepTable
 
-ROWWISE = ("cast", "neg")  # linear, element by element
+MOST_TERMS = 64
+MOST_PIECES = 64
+Range = tuple[int, int]
 
 
-def gather_overlaps(program: Program, results: Iterable[Value]) -> Program:
-    """The program with sums over overlapping blocks of results gathered, if it can."""
+def gather_overlaps(
+    program: Program, results: Iterable[Value]
+) -> tuple[Program, list[Program]]:
+    """The program without sums that can be gathered, and a program for each of them."""
+    gathered = []
     for ref in results:
-        program = _gathered(program, ref) or program
-    return program
+        found = _gathered(only(program, [ref]), ref)
+        if found is not None:
+            gathered.append(found)
+            program = without(program, ref)
+    return program, gathered
 
 
-def _gathered(program: Program, ref: Value) -> Program | None:
-    uses = [op for op in walk(program.body) if ref in op.operands]
-    if len(uses) != 1 or uses[0].name != "block_view":
-        return None
-    overlap = _overlap(program, uses[0])
-    if overlap is None:
-        return None
-    addends = [op for op in walk(program.body) if uses[0].result in op.operands]
-    offsets = [_offset(op, overlap, program.body) for op in addends]
-    if None in offsets or len(addends) < 2:
-        return None
-    shifts = [overlap.before - o for o in offsets if o is not None]
-    gather = _Gather(program, overlap, min(shifts), max(shifts))
-    total = None
-    for op, shift in zip(addends, shifts, strict=True):
-        value = gather.shifted(op.operands[1], shift)
-        if value is None:
-            return None
-        total = value if total is None else gather.builder.add(total, value)
-    assert total is not None
-    gather.add_to_own_block(total)
-    ops = [op for op in program.body.ops if op not in addends and op is not uses[0]]
-    body = Block(program.body.params, (*ops, *gather.builder.ops))
-    return program.with_body(body).simplified()
+def without(program: Program, ref: Value) -> Program:
+    """The program without its effects on a result."""
+    written = Roots(program.body).written(program.body)
+    return only(program, [other for other in written if other is not ref])
 
 
 @dataclass(frozen=True)
-class _Overlap:
-    """A view whose blocks start `rows` apart along one dimension, and overlap."""
+class _Term:
+    """A tile of which a part is added to a result.
 
-    view: Op
-    dim: int  # of the array
-    tile_dim: int  # of the block
-    axis: int  # of the grid
-    rows: int
-    before: int  # elements that the first block has before the array
+    Attributes:
+        add: which of the additions it belongs to.
+        value: the tile.
+        taken: per dimension, the elements of it that are added.
+        moved: per dimension, where its element 0 is in what is added.
+        guards: scalars, and what they have to be.
+    """
 
-
-def _overlap(program: Program, view: Op) -> _Overlap | None:
-    window, indices = view.attrs["window"], view.operands[1:]
-    dims = [d for d, dim in enumerate(window.dims) if dim.kind == "element"]
-    if len(dims) != 1:
-        return None
-    (d,) = dims
-    forms = Forms(program.body.params)
-    forms.add_ops(program.body.ops)
-    form = forms.of(indices[d])
-    if form.affine is None or form.affine.const != 0 or len(form.axes) != 1:
-        return None
-    (axis,) = form.axes
-    rows = form.affine.coeffs[axis]
-    blocks = -(-view.operands[0].ref.shape[d] // rows) if rows > 0 else None
-    if blocks != program.sizes[axis] or window.dims[d].size <= rows:
-        return None
-    before = window.dims[d].padding[0]
-    tile_dim = sum(dim.kind != "squeezed" for dim in window.dims[:d])
-    return _Overlap(view, d, tile_dim, axis, rows, before)
+    add: int
+    value: Value
+    taken: tuple[Range, ...]
+    moved: tuple[int, ...]
+    guards: tuple[tuple[Value, bool], ...] = ()
 
 
-def _offset(op: Op, overlap: _Overlap, body: Block) -> int | None:
-    """The row of the block at which an addend starts; None: it is not one of rows."""
-    if op.name != "atomic_rmw" or op not in body.ops or op.attrs["mask"]:
+@dataclass(frozen=True)
+class _Dim:
+    """A dimension of the result.
+
+    Attributes:
+        tile_dim: that of the tiles that are added; None: they have none.
+        step: how many elements a program's own block has.
+        axis: the grid axis along which places advance by that; None: they stay.
+        own: whether a block of the program's is divided by the grid as it is.
+    """
+
+    tile_dim: int | None
+    step: int
+    axis: int | None = None
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What a block gets of one term of program `b - k`, per dimension of the result."""
+
+    term: _Term
+    shifts: tuple[int, ...]
+    inside: tuple[Range, ...]  # the elements of the block
+    taken: tuple[Range, ...]  # per dimension of the tile, its elements
+
+
+def _gathered(program: Program, ref: Value) -> Program | None:
+    kept = place(program, ref).kept
+    uses = [op for op in walk(program.body) if ref in op.operands]
+    if not uses or not program.sizes or (all(kept) and len(kept)):
         return None
-    index = op.attrs["index"]
-    shape = overlap.view.result.ref.shape
-    rows = index[overlap.tile_dim]
-    whole = (*index[: overlap.tile_dim], *index[overlap.tile_dim + 1 :])
-    rest = (*shape[: overlap.tile_dim], *shape[overlap.tile_dim + 1 :])
-    is_rows = isinstance(rows, Span) and (rows.size, rows.stride) == (overlap.rows, 1)
-    if op.attrs["kind"] != "add" or not is_rows or not covers_whole(rest, whole):
+    try:
+        return _Gather(program, ref).program_of_blocks()
+    except NotMoved:
         return None
-    return rows.start
 
 
 class _Gather:
-    """Computes addends of other blocks for the rows of a program's own block."""
-
-    def __init__(self, program: Program, overlap: _Overlap, first: int, last: int):
-        self.program, self.overlap = program, overlap
-        self.first, self.last = first, last  # the least and the greatest shift
-        self.builder = Builder(overlap.view.loc)
-        self.index = program.body.params[overlap.axis]
+    def __init__(self, program: Program, ref: Value):
+        self.program, self.ref = program, ref
+        self.body = program.body
         self.made = producers_of(program.body)
-        roots = Roots(program.body)
-        self.written = roots.written(program.body)
-        self.views: dict[Op, Value] = {}
-        self.known: dict[tuple[Value, int], Value] = {}
-
-    def shifted(self, value: Value, shift: int) -> Value | None:
-        """A value of the rows that are `shift` further down; None: unknown."""
-        if (value, shift) not in self.known:
-            made = self._shifted(value, shift)
-            if made is None:
-                return None
-            self.known[value, shift] = made
-        return self.known[value, shift]
-
-    def _shifted(self, value: Value, shift: int) -> Value | None:
-        op = self.made.get(value)
-        if op is None or op not in self.program.body.ops:
-            return None
-        if op.name == "load":
-            return self._load(op, shift)
-        moving = [not self.is_fixed(v) for v in op.operands]
-        both = op.name in ("add", "sub") and all(moving)
-        scaled = op.name == "mul" and sum(moving) == 1
-        divided = op.name == "div" and moving == [True, False]
-        if not (op.name in ROWWISE or both or scaled or divided):
-            return None
-        operands = [
-            self.shifted(v, shift) if m else v
-            for v, m in zip(op.operands, moving, strict=True)
+        self.table = StepTable(program.body.params, program.sizes)
+        self.table.add_ops(program.body.ops)
+        self.builder = Builder(program.loc)
+        self.views = [op for op in self.body.ops if ref in op.operands]
+        shown = {op.result for op in self.views if op.name == "block_view"}
+        self.adds = [
+            op
+            for op in self.body.ops
+            if op.name == "atomic_rmw" and (op.operands[0] in {ref, *shown})
         ]
-        known = [v for v in operands if v is not None]
-        if len(known) < len(operands):
-            return None
-        return self.builder.op(op.name, *known, **op.attrs)
+        others = {op for op in self.views if op.name != "block_view"}
+        uses = [op for op in walk(self.body) if {ref, *shown} & {*op.operands}]
+        if {*uses} != {*self.adds, *self.views} or not others <= {*self.adds}:
+            raise NotMoved
+        for op in self.adds:
+            if op.attrs["kind"] != "add" or op.attrs["mask"]:
+                raise NotMoved
+        self.placed = place(program, ref)
+        self.stays = [
+            self.tile_dims(d)
+            for d, is_kept in enumerate(self.placed.kept)
+            if is_kept or self.is_whole(d)
+        ]
+        self.terms = [t for n, op in enumerate(self.adds) for t in self.terms_of(n, op)]
+        if len(self.terms) > MOST_TERMS:
+            raise NotMoved
+        self.dims = self.find_dims()
 
-    def _load(self, op: Op, shift: int) -> Value | None:
-        """Rows of a larger block; past the edges of the array they are zero."""
-        view = self.made.get(op.operands[0])
-        whole = covers_whole(op.operands[0].ref.shape, op.attrs["index"])
-        if view is None or not whole or Access.of(op).mask is not None:
-            return None
-        if view not in self.views:
-            larger = self._larger_view(view)
-            if larger is None:
-                return None
-            self.views[view] = larger
-        spans = [Span(0, n) for n in op.result.tile.shape]
-        spans[self.overlap.tile_dim] = Span(shift - self.first, self.overlap.rows)
-        return self.builder.load(self.views[view], tuple(spans))
+    # --- terms ---
 
-    def _larger_view(self, view: Op) -> Value | None:
-        if view.name != "block_view" or view.operands[0] in self.written:
-            return None
-        array, *indices = view.operands
-        window = view.attrs["window"]
-        kept = [d for d, dim in enumerate(window.dims) if dim.kind != "squeezed"]
-        d, rows = kept[self.overlap.tile_dim], self.overlap.rows
-        others = [v for n, v in enumerate(indices) if n != d]
-        by_axis = indices[d] is self.index and window.dims[d] == BlockDim(rows)
-        has_zeros = window.fill is not None and window.fill == 0
-        if not by_axis or not has_zeros or not all(map(self.is_same, others)):
-            return None
-        b = self.builder
-        padding = max(0, -self.first)
-        end = rows * self.program.sizes[self.overlap.axis] + self.last
-        after = max(0, end - array.ref.shape[d])
-        size = rows + self.last - self.first
-        dims = list(window.dims)
-        dims[d] = BlockDim(size, "element", (padding, after))
-        start = b.mul(self.index, b.index(rows))
-        indices[d] = b.add(start, b.index(self.first + padding))
-        larger = replace(window, dims=tuple(dims))
-        return b.op("block_view", array, *indices, window=larger)
+    def terms_of(self, number: int, op: Op) -> list[_Term]:
+        value = Access.of(op).value
+        assert value is not None
+        shape = value.tile.shape
+        taken, moved = tuple((0, n) for n in shape), (0,) * len(shape)
+        return self.parts(_Term(number, value, taken, moved))
 
-    def is_fixed(self, value: Value) -> bool:
-        """Whether all rows of all blocks along the axis have this value."""
+    def parts(self, term: _Term) -> list[_Term]:
+        """The terms of which a term is the sum."""
+        if any(low >= high for low, high in term.taken):
+            return []
+        op = self.made.get(term.value)
+        if op is None:
+            return [term]
+        if op.name == "add":
+            return [p for v in op.operands for p in self.parts(replace(term, value=v))]
+        if op.name in ("pad", "slice", "concatenate") and self.moves(op):
+            return self.moved(term, op)
+        if op.name == "select_n" and not op.operands[0].tile.shape:
+            which, *values = op.operands
+            zeros = [self.is_zero(v) for v in values]
+            if sum(zeros) == 1 and len(values) == 2:
+                taken = zeros.index(False)
+                guards = (*term.guards, (which, bool(taken)))
+                return self.parts(replace(term, value=values[taken], guards=guards))
+        if op.name == "cast":
+            return self.widened(term, op)
+        return [term]
+
+    def moves(self, op: Op) -> bool:
+        """Whether an op moves elements along a dimension in which blocks overlap."""
+        if op.name == "concatenate":
+            return op.attrs["axis"] not in self.stays
+        old, new = op.operands[0].tile.shape, op.result.tile.shape
+        sizes = enumerate(zip(old, new, strict=True))
+        return any(a != b for d, (a, b) in sizes if d not in self.stays)
+
+    def moved(self, term: _Term, op: Op) -> list[_Term]:
+        if op.name == "concatenate":
+            return self.joined(term, op)
+        if op.name == "slice" and set(op.attrs["strides"]) <= {1}:
+            return self.piece(term, op.operands[0], [-n for n in op.attrs["starts"]])
+        is_plain = op.name == "pad" and not any(op.attrs["interior"])
+        if is_plain and self.is_zero(op.operands[1]):
+            return self.piece(term, op.operands[0], op.attrs["low"])
+        return [term]
+
+    def piece(self, term: _Term, value: Value, low: Sequence[int]) -> list[_Term]:
+        """The part of a term that is in a tile, which lies `low` elements further."""
+        triples = zip(term.taken, low, value.tile.shape, strict=True)
+        taken = tuple((max(a - n, 0), min(b - n, size)) for (a, b), n, size in triples)
+        moved = tuple(m + n for m, n in zip(term.moved, low, strict=True))
+        return self.parts(replace(term, value=value, taken=taken, moved=moved))
+
+    def joined(self, term: _Term, op: Op) -> list[_Term]:
+        axis, end, found = op.attrs["axis"], 0, list[_Term]()
+        for value in op.operands:
+            low = [0] * value.tile.rank
+            low[axis], end = end, end + value.tile.shape[axis]
+            found += self.piece(term, value, low)
+        return found
+
+    def widened(self, term: _Term, op: Op) -> list[_Term]:
+        """The terms of a sum that is widened, each widened before it is added."""
+        (x,), dtype = op.operands, op.result.tile.dtype
+        wider = x.tile.dtype.is_float and x.tile.dtype.bits <= dtype.bits
+        found = self.parts(replace(term, value=x)) if wider else []
+        if not found or [t.value for t in found] == [x]:
+            return [term]
+        wide = []
+        for each in found:
+            value = self.builder.cast(each.value, dtype)
+            self.made[value] = self.builder.ops[-1]
+            wide.append(replace(each, value=value))
+        return wide
+
+    def is_zero(self, value: Value) -> bool:
         op = self.made.get(value)
-        if op is None or op.name not in ("constant", "broadcast_in_dim"):
-            return False
-        if op.name == "broadcast_in_dim":
-            (source,), dims = op.operands, op.attrs["dims"]
-            if self.overlap.tile_dim in dims:
-                n = source.tile.shape[dims.index(self.overlap.tile_dim)]
-                if n != 1:
-                    return False
-        return self.is_same(value)
+        if op is not None and op.name == "broadcast_in_dim":
+            return self.is_zero(op.operands[0])
+        return op is not None and op.name == "constant" and op.attrs["value"] == 0
 
-    def is_same(self, value: Value) -> bool:
-        """Whether a value does not depend on the axis, nor on what is written."""
-        pending, seen = [value], set[Value]()
-        while pending:
-            each = pending.pop()
-            if each is self.index or each in self.written:
+    # --- where they are added ---
+
+    def find_dims(self) -> list[_Dim]:
+        self.firsts: list[dict[int, int]] = []
+        dims = []
+        for d, is_kept in enumerate(self.placed.kept):
+            dims.append(self.own_dim(d) if is_kept else self.advancing_dim(d))
+        used = [dim.axis for dim in dims if dim.axis is not None]
+        if len(set(used)) < len(used) or self.placed.own & {*used}:
+            raise NotMoved
+        return dims
+
+    def entries(self, op: Op) -> list[tuple[At | Span, Value | None] | None]:
+        """Per dimension of the result, the entry of an addition's index."""
+        index = iter(Access.of(op).split_index())
+        view = self.made.get(op.operands[0])
+        dims = view.attrs["window"].dims if view is not None else ()
+        found: list[tuple[At | Span, Value | None] | None] = []
+        for d in range(self.ref.ref.rank):
+            if dims and dims[d].kind == "squeezed":
+                found.append(None)
+                continue
+            entry, operand = next(index)
+            if not isinstance(entry, (At, Span)) or getattr(entry, "stride", 1) != 1:
+                raise NotMoved
+            found.append((entry, operand))
+        return found
+
+    def is_whole(self, d: int) -> bool:
+        """Whether all of a dimension is added to, in one piece."""
+        whole = (Span(0, self.ref.ref.shape[d]), None)
+        alone = all(op.operands[0] is self.ref for op in self.adds)
+        return alone and all(self.entries(op)[d] == whole for op in self.adds)
+
+    def tile_dims(self, d: int) -> int | None:
+        """Which dimension of the added tiles lies along one of the result."""
+        found = set[int | None]()
+        for op in self.adds:
+            entries = self.entries(op)
+            spans = [e is not None and isinstance(e[0], Span) for e in entries]
+            found.add(sum(spans[:d]) if spans[d] else None)
+        if len(found) != 1:
+            raise NotMoved
+        return found.pop()
+
+    def own_dim(self, d: int) -> _Dim:
+        firsts: dict[int, int] = {}
+        for n, op in enumerate(self.adds):
+            entry = self.entries(op)[d]
+            if entry is not None and entry[1] is not None:
+                raise NotMoved
+            firsts[n] = 0 if entry is None else entry[0].start or 0
+        self.firsts.append(firsts)
+        view = self.views[0]
+        size = view.attrs["window"].dims[d].size or 1
+        return _Dim(self.tile_dims(d), size, own=True)
+
+    def advancing_dim(self, d: int) -> _Dim:
+        """Places advance by the same step along one axis, in all terms, or stay."""
+        axes, steps = set[int](), set[int]()
+        tables: dict[_Term, dict[int, int]] = {}
+        for term in self.terms:
+            start = self.start(self.adds[term.add], d)
+            active = self.active(term)
+            shape = np.broadcast_shapes(start.shape, active.shape)
+            start, active = (
+                np.broadcast_to(start, shape),
+                np.broadcast_to(active, shape),
+            )
+            varies = [a for a in range(len(shape)) if _varies(start, active, a)]
+            if len(varies) > 1:
+                raise NotMoved
+            axis = varies[0] if varies else None
+            along = 0 if axis is None else axis
+            numbers: dict[int, int] = {}
+            for at in np.argwhere(active):
+                numbers.setdefault(int(at[along]), int(start[tuple(at)]))
+            tables[term] = numbers
+            if axis is not None:
+                axes.add(axis)
+                (i, x), (j, y) = list(numbers.items())[:2]
+                steps.add((y - x) // (j - i))
+        return self.advancing(d, tables, axes, steps)
+
+    def advancing(
+        self,
+        d: int,
+        tables: dict[_Term, dict[int, int]],
+        axes: set[int],
+        steps: set[int],
+    ) -> _Dim:
+        n = self.ref.ref.shape[d]
+        if len(axes) > 1 or len(steps) > 1 or any(step <= 0 for step in steps):
+            raise NotMoved
+        axis, step = (axes.pop(), steps.pop()) if axes else (None, 0)
+        firsts: dict[int, int] = {}
+        for term, numbers in tables.items():
+            first = {x - step * i for i, x in numbers.items()}
+            first |= {firsts[term.add]} if term.add in firsts else set()
+            if len(first) > 1:
+                raise NotMoved
+            if first:
+                firsts[term.add] = first.pop()
+        self.terms = [term for term in self.terms if tables[term]]
+        self.firsts.append(firsts)
+        return _Dim(self.tile_dims(d), step or n, axis)
+
+    def start(self, op: Op, d: int) -> np.ndarray:
+        """At every step, where an addition starts along a dimension."""
+        entry, view = self.entries(op)[d], self.made.get(op.operands[0])
+        start = np.zeros((1,) * len(self.program.sizes), np.int64)
+        if view is not None:
+            dim = view.attrs["window"].dims[d]
+            index = self.number(view.operands[1 + d])
+            count = block_count(dim, self.ref.ref.shape[d])
+            if dim.kind in ("blocked", "squeezed"):
+                index = np.clip(index, 0, (count or 1) - 1)
+                start = index * (dim.size if dim.kind == "blocked" else 1)
+            elif dim.kind == "element":
+                start = index - dim.padding[0]
+            else:
+                raise NotMoved
+        if entry is not None:
+            fixed, operand = entry[0].start, entry[1]
+            start = start + (self.number(operand) if operand is not None else fixed)
+        return start
+
+    def number(self, value: Value) -> np.ndarray:
+        found = self.table.of(value)
+        if found is None:
+            raise NotMoved
+        return found.astype(np.int64)
+
+    def active(self, term: _Term) -> np.ndarray:
+        """The steps at which a term is added, as far as that is known."""
+        found = np.ones((1,) * len(self.program.sizes), bool)
+        for value, truth in term.guards:
+            test = self.table.of(value)
+            if test is not None:
+                found = found & (test.astype(bool) == truth)
+        return found
+
+    # --- the blocks ---
+
+    def program_of_blocks(self) -> Program:
+        if not self.terms or all(dim.axis is None for dim in self.dims):
+            raise NotMoved
+        pieces = [p for term in self.terms for p in self.pieces(term)]
+        if not pieces or len(pieces) > MOST_PIECES:
+            raise NotMoved
+        sizes = list(self.program.sizes)
+        shape = self.ref.ref.shape
+        for n, dim in zip(shape, self.dims, strict=True):
+            if dim.axis is not None:
+                sizes[dim.axis] = -(-n // dim.step)
+        self.tiles = MovedTiles(
+            self.builder, self.program, self.made, sizes, self.table
+        )
+        total: Value | None = None
+        for value in self.values(pieces):
+            total = value if total is None else self.builder.add(total, value)
+        assert total is not None
+        self.add_to_own_block(total)
+        ops = [op for op in self.body.ops if op not in (*self.adds, *self.views)]
+        body = Block(self.body.params, (*ops, *self.builder.ops))
+        made = replace(self.program, body=body, sizes=tuple(sizes))
+        return made.simplified()
+
+    def pieces(self, term: _Term) -> Iterator[_Piece]:
+        """What blocks get of a term: parts of it, of programs before and after."""
+        options = [self.along(term, d) for d in range(len(self.dims))]
+        for chosen in product(*options):
+            shifts = tuple(k for k, _, _ in chosen)
+            inside = tuple(r for _, r, _ in chosen)
+            taken = list(term.taken)
+            for dim, (_, _, part) in zip(self.dims, chosen, strict=True):
+                if dim.tile_dim is not None:
+                    taken[dim.tile_dim] = part
+            yield _Piece(term, shifts, inside, tuple(taken))
+
+    def along(self, term: _Term, d: int) -> list[tuple[int, Range, Range]]:
+        """`k`, and the ranges in the block and in the tile, along a dimension."""
+        dim, first = self.dims[d], self.firsts[d].get(term.add, 0)
+        low, high = 0, 1
+        if dim.tile_dim is not None:
+            low, high = term.taken[dim.tile_dim]
+            first += term.moved[dim.tile_dim]
+        shifts = [0]
+        if dim.axis is not None:
+            step = dim.step
+            shifts = [*range((first + low) // step, (first + high - 1) // step + 1)]
+        found = []
+        for k in shifts:
+            start = first - k * dim.step if dim.axis is not None else first
+            a, b = max(start + low, 0), min(start + high, dim.step)
+            if a < b:
+                found.append((k, (a, b), (a - start, b - start)))
+        return found
+
+    def block_shape(self) -> list[int]:
+        return [dim.step for dim in self.dims if dim.tile_dim is not None]
+
+    def values(self, pieces: Sequence[_Piece]) -> Iterator[Value]:
+        """The tiles whose sum is a block: pieces that adjoin are one, if they can."""
+        groups: dict[object, list[_Piece]] = {}
+        for piece in pieces:
+            groups.setdefault(self.group(piece), []).append(piece)
+        wide = [group for group in groups.values() if self.is_wide(group)]
+        if all(along.first == 0 for group in wide for along in self.ahead(group[0])):
+            wide = []
+        self.tiles.reach([self.ahead(group[0]) for group in wide])
+        for group in groups.values():
+            if group in wide:
+                try:
+                    yield self.tiles.extended(group[0].term.value, self.ahead(group[0]))
+                    continue
+                except NotMoved:
+                    pass
+            for piece in group:
+                yield self.padded(piece)
+
+    def group(self, piece: _Piece) -> object:
+        """A key that is equal for pieces of a tile that lie as far from each other in
+        the block as in the tile and in those of the programs beside it."""
+        return piece.term.value, tuple((a.tile_dim, a.first) for a in self.ahead(piece))
+
+    def ahead(self, piece: _Piece) -> tuple[Along, ...]:
+        """Where the block's element 0 is in the tile, continued by those beside it."""
+        found = []
+        for dim, k, (start, _) in zip(
+            self.dims, piece.shifts, piece.inside, strict=True
+        ):
+            at = 0 if dim.tile_dim is None else piece.taken[dim.tile_dim][0]
+            first = at - start - (k * dim.step if dim.axis is not None else 0)
+            found.append(Along(dim.tile_dim, dim.axis, dim.step, first))
+        return tuple(found)
+
+    def is_wide(self, group: Sequence[_Piece]) -> bool:
+        """Whether pieces of some programs are all of the block, each element once."""
+        for dim, along in zip(self.dims, self.ahead(group[0]), strict=True):
+            size = group[0].term.value.tile.shape
+            if along.first and (dim.axis is None or dim.tile_dim is None):
                 return False
-            op = self.made.get(each)
-            if op is not None and each not in seen:
-                seen.add(each)
-                pending += [*op.operands, *_captured(op)]
-        return True
+            if dim.tile_dim is not None and size[dim.tile_dim] != dim.step:
+                return False
+        for piece in group:
+            if not all(self.is_sure(piece, guard) for guard in piece.term.guards):
+                return False
+        boxes = [piece.inside for piece in group]
+        volume = sum(prod(b - a for a, b in box) for box in boxes)
+        apart = all(
+            any(b <= c or d <= a for (a, b), (c, d) in zip(one, two, strict=True))
+            for n, one in enumerate(boxes)
+            for two in boxes[:n]
+        )
+        return apart and volume == prod(dim.step for dim in self.dims)
+
+    def is_sure(self, piece: _Piece, guard: tuple[Value, bool]) -> bool:
+        """Whether a guard holds in all programs that add the piece to some block."""
+        value, truth = guard
+        test = self.table.of(value)
+        if test is None:
+            return False
+        test = test.astype(bool) == truth
+        for dim, k, n in zip(self.dims, piece.shifts, self.ref.ref.shape, strict=True):
+            if dim.axis is not None and test.shape[dim.axis] > 1:
+                blocks = -(-n // dim.step)
+                programs = range(max(-k, 0), min(blocks - k, test.shape[dim.axis]))
+                test = np.take(test, [*programs], dim.axis)
+        return bool(test.all())
+
+    def padded(self, piece: _Piece) -> Value:
+        """A piece where it lies in the block, and zero beside it."""
+        b = self.builder
+        shifts = {
+            dim.axis: k
+            for dim, k in zip(self.dims, piece.shifts, strict=True)
+            if dim.axis is not None and k
+        }
+        value = self.tiles.piece(piece.term.value, shifts, piece.taken)
+        tests = self.tiles.there(shifts)
+        for guard in piece.term.guards:
+            if not self.is_sure(piece, guard):
+                test = self.tiles.piece(guard[0], shifts, ())
+                tests.append(test if guard[1] else b.op("not", test))
+        for test in tests:
+            value = b.select(test, value, b.like(0.0, value))
+        ranges = [
+            (r, dim.step)
+            for r, dim in zip(piece.inside, self.dims, strict=True)
+            if dim.tile_dim is not None
+        ]
+        low = tuple(a for (a, _), _ in ranges)
+        high = tuple(n - end for (_, end), n in ranges)
+        if any((*low, *high)):
+            zero = b.constant(0.0, value.tile.with_shape(()))
+            rest = (0,) * len(low)
+            value = b.op("pad", value, zero, low=low, high=high, interior=rest)
+        return value
 
     def add_to_own_block(self, total: Value) -> None:
-        b, view = self.builder, self.overlap.view
-        array, *indices = view.operands
-        window = view.attrs["window"]
-        dims = list(window.dims)
-        dims[self.overlap.dim] = BlockDim(self.overlap.rows)
-        indices[self.overlap.dim] = self.index
-        window = replace(window, dims=tuple(dims))
-        block = b.op("block_view", array, *indices, window=window)
+        b, view = self.builder, self.views[0]
+        indices: list[Value] = []
+        dims: list[BlockDim] = []
+        for d, dim in enumerate(self.dims):
+            if dim.own:
+                dims.append(view.attrs["window"].dims[d])
+                indices.append(view.operands[1 + d])
+                if dim.tile_dim is None and dims[-1].kind != "squeezed":
+                    raise NotMoved
+                continue
+            is_one = dim.tile_dim is None and dim.step == 1
+            if dim.tile_dim is None and not is_one:
+                raise NotMoved
+            dims.append(BlockDim(1, "squeezed") if is_one else BlockDim(dim.step))
+            stays = dim.axis is None
+            indices.append(b.index(0) if stays else self.body.params[dim.axis or 0])
+        block = b.op(
+            "block_view", self.ref, *indices, window=Window(tuple(dims), "out")
+        )
         spans = tuple(Span(0, n) for n in block.ref.shape)
         b.emit("atomic_rmw", block, total, kind="add", index=spans, mask=False)
 
 
-def _captured(op: Op) -> Sequence[Value]:
-    return [v for region in op.regions for v in used_values(region)]
+def _varies(numbers: np.ndarray, active: np.ndarray, axis: int) -> bool:
+    """Whether numbers differ along an axis, where they are active."""
+    if numbers.shape[axis] < 2:
+        return False
+    top = np.iinfo(np.int64)
+    high = np.where(active, numbers, top.min).max(axis)
+    low = np.where(active, numbers, top.max).min(axis)
+    return bool((high > low).any())

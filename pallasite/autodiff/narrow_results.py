@@ -2,10 +2,11 @@
 
 Cotangents are accumulated in f32. Storing a block in the operand's own type moves half
 the bytes (bf16), and no kernel has to convert the array afterwards. A block that is
-stored and never loaded, as a whole or in parts, is not a sum: it is stored in that
-type. One that the steps of a program add to is accumulated in scratch instead, and
-stored by the last of them. A block too large for that, such as all pages of a cache,
-stays as it is: its scratch would be in main memory, too.
+stored and never loaded, as a whole or in parts, once or in a loop, is not a sum: what
+was stored last remains, so each store converts its own values. One that the steps of a
+program add to is accumulated in scratch instead, and stored by the last of them. A
+block too large for that, such as all pages of a cache, stays as it is: its scratch
+would be in main memory, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,6 @@ from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.rewrite import Rewriter, map_ops
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import INDEX, DType
-from pallasite.passes.analysis.boxes import box_of
 from pallasite.passes.analysis.carried import covers_whole
 
 MOST_ELEMENTS = 1 << 20  # of a block that is accumulated in scratch
@@ -42,15 +42,15 @@ def _narrowed(kernel: Kernel, result: Value, dtype: DType) -> Kernel:
     shown = [each for each in pipeline.shown if each.array is result]
     if len(shown) > 1 or shown[0].block.ref.dtype == dtype:
         return kernel
-    array, block = _retyped(result, dtype), _retyped(shown[0].block, dtype)
-    uses = [op for op in walk(pipeline.body) if shown[0].block in op.operands]
+    old = shown[0].block
+    array, block = _retyped(result, dtype), _retyped(old, dtype)
+    uses = [op for op in walk(pipeline.body) if old in op.operands]
     ops, scratch = list[Op](), Builder(kernel.loc)
     steps = _steps_of(pipeline, shown[0])
-    if uses and all(_is_plain(op, pipeline.body) for op in uses):
-        for op in pipeline.body.ops:
-            ops += [op] if op not in uses else _store(op, block, dtype)
+    if uses and all(op.name == "store" and op.operands[0] is old for op in uses):
+        body = map_ops(pipeline.body, lambda op, b: _stored(op, b, old, block))
+        ops += body.ops
     elif steps and all(map(_is_box, uses)) and block.ref.size <= MOST_ELEMENTS:
-        old = shown[0].block
         kept = old.ref.with_shape([n for n in old.ref.shape if n != 1])
         sums = scratch.op("alloc", type=replace(kept, space="vmem"), names=[old.name])
         body = map_ops(pipeline.body, lambda op, b: _in_scratch(op, b, old, sums))
@@ -73,11 +73,6 @@ def _narrowed(kernel: Kernel, result: Value, dtype: DType) -> Kernel:
     )
     params = tuple(array if p is result else p for p in kernel.params)
     return kernel.with_(params=params, body=body)
-
-
-def _is_plain(op: Op, body: Block) -> bool:
-    """Whether an op is a store to known places that every program does once."""
-    return op.name == "store" and op in body.ops and box_of(op) is not None
 
 
 def _steps_of(pipeline: Pipeline, shown: Shown) -> list[int]:
@@ -144,17 +139,18 @@ def _is_box(op: Op) -> bool:
     return all(isinstance(entry, (At, Span)) for entry in Access.of(op).index)
 
 
-def _store(op: Op, block: Value, dtype: DType) -> list[Op]:
-    builder = Builder()
-    builder.loc = op.loc
+def _stored(op: Op, b: Rewriter, old: Value, block: Value) -> list[Value] | None:
+    """A store to the block of another type."""
+    if old not in op.operands:
+        return None
     access = Access.of(op)
     assert access.value is not None
-    new = builder.cast(access.value, dtype)
-    if covers_whole(block.ref.shape, access.index):
-        builder.store(block, _reshaped(builder, new, block.ref.shape))
+    value, mask = b.cast(access.value, block.ref.dtype), access.mask
+    if mask is None and covers_whole(block.ref.shape, access.index):
+        b.store(block, _reshaped(b, value, block.ref.shape))
     else:
-        builder.store(block, new, access.index, access.index_operands)
-    return builder.ops
+        b.store(block, value, access.index, access.index_operands, mask)
+    return []
 
 
 def _retyped(ref: Value, dtype: DType) -> Value:

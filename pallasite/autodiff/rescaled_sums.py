@@ -12,6 +12,9 @@ exp(p * m)` with `u` independent of `m`. If each carried value keeps its exponen
 nothing that leaves the program depends on `m`, then `m` has no cotangent, and any `m`
 gives the same results. Sums that do not start at zero (a sink of attention, what an
 earlier loop summed) are rescaled once, from the initial maximum to the final one.
+
+The same holds of the maximum of a whole row (`exp(x - max(x)) / sum(exp(x - max(x)))`):
+if what follows it does not depend on it, it has no cotangent.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +46,7 @@ class PlainSums:
     """A program in which loops of rescaled sums are followed by their plain sums."""
 
     body: Block
-    scales: frozenset[Value]  # the final maxima: they count as constants
+    scales: frozenset[Value]  # maxima of rows: they count as constants
     same: Mapping[Value, Value]  # the plain sums, by their values in the first loop
 
 
@@ -78,6 +81,8 @@ class _Walk:
         ]
         yields = block.yields
         for place in reversed(range(len(ops))):
+            if self.is_free(ops[place], ops[place + 1 :], yields):
+                self.scales.add(ops[place].result)
             if ops[place].name != "for":
                 continue
             found = self.rescaled(Loop.of(ops[place]), ops[place + 1 :], yields)
@@ -92,6 +97,16 @@ class _Walk:
             ops[place + 1 :] = [*plain, *rest.ops]
             yields = rest.yields
         return Block(block.params, tuple(ops), yields)
+
+    def is_free(self, op: Op, after: Sequence[Op], yields: Sequence[Value]) -> bool:
+        """Whether an op is the maximum of rows, and what follows does not depend on
+        it."""
+        if op.name != "reduce" or op.attrs["kind"] != "max" or not is_float(op.result):
+            return False
+        powers = Powers(self.made, {}, unseen=self.unseen)
+        powers.add_scale(op.result)
+        powers.block(o for o in after if not any(r in self.scales for r in o.results))
+        return not powers.escapes and all(powers.of(v) is None for v in yields)
 
     def rescaled(
         self, loop: Loop, after: Sequence[Op], yields: Sequence[Value]

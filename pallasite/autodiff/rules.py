@@ -26,6 +26,7 @@ from jax.interpreters import ad, batching, mlir
 from pallasite import jaxcompat, primitive, sites
 from pallasite.autodiff import backward
 from pallasite.autodiff.activity import activity
+from pallasite.autodiff.equal_operands import once
 from pallasite.autodiff.tangent import NoTangentKernel, TangentKernel, tangent_kernel
 from pallasite.emulation.reversible import emulate_reverse, emulate_smooth
 from pallasite.errors import NoBackwardKernel, UnsupportedError
@@ -97,11 +98,11 @@ def pull_back(
 def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, call: Call) -> Any:
     """The call itself, and a call of its tangent kernel."""
     _refuse_warpgroups(call)
-    plain = _in_plain_ops(call)
-    found = _keeping(plain, primals, tangents)
+    plain, own, tangents = once(_in_plain_ops(call), primals, tangents)
+    found = _keeping(plain, own, tangents)
     results, kept = (call_p.bind(*primals, call=call), []) if found is None else found
     # The call itself has checked what its derivatives recompute.
-    return results, _push(_unchecked(plain), primals, tangents, kept)
+    return results, _push(_unchecked(plain), own, tangents, kept)
 
 
 def _refuse_warpgroups(call: Call) -> None:
@@ -198,7 +199,10 @@ def _tangent_call(call: Call, made: TangentKernel) -> Call:
         tangents = [rule.operands[n] for n in made.inputs]
         results = [*[()] * made.skipped, *(rule.results[n] for n in made.outputs)]
         rule = inherit(rule, made.kernel, [*rule.operands, *tangents, *results])
-    return replace(call, kernel=made.kernel, cost_estimate=None, partition=rule)
+    first = len(call.kernel.inputs)
+    flowing = (*call.flowing, *range(first, first + len(made.inputs)))
+    one = replace(call, kernel=made.kernel, cost_estimate=None, partition=rule)
+    return replace(one, flowing=flowing, equal=())
 
 
 def _full(primals: Sequence[Array], tangents: Sequence[Any], n: int) -> Array:
@@ -531,7 +535,7 @@ def _cotangent_task(call: Call, wanted: Flags, known: Flags) -> Task:
 
     def compute(splits: Mapping[int, int]) -> Any:
         part = shard(rule, splits)
-        one = replace(call, kernel=part.kernel, partition=False)
+        one = replace(call, kernel=part.kernel, partition=False, equal=())
         count, told = len(wanted), len(part.offset_axes)
         params = dict(call=one, wanted=(*wanted, *[False] * told), known=known)
 

@@ -72,7 +72,7 @@ def call_task(call: Any, bind: Callable[..., Any]) -> Task:
 
     def split_kernel(splits: Mapping[int, int]) -> tuple[Function, Sequence[int]]:
         part = shard(rule, splits)
-        one = replace(call, kernel=part.kernel, partition=False)
+        one = replace(call, kernel=part.kernel, partition=False, equal=())
         return lambda *operands: bind(one, operands), part.offset_axes
 
     compute = split_kernel if local is None else _given(local)
@@ -92,7 +92,7 @@ def call_key(call: Any) -> str:
     rule: Any = call.partition
     if isinstance(rule, Partition):
         rule = (rule.rule, rule.sums, _locals.setdefault(rule.local, len(_locals)))
-    options = (call.interpret, call.backend, call.compiler_params, rule)
+    options = (call.interpret, call.backend, call.compiler_params, rule, call.flowing)
     return repr((call.kernel.text, options))
 
 

@@ -7,10 +7,11 @@ import pytest
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.autodiff.normal_program import normal_program
+from pallasite.autodiff.normal_program import in_phases
+from pallasite.autodiff.per_program import program_of
 from pallasite.ir.nodes import walk
+from pallasite.passes.run import NORMAL, run
 from pallasite.sites import calls_in
-from pallasite.target import Machine, host
 
 ROWS, CHUNK, STEPS = 8, 128, 3
 
@@ -51,7 +52,7 @@ X = jax.random.normal(jax.random.key(0), (2 * ROWS, CHUNK * STEPS))
 @pytest.mark.parametrize(("turns", "loops"), [(2, 2), (3, 2), (6, 1)])
 def test_few_phases_come_one_after_another(turns: int, loops: int):
     (call,) = calls_in(lambda x: normalised(x, turns), X)
-    _, program = normal_program(call.kernel, Machine.usual(host()))
+    program = in_phases(program_of(run(call.kernel, NORMAL)))
     assert sum(op.name == "for" for op in program.body.ops) == loops
     assert any(op.name == "cond" for op in walk(program.body)) == (loops == 1)
 

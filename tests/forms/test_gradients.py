@@ -88,6 +88,15 @@ def test_no_backward_kernel_is_one_program(name: str):
     assert min(counts) >= 128, counts
 
 
+def test_blocks_of_time_are_stored_once():
+    """The results of a recurrence over a grid are blocks that steps share."""
+    form, size = FORMS["linear recurrence state in scratch"], SIZES["model"]
+    with config.override(target="gpu:h200"):
+        (call,) = calls_in(form.make(size), *form.problem.structs(size))
+        (step,) = chosen_plan(call.kernel, call.backend).steps
+    assert not step.changing  # no cotangent of results is written
+
+
 def check(form: Form):
     operands = form.problem.arrays(SIZES["tiny"])
     function = form.make(SIZES["tiny"])

@@ -102,3 +102,46 @@ kernel @k(%x: ref<i32[64] any>, %o: ref<i32[1] any>) outputs 1 {
 """
     before = parse_kernel(text)
     assert early_loads(before) is before
+
+
+AGAIN = """\
+kernel @k(%x: ref<f32[64,128] any>, %o: ref<f32[64,128] any>) outputs 1 {
+  %0: i32 = constant {value=0}
+  %1: i32 = constant {value=1}
+  %n: i32 = constant {value=64}
+  %last: i32 = constant {value=63}
+  %start: f32[128] = constant {value=0.0}
+  %kept: ref<f32[64,128] vmem> = alloc
+  %end: f32[128] = for %0, %n, %1, %start
+    body (%i: i32, %h: f32[128]) {
+      %a: f32[128] = load %x[%i, :]
+      %b: f32[128] = add %h, %a
+      store %kept[%i, :] = %b
+      yield %b
+    }
+  %back: f32[128] = for %0, %n, %1, %start
+    body (%i_1: i32, %g: f32[128]) {
+      %at: i32 = sub %last, %i_1
+      %c: f32[128] = load %kept[%at, :]
+      %d: f32[128] = mul %c, %g
+      %e: f32[128] = add %d, %c
+      store TO[%at, :] = %e
+      yield %e
+    }
+}
+"""
+
+
+@pytest.mark.parametrize(("to", "loads"), [("%o", 8), ("%kept", 1)])
+def test_what_an_earlier_loop_wrote_is_loaded_early(to: str, loads: int):
+    before = parse_kernel(AGAIN.replace("TO", to))
+    verify(before)
+    after = early_loads(before)
+    verify(after)
+    first, second = loops_of(after)
+    assert first == ["load"] * 8 + ["store"] * 8
+    assert second == ["load"] * loads + ["store"] * loads
+    x = np.full((64, 128), 0.01, np.float32)
+    one, two = (Walker(k, NumpyNumbers()).run([x])[0] for k in (before, after))
+    if to == "%o":
+        np.testing.assert_array_equal(one, two)

@@ -26,8 +26,12 @@ from pallasite.backends.cuda.before_waits import before_waits
 from pallasite.backends.cuda.fewer_dims import fewer_dims
 from pallasite.backends.cuda.late_waits import late_waits
 from pallasite.backends.cuda.overlap import overlap
-from pallasite.backends.cuda.products import MOST_COLUMNS, MOST_SUMS
-from pallasite.backends.cuda.repack import forms_of, repack
+from pallasite.backends.cuda.products import (
+    MOST_COLUMNS,
+    MOST_SUMS,
+    SHARED_REGISTERS,
+)
+from pallasite.backends.cuda.repack import factors_before, forms_of, repack
 from pallasite.backends.cuda.rows_out import rows_out
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.streams import streams
@@ -78,6 +82,9 @@ TILES = Tiles(
     most_columns=MOST_COLUMNS,
     lone=1.15,
     reloads=False,
+    of_thread=224,
+    of_shared_thread=SHARED_REGISTERS[2],
+    fills=True,
 )
 MASK_ELEMENTS = 1024  # from which unmasked iterations are worth a loop of their own
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads
@@ -96,6 +103,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("sums_of_products", sums_of_products),
         Pass("exact_factors", exact_factors),
         Pass("loop_steps", loop_steps),
+        Pass("factors_before", partial(factors_before, chip=chip)),
         Pass("edge_fills", edge_fills),
         Pass("results_in_scratch", results_in_scratch),
         # Statistics that were in results are columns now.

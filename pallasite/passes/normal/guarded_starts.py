@@ -11,9 +11,11 @@ memory is not touched and the load gives what it gave. Between the guarded store
 store of all of the ref nothing else reads it, so nobody sees that its contents changed
 earlier. An op of the neutral element and x gives x, bit for bit.
 
-Or in: `if first: acc_ref[...] = x`, else `acc_ref[...] += x`. Out: `if first:
-acc_ref[...] = 0`, then `acc_ref[...] += x`. Proof: 0 + x is x. For floats this holds
-with -0.0; a matmul is itself a sum that starts at zero, so it is added to 0.0.
+Or in: `if first: acc_ref[...] = x`, else `acc_ref[...] += x`, as one branch or as two
+guards of which exactly one holds (`i == 0`, `i > 0`). Out: `if first: acc_ref[...] =
+0`, then `acc_ref[...] += x`. Proof: 0 + x is x. For floats this holds with -0.0; a
+matmul is itself a sum that starts at zero, so it is added to 0.0. Maxima and the like
+start at their neutral elements.
 """
 
 from collections.abc import Sequence
@@ -22,12 +24,19 @@ from operator import is_
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
-from pallasite.ir.rewrite import dead_code, substitute, users_of, with_regions
+from pallasite.ir.rewrite import dead_code, is_pure, substitute, users_of, with_regions
+from pallasite.ir.roles import Pipeline, number_of
 from pallasite.ir.types import I32
 from pallasite.ops.neutral import neutral
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import MAIN_MEMORY, VIEWS
 from pallasite.passes.analysis.old_elements import MERGES
+
+_MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
+# Comparisons of a number that is not negative: whether they hold at zero only, or
+# everywhere else.
+_AT_ZERO = {("eq", 0): True, ("le", 0): True, ("lt", 1): True}
+_AT_ZERO |= {("ne", 0): False, ("gt", 0): False, ("ge", 1): False}
 
 
 def guarded_starts(kernel: Kernel) -> Kernel:
@@ -51,10 +60,17 @@ class _Starts:
         ops = list(walk(body))
         self.made = {v: op for op in ops for v in op.results}
         self.viewed = {op.operands[0] for op in ops if op.name in VIEWS}
+        self.counters = {  # integers that are never negative
+            index
+            for op in ops
+            if op.name == "pipeline"
+            for index in Pipeline.of(op).ids
+        }
 
     def block(self, block: Block) -> Block:
         ops: list[Op] = []
         replaced: dict[Value, Value] = {}
+        block = self.joined(block)
         for n, op in enumerate(block.ops):
             later = self.stored_first(op)
             if later is not None:
@@ -112,16 +128,57 @@ class _Starts:
                     return start
         return None
 
+    def joined(self, block: Block) -> Block:
+        """Two guards, of which one starts an accumulator, as one branch."""
+        ops = list(block.ops)
+        for n, one in enumerate(block.ops):
+            if not _is_guard(one):
+                continue
+            other = next((op for op in block.ops[n + 1 :] if not is_pure(op)), one)
+            if not _is_guard(other) or not self.exclude(one, other):
+                continue
+            regions = (other.regions[1], one.regions[1])
+            both = other.with_(operands=one.operands, regions=regions)
+            if self.stored_first(both) is not None:
+                ops[ops.index(other)] = both
+                ops.remove(one)
+        same = len(ops) == len(block.ops)
+        return block if same else Block(block.params, tuple(ops), block.yields)
+
+    def exclude(self, one: Op, other: Op) -> bool:
+        """Whether exactly one of two guards holds: only in the first step, or later."""
+        a, b = (self.at_zero(op.operands[0]) for op in (one, other))
+        return a is not None and b is not None and a == (b[0], not b[1])
+
+    def at_zero(self, test: Value) -> tuple[Value, bool] | None:
+        """A counter, and whether the test holds where it is zero, or where it is not;
+        None: it tests something else."""
+        op = self.made.get(test)
+        if op is not None and op.name in ("cast", "not"):
+            found = self.at_zero(op.operands[0])
+            return found and (found[0], found[1] ^ (op.name == "not"))
+        if op is None or op.name not in _MIRRORED:
+            return None
+        name, (index, limit) = op.name, op.operands
+        if index not in self.counters:
+            name, index, limit = _MIRRORED[name], limit, index
+        known = _AT_ZERO.get((name, number_of(self.made, limit)))
+        return None if known is None or index not in self.counters else (index, known)
+
     def stored_first(self, op: Op) -> int | None:
         """The branch that adds to an accumulator what the other one stores in it."""
         if op.name != "cond" or op.results or len(op.regions) != 2:
             return None
         for later, first in ((0, 1), (1, 0)):
             adding, storing = (op.regions[n].ops for n in (later, first))
-            if [o.name for o in adding] != ["load", "add", "store"]:
+            if [o.name for o in adding[::2]] != ["load", "store"] or len(adding) != 3:
                 continue
             load, add, store = adding
-            if len(storing) != 1 or not _is_whole(storing[0], "store"):
+            if (
+                add.name not in MERGES
+                or len(storing) != 1
+                or not _is_whole(storing[0], "store")
+            ):
                 continue
             value, ref = Access.of(storing[0]).value, storing[0].operands[0]
             same = ref is load.operands[0] is store.operands[0]
@@ -136,10 +193,10 @@ class _Starts:
         load, add, store = op.regions[later].ops
         value = next(v for v in add.operands if v is not load.result)
         made = self.made.get(value)
-        is_sum = made is not None and made.name == "dot"
-        zero = (0.0 if is_sum else -0.0) if value.tile.dtype.is_float else 0
+        is_sum = made is not None and made.name == "dot" and add.name == "add"
+        number = 0.0 if is_sum else _nothing(add)
         start = Builder(op.loc)
-        start.store(load.operands[0], start.constant(zero, value.tile))
+        start.store(load.operands[0], start.constant(number, value.tile))
         regions = [Block(), start.block()]
         started = op.with_(regions=tuple(regions if later == 0 else regions[::-1]))
         return [started, load, add, store]
@@ -173,6 +230,13 @@ def _nothing(merge: Op) -> int | float:
     if merge.name == "add" and dtype.is_float:
         return -0.0
     return neutral(MERGES[merge.name], dtype)
+
+
+def _is_guard(op: Op) -> bool:
+    """Whether an op is a branch that runs or does nothing."""
+    if op.name != "cond" or op.results or len(op.regions) != 2:
+        return False
+    return not op.regions[0].ops
 
 
 def _is_whole(op: Op, name: str) -> bool:

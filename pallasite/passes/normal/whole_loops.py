@@ -42,17 +42,22 @@ LARGEST = 1 << 17  # elements of a tile: what a TPU still unrolls
 NEUTRAL = {"add": ("sum", 0), "max": ("max", -inf)}
 
 
-def whole_loops(kernel: Kernel) -> Kernel:
-    """Replace loops over the parts of rows by code for whole rows."""
+def whole_loops(kernel: Kernel, largest: float = LARGEST) -> Kernel:
+    """Replace loops over the parts of rows by code for whole rows.
+
+    Args:
+        kernel: what to rewrite.
+        largest: elements of a tile that a program can hold.
+    """
     if kernel.aliases or kernel.level != TILE:
         return kernel
     before = kernel
-    while (new := _without_a_loop(kernel)) is not kernel:
+    while (new := _without_a_loop(kernel, largest)) is not kernel:
         kernel = new
     return kernel if kernel is before else canonicalize(kernel)
 
 
-def _without_a_loop(kernel: Kernel) -> Kernel:
+def _without_a_loop(kernel: Kernel, largest: float) -> Kernel:
     facts = _Facts(kernel)
     for op in walk(kernel.body):
         if op.name != "for":
@@ -61,7 +66,7 @@ def _without_a_loop(kernel: Kernel) -> Kernel:
             parts = _Parts(Loop.of(op), facts)
         except CannotReblock:
             continue
-        if parts.can_be_held:
+        if parts.can_be_held(largest):
             at_once = lambda o, b, p=parts: p.at_once(b) if o is p.loop.op else None
             return dead_code(map_ops(kernel, at_once))
     return kernel
@@ -346,11 +351,10 @@ class _Parts:
         number = number_of(self.made, value)
         return number is not None and isfinite(number)
 
-    @property
-    def can_be_held(self) -> bool:
-        """Whether a program can compute with whole rows."""
+    def can_be_held(self, most: float) -> bool:
+        """Whether a program can compute with whole rows, in tiles of some elements."""
         largest = max(prod(v.type.shape) for v in self.members)
-        fits = largest * self.count <= LARGEST
+        fits = largest * self.count <= most
         return self.size * self.count <= WIDEST and fits
 
     # --- the code ---

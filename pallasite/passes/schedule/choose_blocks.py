@@ -32,10 +32,13 @@ Sizes = Mapping[LoopDim, int]  # of the dimensions that are resized
 
 
 class Blocks:
-    """A kernel's blocks, and what they would be with other sizes."""
+    """A kernel's blocks, and what they would be with other sizes.
 
-    def __init__(self, found: LoopDims):
-        self.found, self.kernel = found, found.kernel
+    `fills`: whether programs may be merged of which only some take a step (`grow`).
+    """
+
+    def __init__(self, found: LoopDims, fills: bool = False):
+        self.found, self.kernel, self.fills = found, found.kernel, fills
         self.body = found.pipeline.body
         self.dims = {(v, d): dim for dim in found.dims for v, d in dim.members.items()}
 
@@ -103,7 +106,7 @@ class Blocks:
         factors = [2**n for n in range(1, 12) if dim.size * 2**n <= most]
         while factors:
             try:
-                grow(self.kernel, dim.windows[0], factors[-1])
+                grow(self.kernel, dim.windows[0], factors[-1], fills=self.fills)
                 break
             except CannotReblock:
                 factors.pop()
@@ -114,7 +117,7 @@ class Blocks:
         for dim, n in sizes.items():
             place = dim.windows[0]
             if n > dim.size:
-                kernel = grow(kernel, place, n // dim.size)
+                kernel = grow(kernel, place, n // dim.size, fills=self.fills)
             elif dim.products:
                 kernel = _shallower(kernel, place, n)
             elif n < dim.size:
@@ -122,18 +125,18 @@ class Blocks:
         return kernel
 
 
-def blocks_of(kernel: Kernel) -> Blocks | None:
+def blocks_of(kernel: Kernel, fills: bool = False) -> Blocks | None:
     # Dimensions tied only by dead code would separate at the first rewrite.
     found = loop_dims(dead_code(kernel))
     if found is None or found.refused or 0 in found.pipeline.grid:
         return None
-    return Blocks(found)
+    return Blocks(found, fills)
 
 
 def with_uses_apart(blocks: Blocks) -> Blocks:
     """The blocks of the kernel after `separate_uses`, if more of them can be split."""
     made = separate_uses(blocks.kernel)
-    apart = None if made is blocks.kernel else blocks_of(made)
+    apart = None if made is blocks.kernel else blocks_of(made, blocks.fills)
     if apart is None or len(apart.free) <= len(blocks.free):
         return blocks
     return apart

@@ -254,3 +254,77 @@ def test_a_first_product_leaves_a_plain_sum():
     assert "value=-0.0" not in text
     assert text.index("store %o_ref_1[:, :]") < text.index("load %o_ref_1[:, :]")
     np.testing.assert_allclose(call(x, w), x @ w, rtol=1e-5, atol=1e-5)
+
+
+GUARDS = """\
+kernel @k(%x: ref<f32[4,8] any>, %o: ref<f32[4] any>) outputs 1 {
+  pipeline %x, %o {grid=(8,), windows=(in[4, 1], out[4]), semantics=("arbitrary",)}
+    map (%j: i32) {
+      %z: i32 = constant {value=0}
+      yield %z, %j
+    }
+    map (%j_1: i32) {
+      %z_1: i32 = constant {value=0}
+      yield %z_1
+    }
+    body (%i: i32, %b: ref<f32[4,1] block>, %r: ref<f32[4] block>) {
+      %0: i32 = constant {value=0}
+      %1: i32 = constant {value=1}
+      %v: f32[4] = load %b[:, 0]
+      %first: bool = FIRST
+      %w: i32 = cast %first {dtype=i32}
+      cond %w
+        branch () {}
+        branch () {
+          store %r[:] = %v
+        }
+      %later: bool = LATER
+      %l: i32 = cast %later {dtype=i32}
+      cond %l
+        branch () {}
+        branch () {
+          %old: f32[4] = load %r[:]
+          %t: f32[4] = OP %old, %v
+          store %r[:] = %t
+        }
+    }
+}
+"""
+
+
+def guards(first: str, later: str, op: str):
+    text = GUARDS.replace("FIRST", first).replace("LATER", later).replace("OP", op)
+    before = parse_kernel(text)
+    verify(before)
+    return before, guarded_starts(before)
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "op", "nothing"),
+    [
+        ("eq %i, %0", "gt %i, %0", "max", "-inf"),
+        ("lt %i, %1", "ne %0, %i", "min", "inf"),
+        ("eq %0, %i", "not %first", "add", "-0.0"),
+    ],
+)
+def test_two_guards_of_which_one_holds(first, later, op, nothing):
+    before, after = guards(first, later, op)
+    verify(after)
+    assert after.text.count("cond ") == 1
+    assert f"constant {{value={nothing}}}" in after.text
+    x = np.random.default_rng(0).standard_normal((4, 8), np.float32)
+    one, two = (Walker(k, NumpyNumbers()).run([x.copy()])[0] for k in (before, after))
+    np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "op"),
+    [
+        ("eq %i, %0", "gt %i, %1", "max"),  # neither holds in step 1
+        ("eq %i, %0", "ge %i, %0", "max"),  # both hold in step 0
+        ("eq %i, %0", "gt %i, %0", "sub"),
+    ],
+)
+def test_other_guards_stay(first, later, op):
+    before, after = guards(first, later, op)
+    assert after is before
