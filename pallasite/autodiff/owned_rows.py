@@ -84,16 +84,8 @@ def owned_rows(program: Program, ref: Value, at_once: bool) -> OwnedRows | None:
         return None
     made = _Owned(program, ref, loops, size)
     reach, refs = made.reach()
-    if at_once:
-        try:
-            return OwnedRows(reach, refs, made.rows(refs, made.added))
-        except _NotByRowsError:
-            pass
-    return OwnedRows(reach, refs, made.rows(refs, made.added_in_turn))
-
-
-class _NotByRowsError(Exception):
-    """What a loop adds to its rows cannot be computed for all of them at once."""
+    add = made.added if at_once and made.is_stacked() else made.added_in_turn
+    return OwnedRows(reach, refs, made.rows(refs, add))
 
 
 def _find(program: Program, ref: Value, loops: dict[Op, tuple[Op, ...]]) -> bool:
@@ -166,6 +158,12 @@ class _Owned:
             for op in walk(program.body)
             if op not in loops and any(o in loops for o in walk(Block((), (op,))))
         }
+
+    def is_stacked(self) -> bool:
+        """Whether what loops add can be computed for all rows of a block at once."""
+        self.first = Value(T.INDEX, "first")
+        each = (_Rows(self, Builder(), op, {}).values() for op in self.loops)
+        return all(values is not None for values in each)
 
     # --- which rows a step reaches ---
 
@@ -311,7 +309,7 @@ class _Owned:
         most = b.select(reaches, most, b.index(0))
         again, inner = Value(T.INDEX, "again"), Builder(op.loc)
         now = inner.lt(inner.broadcast(again, times.tile.shape, ()), times)
-        for value in _Rows(self, inner, op, env).values():
+        for value in _Rows(self, inner, op, env).values() or ():
             where = inner.broadcast(now, value.tile.shape, (0,))
             # Nothing changes when -0.0 is added.
             value = inner.select(where, value, inner.like(-0.0, value))
@@ -373,7 +371,8 @@ class _Rows(Stacked):
         super().__init__(b, Loop.of(op).index, owned.size, env)
         self.owned, self.ops, self.adds = owned, Loop.of(op).body.ops, owned.loops[op]
 
-    def values(self) -> list[Value]:
+    def values(self) -> list[Value] | None:
+        """What each of its ops adds; None if it has to be added row by row."""
         found = list[Value]()
         for op in self.ops:
             if op in self.adds:
@@ -381,10 +380,10 @@ class _Rows(Stacked):
                 assert value is not None
                 made = self.wide(value, self.owned.ref.ref.shape[1:])
                 if made is None:
-                    raise _NotByRowsError
+                    return None
                 found.append(made)
             elif not self.emit(op):
-                raise _NotByRowsError
+                return None
         return found
 
     def access(self, op: Op) -> Value | None:

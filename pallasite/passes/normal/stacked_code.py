@@ -2,7 +2,7 @@
 
 `guard_range.py` asks a test of many steps at a time by it, and `autodiff/owned_rows.py`
 adds to many rows. What does not depend on the iteration is computed once. How memory is
-accessed depends on what an iteration's index chooses there: `access` says.
+accessed depends on what an iteration's index chooses there: subclasses say.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,8 @@ class Stacked:
 
     def access(self, op: Op) -> Value | None:
         """A load, or a view, of all iterations; None if it cannot be stacked."""
-        raise NotImplementedError
+        del op
+        return None
 
     def wide(self, value: Value, shape: Sequence[int]) -> Value | None:
         """A value of this shape, or a scalar, with a first dimension for iterations."""
