@@ -49,7 +49,7 @@ from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.rewrite import substitute
 from pallasite.passes.analysis.memory import Roots
-from pallasite.primitive import chip_for
+from pallasite.primitive import chip_for, lowered_together
 from pallasite.sharding.rule import Partition, inherit
 from pallasite.target import Machine
 
@@ -124,6 +124,8 @@ def keeping(
     )
     if made is None:
         return None
+    steps = (made.forward, *made.backward.steps)
+    lowered_together([step.kernel for step in steps])
     arrays: dict[Value, Any] = dict(zip(made.backward.primals, primals, strict=True))
     names = _names(call.partition, made.backward)
     arrays |= _run(call, made.forward, arrays, names, set())
@@ -164,6 +166,7 @@ def cotangents(
         there = (*keeps.results, *keeps.kept)
     else:
         made, there, kept = plan(call.kernel, wanted, known, machine), (), ()
+        lowered_together([step.kernel for step in made.steps])
     arrays: dict[Value, Any] = dict(zip(made.primals, primals, strict=True))
     arrays |= dict(zip(there, kept, strict=True))
     arrays |= {ref: cotangents[n] for n, ref in made.seeds.items()}

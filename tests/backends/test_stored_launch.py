@@ -10,7 +10,9 @@ import pallasite as pl
 from pallasite import config
 from pallasite.backends import base
 from pallasite.backends.cuda import nvrtc
-from pallasite.sites import kernels_in
+from pallasite.errors import UnsupportedError
+from pallasite.primitive import choose
+from pallasite.sites import calls_in, kernels_in
 from pallasite.target import GPUS
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no file owners")
@@ -83,3 +85,44 @@ def test_passes_that_are_to_be_seen_run(knob, tmp_path):
         again = compiled("triton", row_sums())
         launched(again)
     assert again.steps
+
+
+def test_kernels_of_one_derivative_are_begun_with_the_first(monkeypatch):
+    """NVRTC compiles each once: all of them when the first is launched."""
+    if not nvrtc.is_available():
+        pytest.skip("NVRTC is not installed")
+
+    def kernel(x_ref, y_ref, o_ref):
+        product = jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.float32)
+        o_ref[...] = jnp.sin(product)
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((64, 64), jnp.float32))
+    texts = list[str]()
+
+    def compile_ptx(text, arch):
+        texts.append(text)
+        return f"ptx of {arch}"
+
+    monkeypatch.setattr(nvrtc, "compile_ptx", compile_ptx)
+    with config.override(target="h200"):
+        gradient = jax.grad(lambda x, y: call(x, y).sum(), (0, 1))
+        calls = list(calls_in(gradient, x, x))
+        first = choose(calls[0], "cuda", chip=GPUS["h200"])
+        begun = len(texts)
+        rest = [choose(each, "cuda", chip=GPUS["h200"]) for each in calls[1:]]
+    made = [each for each in (first, *rest) if each.backend == "cuda"]
+    assert len(made) > 1 and len(texts) == len(set(texts)) == begun == len(made)
+
+
+def test_what_cannot_be_begun_is_refused_when_asked_for():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jnp.cumsum(x_ref[...])
+
+    x = jax.ShapeDtypeStruct((64,), jnp.float32)
+    (refused,) = kernels_in(pl.pallas_call(kernel, out_shape=x), x)
+    made = compiled("cuda", row_sums())
+    made.beside = [compiled("cuda", refused)]
+    assert launched(made).symbol
+    with pytest.raises(UnsupportedError):
+        launched(made.beside[0])
