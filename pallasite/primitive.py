@@ -518,10 +518,10 @@ def _lowered_for(ctx: Any, platform: str | None) -> Chip | None:
 def _launch(name: str, call: Call, chip: Chip | None = None) -> base.Launch:
     backend = base.get(name)
     options = replace(call.options, chip=chip or accelerator(backend))
-    compiled = _compiled(backend, call.kernel, options)
-    others = _together.get(call.kernel, ()) if name == "cuda" else ()
+    compiled = base.begun(backend, call.kernel, options)
+    others = base.lowered_after(call.kernel) if name == "cuda" else ()
     compiled.beside = [
-        _compiled(backend, kernel, options, keep=True)
+        base.begun(backend, kernel, options, keep=True)
         for kernel in others
         if base.defaults("cuda", kernel)[0] == name
         and planned(replace(call, kernel=kernel), "cuda", chip=chip).program is None
@@ -529,36 +529,6 @@ def _launch(name: str, call: Call, chip: Chip | None = None) -> base.Launch:
     if config.get("dump"):
         compiled.texts()  # producing them writes the dumps
     return backend.launch(compiled)
-
-
-# Kernels that are compiled one after another, by each; and what of them is begun.
-_together: dict[Kernel, tuple[Kernel, ...]] = {}
-_begun: dict[tuple[str, Kernel, str], base.Compiled] = {}
-MOST_TOGETHER = 64
-
-
-def lowered_together(kernels: Sequence[Kernel]) -> None:
-    """Note that calls of these kernels are lowered soon: a derivative's.
-
-    The first that is compiled begins the others (`base.stored_launch`).
-    """
-    while len(_together) > MOST_TOGETHER:
-        _together.pop(next(iter(_together)))
-    for n, kernel in enumerate(kernels):
-        _together[kernel] = tuple(kernels[n + 1 :])
-
-
-def _compiled(
-    backend: base.Backend, kernel: Kernel, options: base.Options, keep: bool = False
-) -> base.Compiled:
-    """A kernel on its way through a backend; `keep`: it is asked for again."""
-    key = backend.name, kernel, repr(options)
-    made = _begun.pop(key, None) or base.Compiled(backend, kernel, options)
-    if keep:
-        while len(_begun) >= MOST_TOGETHER:
-            _begun.pop(next(iter(_begun)))
-        _begun[key] = made
-    return made
 
 
 def accelerator(backend: base.Backend) -> Chip | None:

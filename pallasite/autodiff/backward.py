@@ -44,12 +44,13 @@ from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
 from pallasite.autodiff.unrounded import unrounded
 from pallasite.autodiff.zero_cotangents import without
+from pallasite.backends.base import lowered_together
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.rewrite import substitute
 from pallasite.passes.analysis.memory import Roots
-from pallasite.primitive import chip_for, lowered_together
+from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 from pallasite.target import Machine
 
@@ -166,7 +167,7 @@ def cotangents(
         there = (*keeps.results, *keeps.kept)
     else:
         made, there, kept = plan(call.kernel, wanted, known, machine), (), ()
-        lowered_together([step.kernel for step in made.steps])
+        lowered_together([call.kernel, *(step.kernel for step in made.steps)])
     arrays: dict[Value, Any] = dict(zip(made.primals, primals, strict=True))
     arrays |= dict(zip(there, kept, strict=True))
     arrays |= {ref: cotangents[n] for n, ref in made.seeds.items()}

@@ -226,6 +226,39 @@ class Compiled(Mapping[str, Any]):
         return {n: self[n] for n in self if isinstance(self[n], str)}
 
 
+# Kernels that are lowered soon after another one, and what of them is begun.
+_after: dict[Kernel, Sequence[Kernel]] = {}
+_begun: dict[tuple[str, Kernel, str], Compiled] = {}
+MOST_BEGUN = 64
+
+
+def lowered_together(kernels: Sequence[Kernel]) -> None:
+    """Note kernels that are lowered one after another, as those of a derivative.
+
+    With the first that is launched, the others are begun (`stored_launch`).
+    """
+    while len(_after) > MOST_BEGUN:
+        _after.pop(next(iter(_after)))
+    _after.update((kernel, kernels[n + 1 :]) for n, kernel in enumerate(kernels))
+
+
+def lowered_after(kernel: Kernel) -> Sequence[Kernel]:
+    return _after.get(kernel, ())
+
+
+def begun(
+    backend: Backend, kernel: Kernel, options: Options, keep: bool = False
+) -> Compiled:
+    """A kernel on its way, maybe begun before; `keep`: it is asked for again."""
+    key = backend.name, kernel, repr(options)
+    made = _begun.pop(key, None) or Compiled(backend, kernel, options)
+    if keep:
+        while len(_begun) >= MOST_BEGUN:
+            _begun.pop(next(iter(_begun)))
+        _begun[key] = made
+    return made
+
+
 # Relative to the package: what a launch depends on, besides the backend's folder.
 _SOURCES = ("target", "ir", "ops", "passes", "runtime/forms.py", "backends/base.py")
 

@@ -87,32 +87,36 @@ def test_passes_that_are_to_be_seen_run(knob, tmp_path):
     assert again.steps
 
 
-def test_kernels_of_one_derivative_are_begun_with_the_first(monkeypatch):
+def test_kernels_that_are_lowered_together_are_begun_with_the_first(monkeypatch):
     """NVRTC compiles each once: all of them when the first is launched."""
     if not nvrtc.is_available():
         pytest.skip("NVRTC is not installed")
-
-    def kernel(x_ref, y_ref, o_ref):
-        product = jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.float32)
-        o_ref[...] = jnp.sin(product)
-
-    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-    call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((64, 64), jnp.float32))
     texts = list[str]()
 
     def compile_ptx(text, arch):
         texts.append(text)
         return f"ptx of {arch}"
 
+    def square(x):
+        return pl.pallas_call(
+            lambda x_ref, o_ref: o_ref.__setitem__(
+                ..., jnp.dot(x_ref[...], x_ref[...])
+            ),
+            out_shape=x,
+        )(x)
+
+    def all_squares(*squares):
+        return [square(x) for x in squares]
+
     monkeypatch.setattr(nvrtc, "compile_ptx", compile_ptx)
-    with config.override(target="h200"):
-        gradient = jax.grad(lambda x, y: call(x, y).sum(), (0, 1))
-        calls = list(calls_in(gradient, x, x))
-        first = choose(calls[0], "cuda", chip=GPUS["h200"])
-        begun = len(texts)
-        rest = [choose(each, "cuda", chip=GPUS["h200"]) for each in calls[1:]]
-    made = [each for each in (first, *rest) if each.backend == "cuda"]
-    assert len(made) > 1 and len(texts) == len(set(texts)) == begun == len(made)
+    sizes = [jax.ShapeDtypeStruct((n, n), jnp.bfloat16) for n in (64, 128)]
+    calls = list(calls_in(squares, *sizes))
+    base.lowered_together([each.kernel for each in calls])
+    begun = list[int]()
+    for each in calls:
+        assert choose(each, "cuda", chip=GPUS["h200"]).backend == "cuda"
+        begun.append(len(texts))
+    assert begun == [2, 2] and len(set(texts)) == 2
 
 
 def test_what_cannot_be_begun_is_refused_when_asked_for():
