@@ -605,15 +605,15 @@ def _kernels(
     mine = [place(stage, ref) for ref in results if ref in refs]
     mine = [replace(p, changes=p.ref in changing) for p in mine]
     built, pending = [], list[tuple[Program, list[Placement]]]()
-    if sums.machine.gpu is not None and not changing:
+    if sums.machine.cores > 1 and not changing:
+        is_gpu = sums.machine.gpu is not None
         for p in [p for p in mine if not all(p.kept)]:
-            owned = owned_blocks(stage, p.ref)
+            owned = owned_blocks(stage, p.ref) if is_gpu else None
+            by_rows = owned_rows(stage, p.ref, is_gpu) if owned is None else None
             if owned is not None:
                 mine.remove(p)
                 pending.append((owned, [place(owned, p.ref)]))
-                continue
-            by_rows = owned_rows(stage, p.ref)
-            if by_rows is not None:
+            elif by_rows is not None:
                 mine.remove(p)
                 reach = [place(by_rows.reach, ref) for ref in by_rows.refs]
                 pending.append((by_rows.reach, reach))
