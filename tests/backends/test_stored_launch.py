@@ -97,16 +97,11 @@ def test_kernels_that_are_lowered_together_are_begun_with_the_first(monkeypatch)
         texts.append(text)
         return f"ptx of {arch}"
 
-    def square(x):
-        return pl.pallas_call(
-            lambda x_ref, o_ref: o_ref.__setitem__(
-                ..., jnp.dot(x_ref[...], x_ref[...])
-            ),
-            out_shape=x,
-        )(x)
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jnp.dot(x_ref[...], x_ref[...])
 
-    def all_squares(*squares):
-        return [square(x) for x in squares]
+    def squares(*operands):
+        return [pl.pallas_call(kernel, out_shape=x)(x) for x in operands]
 
     monkeypatch.setattr(nvrtc, "compile_ptx", compile_ptx)
     sizes = [jax.ShapeDtypeStruct((n, n), jnp.bfloat16) for n in (64, 128)]
