@@ -44,6 +44,7 @@ from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
 from pallasite.autodiff.unrounded import unrounded
 from pallasite.autodiff.zero_cotangents import without
+from pallasite.backends.base import lowered_together
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value, walk
@@ -125,6 +126,8 @@ def keeping(
     )
     if made is None:
         return None
+    steps = (made.forward, *made.backward.steps)
+    lowered_together([step.kernel for step in steps])
     arrays: dict[Value, Any] = dict(zip(made.backward.primals, primals, strict=True))
     names = _names(call.partition, made.backward)
     arrays |= _run(call, made.forward, arrays, names, set())
@@ -165,6 +168,7 @@ def cotangents(
         there = (*keeps.results, *keeps.kept)
     else:
         made, there, kept = plan(call.kernel, wanted, known, machine), (), ()
+        lowered_together([call.kernel, *(step.kernel for step in made.steps)])
     arrays: dict[Value, Any] = dict(zip(made.primals, primals, strict=True))
     arrays |= dict(zip(there, kept, strict=True))
     arrays |= {ref: cotangents[n] for n, ref in made.seeds.items()}

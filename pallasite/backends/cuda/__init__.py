@@ -175,7 +175,11 @@ class CudaBackend:
         make = partial(make_cuda, shared_bytes=most, approx_math=approx, lines=lines)
         return (
             Stage("cuda", make),
-            Stage("ptx", partial(nvrtc.stored_ptx, arch=arch, lines=lines)),
+            Stage(
+                "ptx",
+                partial(nvrtc.stored_ptx, arch=arch, lines=lines),
+                begin=None if lines else partial(nvrtc.begin_ptx, arch=arch),
+            ),
             Stage("ptxas", partial(nvrtc.report, arch=arch), is_view=True),
         )
 
