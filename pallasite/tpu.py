@@ -27,6 +27,7 @@ from pallasite.importer.seeded_random import stateful_bernoulli as stateful_bern
 from pallasite.importer.seeded_random import stateful_bits as stateful_bits
 from pallasite.importer.seeded_random import stateful_normal as stateful_normal
 from pallasite.importer.seeded_random import stateful_uniform as stateful_uniform
+from pallasite.language import specs
 from pallasite.language.device_ids import DeviceIdType as DeviceIdType
 from pallasite.language.einshape import einshape as einshape
 from pallasite.language.helpers import reciprocal as reciprocal
@@ -129,7 +130,7 @@ ARBITRARY = GridDimensionSemantics.ARBITRARY
 
 
 @dataclass(frozen=True)
-class CompilerParams:
+class CompilerParams(specs.CompilerParams):
     """Settings for the TPU backend; other backends use what applies to them.
 
     Args:

@@ -45,7 +45,7 @@ OTHER_DTYPE = "use a real dtype: real and imaginary parts as two arrays"
 
 # Warpgroups (`plgpu.kernel`): the name of their axis, their number, the names of their
 # scratch, and the names of the cluster axes.
-Threads = tuple[str | None, int, tuple[str, ...], tuple[str, ...]]
+Threads = tuple[Hashable, int, tuple[str, ...], tuple[Hashable, ...]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,6 +50,19 @@ class Mesh:
         return dict(zip(names, (*self.grid, *self.cluster), strict=True))
 
     @property
+    def options(self) -> dict[str, Any]:
+        """As arguments of `kernel`."""
+        return dict(
+            grid=self.grid,
+            grid_names=self.grid_names,
+            cluster=self.cluster,
+            cluster_names=self.cluster_names,
+            num_threads=self.num_threads,
+            thread_name=self.thread_name,
+            kernel_name=self.kernel_name,
+        )
+
+    @property
     def shape(self) -> dict[Hashable, int]:
         if self.num_threads is None:
             return self.blocks

@@ -199,7 +199,7 @@ def kernel(
                     scratch_shapes=scratch,
                     name=name,
                     input_output_aliases=input_output_aliases,
-                    **vars(mesh),
+                    **mesh.options,
                     **{option: options[option] for option in taken},
                 )(*args)
             whole = BlockSpec(memory_space=MemorySpace.ANY)

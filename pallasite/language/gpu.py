@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
-from pallasite.language import refs
+from pallasite.language import refs, specs
 from pallasite.language.gpu_memory import CopyPartition, OOBFillMode
 from pallasite.language.helpers import when
 from pallasite.language.memory_spaces import MemoryRef, MemorySpace, as_axes
@@ -555,7 +555,7 @@ class LoweringSemantics(enum.Enum):
 
 
 @dataclass(frozen=True)
-class CompilerParams:
+class CompilerParams(specs.CompilerParams):
     """Settings of upstream's compiler, ignored except for `approx_math`."""
 
     approx_math: bool = False

@@ -16,9 +16,7 @@ from pallasite.language.trace import user_location
 Axes = int | Sequence[int] | None
 
 
-def _reduction(name: str) -> Callable[..., jax.Array]:
-    reduce = getattr(jnp, name)
-
+def _reduction(reduce: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def reduction(
         x: Any,
         axis: Axes = None,
@@ -42,18 +40,18 @@ def _reduction(name: str) -> Callable[..., jax.Array]:
         # Sums of small integers would have 32 bits.
         return reduce(x, axis=axis, keepdims=keepdims).astype(x.dtype)
 
-    reduction.__name__ = reduction.__qualname__ = name
+    reduction.__name__ = reduction.__qualname__ = reduce.__name__
     return reduction
 
 
-sum = _reduction("sum")
-max = _reduction("max")
-min = _reduction("min")
-prod = _reduction("prod")
+sum = _reduction(jnp.sum)
+max = _reduction(jnp.max)
+min = _reduction(jnp.min)
+prod = _reduction(jnp.prod)
 
 
-def _atomic(name: str) -> Callable[..., jax.Array]:
-    with_index = getattr(refs, name)
+def _atomic(with_index: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    name = with_index.__name__
 
     def atomic(
         ref: Any, *index_and_value: Any, mask: Any = None, optimized: bool = True
@@ -71,12 +69,12 @@ def _atomic(name: str) -> Callable[..., jax.Array]:
     return atomic
 
 
-atomic_add = _atomic("atomic_add")
-atomic_and = _atomic("atomic_and")
-atomic_max = _atomic("atomic_max")
-atomic_min = _atomic("atomic_min")
-atomic_or = _atomic("atomic_or")
-atomic_xor = _atomic("atomic_xor")
+atomic_add = _atomic(refs.atomic_add)
+atomic_and = _atomic(refs.atomic_and)
+atomic_max = _atomic(refs.atomic_max)
+atomic_min = _atomic(refs.atomic_min)
+atomic_or = _atomic(refs.atomic_or)
+atomic_xor = _atomic(refs.atomic_xor)
 
 
 def store(ref: Any, *index_and_value: Any, optimized: bool = True, **more: Any) -> None:
