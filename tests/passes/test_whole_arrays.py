@@ -10,7 +10,7 @@ from pallasite.emulation.emulate import emulate_arrays
 from pallasite.ir.verify import verify
 from pallasite.passes.schedule.whole_arrays import for_xla, on_whole_arrays, why_native
 from pallasite.sites import calls_in
-from pallasite.target import GPUS, Machine
+from pallasite.target import GPUS, TPUS, Machine, host
 from tests.passes.test_same_meaning import outputs
 
 F32 = jnp.float32
@@ -110,6 +110,18 @@ def test_batches_whose_elements_are_not_alike_stay():
     assert not isinstance(call(copy, row), str)
     assert call(numbered, row) == "no parallel axis numbers its blocks"
     assert call(copy, row, 7) == "no parallel axis numbers its blocks"
+
+    def stored(x_ref, o_ref):
+        x_ref[...] = x_ref[...] * 2
+        o_ref[...] = x_ref[...]
+
+    same = pl.BlockSpec((1, 64), lambda i: (0, 0))
+    shared = [(1, 64)], Shape((8, 1, 64), F32)
+    element = pl.BlockSpec((None, 1, 64), lambda i: (i, 0, 0))
+    once = kernel_of(copy, *shared, (8,), [same], element)
+    assert not isinstance(on_whole_arrays(once), str)
+    again = kernel_of(stored, *shared, (8,), [same], element)
+    assert isinstance(on_whole_arrays(again), str)
     back = pl.BlockSpec((None, 64), lambda i: (7 - i, 0))
     assert isinstance(call(copy, back), str)
 
@@ -119,8 +131,8 @@ def halves(x_ref, o_ref):
     o_ref[4:] = x_ref[:4]
 
 
-def total(x_ref, o_ref):
-    o_ref[...] = x_ref[...] - x_ref[...].max(axis=1, keepdims=True)
+def columns(x_ref, o_ref):
+    o_ref[...] = x_ref[...] - x_ref[...].max(axis=0, keepdims=True)
 
 
 def rolled(x_ref, o_ref):
@@ -144,7 +156,7 @@ def printing(x_ref, o_ref):
     ("body", "reason"),
     [
         (halves, "a load takes a part of a block"),
-        (total, "it reduces blocks, which a program reads only once"),
+        (columns, "it reduces another dimension than the last"),
         (rolled, "a load takes a part of a block"),
         (branching, "it has a 'cond'"),
         (printing, "a load takes a part of a block"),
@@ -201,3 +213,34 @@ def test_bytes_decide():
     shapes = [(1, 1024)], Shape(large, F32)
     spread = kernel_of(repeat, *shapes, (512, 16), [row], block)
     assert "hardly any" in why_native(spread, (0,), MACHINE)
+
+
+def rows_kernel(function, width):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = function(x_ref[...])
+
+    spec = pl.BlockSpec((8, width), lambda i: (i, 0))
+    shape = (4096, width)
+    return kernel_of(kernel, [shape], Shape(shape, F32), (512,), [spec], spec)
+
+
+def test_short_rows_reduced_one_after_another_are_for_a_gpus_xla():
+    def centred(x):
+        y = x - x.mean(axis=1, keepdims=True)
+        return y * jax.lax.rsqrt((y * y).mean(axis=1, keepdims=True) + 1e-6)
+
+    def scaled(x):
+        return x / (x.max(axis=1, keepdims=True) - x.min(axis=1, keepdims=True))
+
+    short, long = rows_kernel(centred, 256), rows_kernel(centred, 8192)
+    made = for_xla(short, (0,), MACHINE)
+    assert "f32[4096] = reduce" in made.kernel.text
+    assert "programs read only once" in why_native(long, (0,), MACHINE)
+    twice = rows_kernel(scaled, 256)
+    assert "in several ways at once" in why_native(twice, (0,), MACHINE)
+    for chip in (host(), TPUS["v5e"]):
+        machine = Machine.usual(chip)
+        assert "programs read only once" in why_native(short, (0,), machine)
+    x = np.random.default_rng(0).normal(size=(4096, 256)).astype(np.float32)
+    (got,) = emulate_arrays(made)(x)
+    np.testing.assert_allclose(got, centred(x), 1e-5, 1e-5)

@@ -31,7 +31,7 @@ from pallasite.backends.cuda.products import (
     MOST_SUMS,
     SHARED_REGISTERS,
 )
-from pallasite.backends.cuda.repack import forms_of, repack
+from pallasite.backends.cuda.repack import factors_before, forms_of, repack
 from pallasite.backends.cuda.rows_out import rows_out
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.streams import streams
@@ -64,6 +64,7 @@ from pallasite.passes.optimise.unused import drop_unused
 from pallasite.passes.run import Pass
 from pallasite.passes.schedule.gpu_blocks import SHORT_TILE, Tiles, for_gpu
 from pallasite.passes.schedule.row_strips import row_strips
+from pallasite.passes.schedule.whole_rows import whole_rows
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
@@ -97,12 +98,14 @@ OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 def passes_for(chip: Gpu) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
     return (
+        Pass("whole_rows", partial(whole_rows, chip=chip)),
         Pass("own_inputs", own_inputs),
         Pass("matrix_units", write_out),
         Pass("split_accesses", split_accesses),
         Pass("sums_of_products", sums_of_products),
         Pass("exact_factors", exact_factors),
         Pass("loop_steps", loop_steps),
+        Pass("factors_before", partial(factors_before, chip=chip)),
         Pass("edge_fills", edge_fills),
         Pass("results_in_scratch", results_in_scratch),
         # Statistics that were in results are columns now.
@@ -172,7 +175,11 @@ class CudaBackend:
         make = partial(make_cuda, shared_bytes=most, approx_math=approx, lines=lines)
         return (
             Stage("cuda", make),
-            Stage("ptx", partial(nvrtc.stored_ptx, arch=arch, lines=lines)),
+            Stage(
+                "ptx",
+                partial(nvrtc.stored_ptx, arch=arch, lines=lines),
+                begin=None if lines else partial(nvrtc.begin_ptx, arch=arch),
+            ),
             Stage("ptxas", partial(nvrtc.report, arch=arch), is_view=True),
         )
 

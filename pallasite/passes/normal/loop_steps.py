@@ -51,7 +51,10 @@ def loop_steps(kernel: Kernel) -> Kernel:
 
 def _suits(loop: Loop) -> bool:
     multiplies = any(op.name == "dot" for op in walk(loop.body))
-    return multiplies and all(not v.is_ref and v.tile.rank for v in loop.inits)
+    counts = loop.index.tile == INDEX  # as the steps of a grid are counted
+    return (
+        multiplies and counts and all(not v.is_ref and v.tile.rank for v in loop.inits)
+    )
 
 
 def _steps(kernel: Kernel, whole: Pipeline, loop: Loop) -> int | None:

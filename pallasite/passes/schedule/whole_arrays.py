@@ -1,9 +1,10 @@
 """whole_arrays: a kernel whose programs map blocks becomes one program on whole arrays.
 
-In: parallel programs that read blocks, compute each element from those at its position,
-move dimensions, and write whole blocks. Out: one program whose blocks are the arrays.
-Its ops are then operations on arrays as XLA has them, so XLA can fuse them with what
-makes the operands and with what uses the results, which it cannot do with a kernel.
+In: parallel programs that read blocks, compute each element from those at its position
+(or in its row), move dimensions, and write whole blocks. Out: one program whose blocks
+are the arrays. Its ops are then operations on arrays as XLA has them, so XLA can fuse
+them with what makes the operands and with what uses the results, which it cannot do
+with a kernel.
 Axes that index single elements (a batch) are left to `jax.vmap` (`unbatch.py`).
 
 Proof: `reblock.py` merges programs along an axis only if each position is computed from
@@ -34,6 +35,7 @@ from pallasite.target import Machine
 # keeps its block in registers; XLA computes them again for each element that uses them.
 _OPS = ("constant", "iota", "broadcast_in_dim", "reshape", "transpose")
 _LEAST_SAVED = 0.1  # of the bytes that a kernel and what makes its operands move
+_LONGEST_ROW = 1024  # that XLA keeps on chip from one reduction to the next
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,9 @@ def why_native(kernel: Kernel, given: tuple[int, ...], machine: Machine) -> str:
     if isinstance(made, str):
         return made
     work = cost(made.kernel).times(prod(one.size for one in made.batches))
+    reason = _why_rows_stay(made.kernel, machine)
+    if reason:
+        return reason
     if machine.computing(work.flops, work.transcendentals) > machine.copying(moved):
         return "it takes longer to compute than to read and write"
     return ""
@@ -118,11 +123,38 @@ def _why_no_map(op: Op) -> str:
         if not covers_whole(access.ref.ref.shape, access.index):
             return f"a {op.name} takes a part of a block"
     elif op.name == "reduce":
-        return "it reduces blocks, which a program reads only once"
+        if op.attrs["axes"] != (op.operands[0].tile.rank - 1,):
+            return "it reduces another dimension than the last"
     elif op.regions:
         return f"it has a {op.name!r}"
     elif op.name not in _OPS and not is_elementwise(op):
         return f"{op.name!r} is not elementwise"
+    return ""
+
+
+def _why_rows_stay(kernel: Kernel, machine: Machine) -> str:
+    """Why rows are not reduced by XLA, if they are reduced at all.
+
+    A program reads its rows once. On a GPU, XLA does too if the reductions follow from
+    a first one (softmax, the norm of a layer): it tiles them as one fusion. Of several
+    that start from operands (the norm by squares), it makes kernels that each read all
+    rows; counted in what XLA's compiler for an H200 makes of either.
+    """
+    after = set[Value]()  # values that depend on a reduction
+    first, sizes = 0, set[int]()
+    for op in find_pipeline(kernel).regions[-1].ops:
+        depends = not after.isdisjoint(op.operands)
+        if op.name == "reduce":
+            first += not depends
+            sizes.add(op.operands[0].tile.shape[-1])
+        if depends or op.name == "reduce":
+            after.update(op.results)
+    if not sizes:
+        return ""
+    if machine.gpu is None or max(sizes) > _LONGEST_ROW or len(sizes) > 1:
+        return "it reduces rows, which its programs read only once"
+    if first > 1:
+        return "it reduces rows in several ways at once: XLA would read them each time"
     return ""
 
 

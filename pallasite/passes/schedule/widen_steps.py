@@ -80,17 +80,25 @@ def with_own_tiles(op: Op, b: Rewriter) -> Sequence[Value] | None:
 
 
 def walked(found: LoopDims) -> LoopDim | None:
-    """The dimension along which the last axis moves windows."""
+    """The dimension along which the last axis moves windows.
+
+    The largest that is only read: of another, an array may have the steps' blocks in a
+    row that are not parts of one block (saved tiles, one below another).
+    """
     grid = found.pipeline.grid
     if not grid or grid[-1] is None or found.info.axes[-1].parallel:
         return None
-    for dim in found.dims:
-        for number, array_dim in dim.windows:
-            index_map = found.pipeline.shown[number].index_map
-            *_, step = index_map.params
-            if index_map.yields[array_dim] is step:
-                return dim
-    return None
+    modes = [shown.window.mode for shown in found.pipeline.shown]
+    moved = [dim for dim in found.dims if any(_moves(found, *w) for w in dim.windows)]
+    read = [d for d in moved if all(modes[number] == "in" for number, _ in d.windows)]
+    return max(read, key=lambda dim: dim.size, default=moved[0] if moved else None)
+
+
+def _moves(found: LoopDims, number: int, array_dim: int) -> bool:
+    """Whether the last axis is the index of a window's blocks along a dimension."""
+    index_map = found.pipeline.shown[number].index_map
+    *_, step = index_map.params
+    return index_map.yields[array_dim] is step
 
 
 def largest_divisor(count: int, most: int) -> int:

@@ -1,7 +1,7 @@
 """unbatch: a kernel without one of its grid axes, the reverse of `batch.py`.
 
-In: a kernel with an axis each of whose steps sees one element of a dimension of every
-result, and of some operands, and does not use its own number.
+In: a kernel with a parallel axis each of whose steps sees one element of a dimension of
+all that it writes, and of some operands, and does not use its own number.
 Out: the kernel of one step, and along which dimension of each operand and result the
 elements are. Mapped over these dimensions (`jax.vmap`), it is the kernel.
 """
@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from pallasite.ir.nodes import Block, Kernel, Value, walk
 from pallasite.ir.roles import Pipeline, Shown
-from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
+from pallasite.passes.analysis.grid import analyze, find_pipeline, with_pipeline
+from pallasite.passes.analysis.memory import Roots
 
 _T = TypeVar("_T")
 
@@ -41,8 +42,15 @@ def unbatch(kernel: Kernel, axis: int) -> Unbatched | None:
         (d,) = dims or [None]
         if along.setdefault(shown.array, d) != d:
             return None
+    if not analyze(kernel).axes[axis].parallel:
+        return None
+    # What one step writes to an operand, the next one sees.
+    written = Roots(old.body).all_written(old.body)
+    if any(s.block in written and along[s.array] is None for s in old.shown):
+        return None
     inputs = tuple(along.get(p) for p in kernel.inputs)
-    outputs = tuple(d for p in kernel.outputs if (d := along.get(p)) is not None)
+    found = [along.get(p) for p in kernel.outputs]
+    outputs = tuple(d for d in found if d is not None)
     moved = {v for v, d in along.items() if d is not None}
     whole = any(moved.intersection(v) for v in _uses([old.body, *old.maps]))
     if whole or len(outputs) < kernel.num_outputs:
