@@ -54,6 +54,7 @@ from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.ordered_sums import ordered_sums
 from pallasite.passes.schedule.previous_blocks import previous_blocks
 from pallasite.passes.schedule.shifted_parts import shifted_parts
+from pallasite.passes.schedule.whole_rows import whole_rows
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.triton"
@@ -93,12 +94,15 @@ class TritonBackend:
 
     def passes(self, options: Options) -> Sequence[Pass]:
         params = options.compiler_params
+        chip = _chip(options)
         tuned = bool(params.get("num_warps") or params.get("num_stages"))
-        blocks = partial(for_gpu, chip=_chip(options), tuned=tuned)
-        fitted = partial(reload_operands, params=params, chip=_chip(options))
-        launch = partial(schedule_launch, params=params, chip=_chip(options))
+        blocks = partial(for_gpu, chip=chip, tuned=tuned)
+        fitted = partial(reload_operands, params=params, chip=chip)
+        launch = partial(schedule_launch, params=params, chip=chip)
+        rows = () if tuned else (Pass("whole_rows", partial(whole_rows, chip=chip)),)
         return (
-            Pass("check_types", partial(check_types, chip=_chip(options))),
+            *rows,
+            Pass("check_types", partial(check_types, chip=chip)),
             Pass("own_inputs", own_inputs),
             Pass("matrix_units", write_out),
             Pass("ordered_sums", ordered_sums),
