@@ -31,10 +31,11 @@ from pallasite.target import Machine
 def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     """The kernel in normal form, and as a program."""
     normal = run(kernel, NORMAL)
-    kernel = previous_blocks(results_in_scratch(normal))
+    kernel, gpu = results_in_scratch(normal), machine.gpu is not None
+    if gpu:
+        kernel = previous_blocks(kernel)  # its many programs run in any order
     if kernel is not normal:
         kernel = run(kernel, NORMAL)  # rules for scratch apply to these, too
-    gpu = machine.gpu is not None
     program = in_phases(program_of(kernel))
     # A GPU divides rows among programs afterwards.
     rows = whole_rows(kernel, program, inf if gpu else LARGEST)
