@@ -19,6 +19,7 @@ from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.known_integers import known_integers
 from pallasite.passes.normal.results_in_scratch import results_in_scratch
+from pallasite.passes.normal.seams import seams
 from pallasite.passes.normal.whole_loops import LARGEST
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.run import NORMAL, run
@@ -31,7 +32,7 @@ from pallasite.target import Machine
 def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     """The kernel in normal form, and as a program."""
     normal = run(kernel, NORMAL)
-    kernel, gpu = results_in_scratch(normal), machine.gpu is not None
+    kernel, gpu = seams(results_in_scratch(normal)), machine.gpu is not None
     if gpu:
         kernel = previous_blocks(kernel)  # its many programs run in any order
     if kernel is not normal:
