@@ -58,6 +58,8 @@ MOST_PARTS = (
     256  # for a GPU, where they take no more than a share of the operands' bytes
 )
 SMALL_SHARE = 1 / 32
+# Programs of a GPU wait for memory: two on each multiprocessor are worth more traffic.
+GPU_SHARE = 1 / 8
 MOST_SCATTERED = 2  # times the bytes of operands and results
 KEPT_SHARE = 1 / 8  # of the bytes of operands and results, for residuals
 UNREPEATABLE = ("debug_print", "debug_check", "delay", "atomic_rmw", "atomic_cas")
@@ -377,7 +379,8 @@ def _plan(
         program = program.simplified()
         if machine.gpu is not None and prod(program.sizes) < 2 * machine.cores:
             program = row_blocks(program)
-        program, gathered = gather_overlaps(program, results)
+        in_blocks = machine.gpu is not None
+        program, gathered = gather_overlaps(program, results, in_blocks)
         most = MOST_SCATTERED * sum(map(_bytes, kernel.params))
         variants = _scattered(program, list(targets.values()), most, machine)
     # Partial sums are for small operands, such as the weights of a norm.
@@ -572,7 +575,8 @@ class _Sums(NamedTuple):
     """What decides whether kernels compute partial sums.
 
     Attributes:
-        budget: bytes of the operands, of which partial sums may take a quarter.
+        budget: bytes of the operands, of which partial sums may take a quarter, or half
+            on a GPU.
         machine: what runs the kernels.
     """
 
@@ -680,7 +684,8 @@ def _parts_of(
 
     On a GPU, `programs` on some cores have as much less bandwidth as cores are idle: it
     takes `cores / (programs * n)` of the time to read the operands, and sums of n parts
-    are written and read. The sum of both is least at the square root below.
+    are written and read. The sum of both is least at the square root below. But as
+    much is moved for sums as for operands at most.
     """
     taken = sum(
         _bytes(p.ref) * prod(n for a, n in others.items() if a not in p.own)
@@ -691,9 +696,8 @@ def _parts_of(
     many = fits * SMALL_SHARE
     if sums.machine.gpu is not None:
         many = sqrt(fits * sums.machine.cores / (2 * programs))
-    most = min(
-        MOST_PARTS // prod(others.values()), max(min(FEW_PARTS, fits / 4), many)
-    )
+        many = max(min(many, fits / 2), fits * GPU_SHARE)
+    most = min(MOST_PARTS // prod(others.values()), max(min(FEW_PARTS, fits / 4), many))
     counts = [d for d in range(1, int(most) + 1) if sizes[axis] % d == 0]
     # Devices come in powers of two, and each should have whole parts.
     return max(counts, key=lambda d: (d & -d, d), default=1)

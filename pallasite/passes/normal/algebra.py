@@ -308,6 +308,20 @@ def cast(op: Op, b: Rewriter) -> Value | None:
     return None
 
 
+def cast_back(op: Op, b: Rewriter) -> Value | None:
+    """A tile that is widened, moved and narrowed again was only moved."""
+    moved = b.producer(op.operands[0])
+    if moved is None or moved.name not in ("reshape", "transpose", "slice"):
+        return None
+    wide = b.producer(moved.operands[0], "cast")
+    if wide is None:
+        return None
+    (source,), dtype = wide.operands, op.attrs["dtype"]
+    if source.tile.dtype != dtype or not _keeps_numbers(dtype, wide.result.tile.dtype):
+        return None
+    return b.op(moved.name, source, **moved.own_attrs)
+
+
 def _keeps_numbers(old: DType, new: DType) -> bool:
     """Whether a cast preserves every value, so that a following cast cannot tell.
 
@@ -528,6 +542,7 @@ PATTERNS: tuple[Pattern, ...] = (
     ("integer_pow", integer_pow),
     ("select_n", select),
     ("cast", cast),
+    ("cast", cast_back),
     ("ne", not_equal_zero),
     ("reshape", reshape),
     ("reshape", reshaped_broadcast),
