@@ -518,7 +518,14 @@ def _lowered_for(ctx: Any, platform: str | None) -> Chip | None:
 def _launch(name: str, call: Call, chip: Chip | None = None) -> base.Launch:
     backend = base.get(name)
     options = replace(call.options, chip=chip or accelerator(backend))
-    compiled = base.Compiled(backend, call.kernel, options)
+    compiled = base.begun(backend, call.kernel, options)
+    others = base.lowered_after(call.kernel) if name == "cuda" else ()
+    compiled.beside = [
+        base.begun(backend, kernel, options, keep=True)
+        for kernel in others
+        if base.defaults("cuda", kernel)[0] == name
+        and planned(replace(call, kernel=kernel), "cuda", chip=chip).program is None
+    ]
     if config.get("dump"):
         compiled.texts()  # producing them writes the dumps
     return backend.launch(compiled)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallasite.autodiff.backward_axes import split_axes
-from pallasite.autodiff.backward_choice import Estimate, estimate
+from pallasite.autodiff.backward_choice import Estimate, estimate, sum_of
 from pallasite.autodiff.backward_stages import Stages, split, sums_apart
 from pallasite.autodiff.backward_windows import (
     Built,
@@ -29,13 +29,13 @@ from pallasite.autodiff.backward_windows import (
 )
 from pallasite.autodiff.carried_axes import carried_axis
 from pallasite.autodiff.edges import harmless_edges
+from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
 from pallasite.autodiff.owned_blocks import owned_blocks
 from pallasite.autodiff.owned_rows import owned_rows
-from pallasite.autodiff.per_program import Program, main_refs
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
 from pallasite.autodiff.reverse import Reversed, reverse_program
@@ -44,11 +44,13 @@ from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
 from pallasite.autodiff.unrounded import unrounded
 from pallasite.autodiff.zero_cotangents import without
+from pallasite.backends.base import lowered_together
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.rewrite import substitute
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.lower.per_program import Program, main_refs
 from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 from pallasite.target import Machine
@@ -124,6 +126,8 @@ def keeping(
     )
     if made is None:
         return None
+    steps = (made.forward, *made.backward.steps)
+    lowered_together([step.kernel for step in steps])
     arrays: dict[Value, Any] = dict(zip(made.backward.primals, primals, strict=True))
     names = _names(call.partition, made.backward)
     arrays |= _run(call, made.forward, arrays, names, set())
@@ -164,6 +168,7 @@ def cotangents(
         there = (*keeps.results, *keeps.kept)
     else:
         made, there, kept = plan(call.kernel, wanted, known, machine), (), ()
+        lowered_together([call.kernel, *(step.kernel for step in made.steps)])
     arrays: dict[Value, Any] = dict(zip(made.primals, primals, strict=True))
     arrays |= dict(zip(there, kept, strict=True))
     arrays |= {ref: cotangents[n] for n, ref in made.seeds.items()}
@@ -223,7 +228,11 @@ def _run(
     rule = inherit(call.partition, step.kernel, known)
     options = replace(call, kernel=step.kernel, cost_estimate=None, partition=rule)
     options = replace(options, flowing=step.taking(flowing))
-    results = bind_call(options, [arrays[ref] for ref in step.operands])
+    operands = [
+        arrays[ref].astype(operand.ref.dtype.np)
+        for ref, operand in zip(step.operands, step.kernel.inputs, strict=True)
+    ]
+    results = bind_call(options, operands)
     whole = [
         jnp.sum(x, axis=tuple(range(x.ndim - ref.ref.rank))) if parts > 1 else x
         for x, ref, parts in zip(results, step.results, step.parts, strict=True)
@@ -253,7 +262,71 @@ def plan(
     Raises:
         NoBackwardKernel: there are none.
     """
-    return _plan(kernel, wanted, known, machine)
+    made = _plan(kernel, wanted, known, machine)
+    composed = _composed(made, kernel, wanted, known)
+    if composed is None:
+        return made
+    way, other = composed.choices[0], made.choices[0]
+    return composed if way.estimate.seconds < other.estimate.seconds else made
+
+
+def _composed(
+    made: BackwardPlan,
+    kernel: Kernel,
+    wanted: tuple[bool, ...],
+    known: tuple[bool, ...],
+) -> BackwardPlan | None:
+    """The kernels of a program in two parts (`first_products.py`), if there are two."""
+    machine = made.machine
+    if machine.gpu is None or kernel.aliases or not _has_products(kernel):
+        return None
+    normal, program = normal_program(kernel, machine)
+    found = cut(program)
+    if found is None:
+        return None
+    sums = _Sums.of(normal, machine)
+    (first, *more) = _kernels(found.first, [found.array], set(), sums)
+    (second, *others) = _kernels(found.second, normal.outputs, set(), sums)
+    if more or others or prod((*first.parts, *second.parts)) > 1:
+        return None
+    number = {ref: n for n, ref in enumerate(normal.inputs)}
+    early = tuple(wanted[number[ref]] for ref in first.operands)
+    late = [ref is found.array or wanted[number[ref]] for ref in second.operands]
+    late[second.operands.index(found.array)] = any(early)
+    order = [normal.outputs.index(ref) for ref in second.results]
+    plans = [plan(second.kernel, tuple(late), tuple(known[n] for n in order), machine)]
+    if any(early):
+        plans.append(plan(first.kernel, early, (True,), machine))
+    if any(each.changing or each.merges for each in plans):
+        return None
+    same, targets = dict[Value, Value](), dict[int, Value]()
+    between = second.operands.index(found.array)
+    for each, part in zip(plans, (second, first), strict=False):
+        same.update(zip(each.primals, part.operands, strict=True))
+        for n, ref in each.targets.items():
+            if part.operands[n] is not found.array:
+                target = targets.setdefault(number[part.operands[n]], ref)
+                same[ref] = target
+        if part is first:
+            same[each.seeds[0]] = plans[0].targets[between]
+    renamed = lambda refs: tuple(same.get(ref, ref) for ref in refs)
+    steps = [first]
+    for step in (step for each in plans for step in each.steps):
+        own = {"operands": renamed(step.operands), "results": renamed(step.results)}
+        steps.append(replace(step, **own))
+    ways = [each.choices[0].estimate for each in plans]
+    total = sum_of([estimate([first.kernel], machine), *ways])
+    way = Way(tuple(steps), total, Stages(()))
+    seeds = {order[n]: ref for n, ref in plans[0].seeds.items()}
+    return replace(
+        made,
+        steps=way.steps,
+        primals=normal.inputs,
+        seeds=seeds,
+        targets=targets,
+        choices=(way, *made.choices),
+        merges=(),
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -274,7 +347,7 @@ def keeping_plan(
         made = plan(kernel, wanted, known, machine)
         if not made.steps or not _has_products(made.steps[0].kernel):
             return None
-        if made.changing or made.merges:
+        if made.changing or made.merges or not made.choices[0].stages.programs:
             return None
         made = _plan(kernel, wanted, known, machine, kernel.outputs)
         return _keeping(made, kernel, known)
@@ -601,15 +674,15 @@ def _kernels(
     mine = [place(stage, ref) for ref in results if ref in refs]
     mine = [replace(p, changes=p.ref in changing) for p in mine]
     built, pending = [], list[tuple[Program, list[Placement]]]()
-    if sums.machine.gpu is not None and not changing:
+    if sums.machine.cores > 1 and not changing:
+        is_gpu = sums.machine.gpu is not None
         for p in [p for p in mine if not all(p.kept)]:
-            owned = owned_blocks(stage, p.ref)
+            owned = owned_blocks(stage, p.ref) if is_gpu else None
+            by_rows = owned_rows(stage, p.ref, is_gpu) if owned is None else None
             if owned is not None:
                 mine.remove(p)
                 pending.append((owned, [place(owned, p.ref)]))
-                continue
-            by_rows = owned_rows(stage, p.ref)
-            if by_rows is not None:
+            elif by_rows is not None:
                 mine.remove(p)
                 reach = [place(by_rows.reach, ref) for ref in by_rows.refs]
                 pending.append((by_rows.reach, reach))

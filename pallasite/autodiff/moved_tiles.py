@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, BlockDim, Op, Span, Value
 from pallasite.ir.opdef import Effect, table
@@ -19,6 +18,7 @@ from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.analysis.step_table import StepTable
+from pallasite.passes.lower.per_program import Program
 
 Ranges = tuple[tuple[int, int], ...]
 COSTLY = ("dot", "reduce", "scan", "sort", "custom")  # not computed for a few elements
