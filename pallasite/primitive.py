@@ -8,7 +8,7 @@ exact about grids, windows and scratch. `batch.py` has the IR part of the vmap r
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.interpreters import batching, mlir
 
-from pallasite import config, jaxcompat
+from pallasite import config, jaxcompat, target
 from pallasite import ops as ops  # registers the rows of the op table
 from pallasite.backends import base
 from pallasite.checking import Checked as Checked
@@ -44,11 +44,12 @@ from pallasite.passes.transform.batch import (
     maps_a_grid_size,
 )
 from pallasite.sharding.rule import Partition
-from pallasite.target import GPUS, Chip, Host, chip, chip_of_device, host, named
+from pallasite.target import CHIPS, Chip, Host, chip, chip_of_device, host, named
 
 if TYPE_CHECKING:
     from pallasite.passes.schedule.plan_parts import Plan, Serial
     from pallasite.passes.schedule.split_axis import Program
+    from pallasite.passes.schedule.whole_arrays import WholeArrays
 
 
 def for_platform(call: "Call", platform: str) -> "Call":
@@ -72,6 +73,8 @@ class Call:
     partition: bool | Partition | None = None  # under sharded jit; False: not split
     fused: tuple[str, ...] = ()  # what `pl.fuse` did, and why not more
     own: bool = False  # one of the package's kernels, whose users do not choose blocks
+    # Of a derivative's kernel: the operands that are tangents or cotangents.
+    flowing: tuple[int, ...] = ()
     # Per operand, the first that is the same array; empty: none is known to be.
     equal: tuple[int, ...] = ()
     configured: Configured | None = field(default=None, compare=False)  # for tools
@@ -273,6 +276,10 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
     elif found.serial is not None and not call.own:
         warn_serial(call.kernel, found.serial)
     chosen = choose(call, platform, exporting, chip)
+    if chosen.arrays is not None:
+        from pallasite.emulation.emulate import emulate_arrays
+
+        return _lower_function(ctx, operands, emulate_arrays(chosen.arrays))
     if chosen.launch is None:
         _announce(chosen, call, platform, ctx)
         return _lower_emulation(ctx, *operands, call=call)
@@ -294,14 +301,17 @@ def planned(
 
     if wants_emulation(call) or call.kernel.symbols or platform not in ("cpu", "cuda"):
         return Plan()
+    if on_arrays(call, platform, chip) is not None:
+        return Plan()
     if platform == "cpu":
         return Plan() if exporting else plan(call.kernel, host())
-    return plan(call.kernel, chip or accelerator(base.get("triton")) or GPUS["h100"])
+    return plan(call.kernel, _chip_of(platform, chip))
 
 
 def parts_of(call: Call, program: "Program") -> list[Call]:
     """The calls that a call is run as."""
-    return [replace(call, kernel=k, cost_estimate=None) for k in program.kernels]
+    one = replace(call, cost_estimate=None, flowing=())
+    return [replace(one, kernel=k) for k in program.kernels]
 
 
 def _lower_program(
@@ -364,15 +374,18 @@ class Choice:
     """Which backend runs a call on a platform.
 
     Attributes:
-        backend: its name; "interpret" is the emulation.
+        backend: its name; "interpret" is the emulation, "xla" operations on arrays.
         refusals: the platform's backends that were tried before, and why each rejected
             the call.
-        launch: how XLA calls the compiled kernel; None for the emulation.
+        launch: how XLA calls the compiled kernel; None if there is none.
+        arrays: the kernel on whole arrays, whose operations XLA compiles and fuses with
+            those around the call.
     """
 
     backend: str
     refusals: tuple[tuple[str, Exception], ...] = ()
     launch: base.Launch | None = None
+    arrays: "WholeArrays | None" = None
 
     def __str__(self) -> str:
         why = "\n".join(str(error) for _, error in self.refusals)
@@ -403,6 +416,9 @@ def choose(
         return _without_sizes(call, name, base.DEFAULTS.get(platform or "", ()))
     if name is not None:
         return Choice(name, launch=_launch(name, call, chip))
+    arrays = on_arrays(call, platform, chip)
+    if arrays is not None:
+        return Choice("xla", arrays=arrays)
     refusals: list[tuple[str, Exception]] = []
     for name in base.defaults(platform, call.kernel):
         known = chip is not None or _is_here(platform)
@@ -413,6 +429,32 @@ def choose(
         except (UnsupportedError, ChipMemoryError, ImportError, CompileError) as error:
             refusals.append((name, error))
     return Choice("interpret", tuple(refusals))
+
+
+def on_arrays(
+    call: Call, platform: str | None, chip: Chip | None = None
+) -> "WholeArrays | None":
+    """The kernel that XLA computes on whole arrays; None if a backend compiles it.
+
+    Only kernels that derivatives made are candidates, and only where nobody has named a
+    backend: an author who writes a kernel means one.
+    """
+    if not call.flowing or wants_emulation(call) or platform not in base.DEFAULTS:
+        return None
+    if _asked_backend(call, platform) is not None:
+        return None
+    from pallasite.passes.schedule.whole_arrays import for_xla
+
+    machine = target.Machine.usual(_chip_of(platform, chip))
+    return for_xla(call.kernel, call.flowing, machine)
+
+
+def _chip_of(platform: str | None, given: Chip | None) -> Chip | Host:
+    """What a kernel lowered for a platform runs on, for choices."""
+    if platform == "cpu":
+        return host()
+    name, usual = ("tpu", "v5e") if platform == "tpu" else ("triton", "h100")
+    return given or accelerator(base.get(name)) or CHIPS[usual]
 
 
 def _without_sizes(call: Call, named: str | None, defaults: Sequence[str]) -> Choice:
@@ -476,7 +518,14 @@ def _lowered_for(ctx: Any, platform: str | None) -> Chip | None:
 def _launch(name: str, call: Call, chip: Chip | None = None) -> base.Launch:
     backend = base.get(name)
     options = replace(call.options, chip=chip or accelerator(backend))
-    compiled = base.Compiled(backend, call.kernel, options)
+    compiled = base.begun(backend, call.kernel, options)
+    others = base.lowered_after(call.kernel) if name == "cuda" else ()
+    compiled.beside = [
+        base.begun(backend, kernel, options, keep=True)
+        for kernel in others
+        if base.defaults("cuda", kernel)[0] == name
+        and planned(replace(call, kernel=kernel), "cuda", chip=chip).program is None
+    ]
     if config.get("dump"):
         compiled.texts()  # producing them writes the dumps
     return backend.launch(compiled)
@@ -596,12 +645,17 @@ def _lower_emulation(ctx: Any, *operands: Any, call: Call) -> Any:
         run = on_devices(call.kernel, _evaluator_options(call), axes)
     else:
         run = _checked_callback(call) if checked else emulate(call.kernel)
+    with jaxcompat.collectives_over(axes):
+        return _lower_function(ctx, operands, run)
+
+
+def _lower_function(ctx: Any, operands: Sequence[Any], run: Callable[..., Any]) -> Any:
+    """Lower a JAX function in place of the call."""
     plain = ctx.replace(
         avals_in=jaxcompat.plain_avals(ctx.avals_in),
         avals_out=jaxcompat.plain_avals(ctx.avals_out),
     )
-    with jaxcompat.collectives_over(axes):
-        return mlir.lower_fun(run, multiple_results=True)(plain, *operands)
+    return mlir.lower_fun(run, multiple_results=True)(plain, *operands)
 
 
 # What the emulation reports about a kernel that the evaluator runs for it.

@@ -8,7 +8,7 @@ ordinary kernels: every backend runs them, and they can be batched and different
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, prod, sqrt
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallasite.autodiff.backward_axes import split_axes
-from pallasite.autodiff.backward_choice import Estimate, estimate
+from pallasite.autodiff.backward_choice import Estimate, estimate, sum_of
 from pallasite.autodiff.backward_stages import Stages, split, sums_apart
 from pallasite.autodiff.backward_windows import (
     Built,
@@ -29,13 +29,13 @@ from pallasite.autodiff.backward_windows import (
 )
 from pallasite.autodiff.carried_axes import carried_axis
 from pallasite.autodiff.edges import harmless_edges
+from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
 from pallasite.autodiff.owned_blocks import owned_blocks
 from pallasite.autodiff.owned_rows import owned_rows
-from pallasite.autodiff.per_program import Program, main_refs
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
 from pallasite.autodiff.reverse import Reversed, reverse_program
@@ -43,12 +43,15 @@ from pallasite.autodiff.reverse_rules import accumulated
 from pallasite.autodiff.row_blocks import row_blocks
 from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
+from pallasite.autodiff.unrounded import unrounded
 from pallasite.autodiff.zero_cotangents import without
+from pallasite.backends.base import lowered_together
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.rewrite import substitute
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.lower.per_program import Program, main_refs
 from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 from pallasite.target import Machine
@@ -78,6 +81,11 @@ class BackwardPlan:
     choices: tuple["Way", ...]  # all alternatives, the chosen one first
     machine: Machine  # for which it was chosen
     merges: tuple[Merge, ...] = ()  # of what programs scatter, after all steps
+
+    @property
+    def flowing(self) -> set[Value]:
+        """The refs of all cotangents of results."""
+        return {*self.seeds.values(), *self.changing.values()}
 
 
 @dataclass(frozen=True)
@@ -119,8 +127,11 @@ def keeping(
     )
     if made is None:
         return None
+    steps = (made.forward, *made.backward.steps)
+    lowered_together([step.kernel for step in steps])
     arrays: dict[Value, Any] = dict(zip(made.backward.primals, primals, strict=True))
-    arrays |= _run(call, made.forward, arrays, _names(call.partition, made.backward))
+    names = _names(call.partition, made.backward)
+    arrays |= _run(call, made.forward, arrays, names, set())
     results = [arrays[ref] for ref in made.results]
     return results, [arrays[ref] for ref in (*made.results, *made.kept)]
 
@@ -158,6 +169,7 @@ def cotangents(
         there = (*keeps.results, *keeps.kept)
     else:
         made, there, kept = plan(call.kernel, wanted, known, machine), (), ()
+        lowered_together([call.kernel, *(step.kernel for step in made.steps)])
     arrays: dict[Value, Any] = dict(zip(made.primals, primals, strict=True))
     arrays |= dict(zip(there, kept, strict=True))
     arrays |= {ref: cotangents[n] for n, ref in made.seeds.items()}
@@ -168,7 +180,7 @@ def cotangents(
         arrays[ref] = start.astype(ref.ref.dtype.np)
     names = _names(call.partition, made)
     for step in made.steps:
-        arrays |= _run(call, step, arrays, names)
+        arrays |= _run(call, step, arrays, names, made.flowing)
     final = {ref: made.primals[n].ref.dtype for n, ref in made.targets.items()}
     run = partial(_run_plain, call)
     for merge in made.merges:
@@ -186,6 +198,7 @@ def _run_plain(call: Any, kernel: Kernel, operands: Sequence[Any]) -> list[Any]:
     from pallasite.primitive import bind_call
 
     options = replace(call, kernel=kernel, cost_estimate=None, partition=None)
+    options = replace(options, flowing=())
     return bind_call(options, operands)
 
 
@@ -207,13 +220,20 @@ def _run(
     step: Built,
     arrays: dict[Value, Any],
     names: dict[Value, Sequence[str]],
+    flowing: Collection[Value],
 ) -> dict[Value, Any]:
+    """The results of one kernel; `flowing`: refs of cotangents that it may take."""
     from pallasite.primitive import bind_call
 
     known = [names.get(ref, ()) for ref in (*step.operands, *step.results)]
     rule = inherit(call.partition, step.kernel, known)
     options = replace(call, kernel=step.kernel, cost_estimate=None, partition=rule)
-    results = bind_call(options, [arrays[ref] for ref in step.operands])
+    options = replace(options, flowing=step.taking(flowing))
+    operands = [
+        arrays[ref].astype(operand.ref.dtype.np)
+        for ref, operand in zip(step.operands, step.kernel.inputs, strict=True)
+    ]
+    results = bind_call(options, operands)
     whole = [
         jnp.sum(x, axis=tuple(range(x.ndim - ref.ref.rank))) if parts > 1 else x
         for x, ref, parts in zip(results, step.results, step.parts, strict=True)
@@ -243,7 +263,71 @@ def plan(
     Raises:
         NoBackwardKernel: there are none.
     """
-    return _plan(kernel, wanted, known, machine)
+    made = _plan(kernel, wanted, known, machine)
+    composed = _composed(made, kernel, wanted, known)
+    if composed is None:
+        return made
+    way, other = composed.choices[0], made.choices[0]
+    return composed if way.estimate.seconds < other.estimate.seconds else made
+
+
+def _composed(
+    made: BackwardPlan,
+    kernel: Kernel,
+    wanted: tuple[bool, ...],
+    known: tuple[bool, ...],
+) -> BackwardPlan | None:
+    """The kernels of a program in two parts (`first_products.py`), if there are two."""
+    machine = made.machine
+    if machine.gpu is None or kernel.aliases or not _has_products(kernel):
+        return None
+    normal, program = normal_program(kernel, machine)
+    found = cut(program)
+    if found is None:
+        return None
+    sums = _Sums.of(normal, machine)
+    (first, *more) = _kernels(found.first, [found.array], set(), sums)
+    (second, *others) = _kernels(found.second, normal.outputs, set(), sums)
+    if more or others or prod((*first.parts, *second.parts)) > 1:
+        return None
+    number = {ref: n for n, ref in enumerate(normal.inputs)}
+    early = tuple(wanted[number[ref]] for ref in first.operands)
+    late = [ref is found.array or wanted[number[ref]] for ref in second.operands]
+    late[second.operands.index(found.array)] = any(early)
+    order = [normal.outputs.index(ref) for ref in second.results]
+    plans = [plan(second.kernel, tuple(late), tuple(known[n] for n in order), machine)]
+    if any(early):
+        plans.append(plan(first.kernel, early, (True,), machine))
+    if any(each.changing or each.merges for each in plans):
+        return None
+    same, targets = dict[Value, Value](), dict[int, Value]()
+    between = second.operands.index(found.array)
+    for each, part in zip(plans, (second, first), strict=False):
+        same.update(zip(each.primals, part.operands, strict=True))
+        for n, ref in each.targets.items():
+            if part.operands[n] is not found.array:
+                target = targets.setdefault(number[part.operands[n]], ref)
+                same[ref] = target
+        if part is first:
+            same[each.seeds[0]] = plans[0].targets[between]
+    renamed = lambda refs: tuple(same.get(ref, ref) for ref in refs)
+    steps = [first]
+    for step in (step for each in plans for step in each.steps):
+        own = {"operands": renamed(step.operands), "results": renamed(step.results)}
+        steps.append(replace(step, **own))
+    ways = [each.choices[0].estimate for each in plans]
+    total = sum_of([estimate([first.kernel], machine), *ways])
+    way = Way(tuple(steps), total, Stages(()))
+    seeds = {order[n]: ref for n, ref in plans[0].seeds.items()}
+    return replace(
+        made,
+        steps=way.steps,
+        primals=normal.inputs,
+        seeds=seeds,
+        targets=targets,
+        choices=(way, *made.choices),
+        merges=(),
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -264,7 +348,7 @@ def keeping_plan(
         made = plan(kernel, wanted, known, machine)
         if not made.steps or not _has_products(made.steps[0].kernel):
             return None
-        if made.changing or made.merges:
+        if made.changing or made.merges or not made.choices[0].stages.programs:
             return None
         made = _plan(kernel, wanted, known, machine, kernel.outputs)
         return _keeping(made, kernel, known)
@@ -514,7 +598,7 @@ def _reversed(
         written,
     )
     # The reverse is that of plain sums; their values come from the original loop.
-    return replace(made, body=substitute(made.body, sums.same))
+    return replace(made, body=unrounded(substitute(made.body, sums.same)))
 
 
 def _alternatives(
@@ -596,15 +680,15 @@ def _kernels(
     mine = [place(stage, ref) for ref in results if ref in refs]
     mine = [replace(p, changes=p.ref in changing) for p in mine]
     built, pending = [], list[tuple[Program, list[Placement]]]()
-    if sums.machine.gpu is not None and not changing:
+    if sums.machine.cores > 1 and not changing:
+        is_gpu = sums.machine.gpu is not None
         for p in [p for p in mine if not all(p.kept)]:
-            owned = owned_blocks(stage, p.ref)
+            owned = owned_blocks(stage, p.ref) if is_gpu else None
+            by_rows = owned_rows(stage, p.ref, is_gpu) if owned is None else None
             if owned is not None:
                 mine.remove(p)
                 pending.append((owned, [place(owned, p.ref)]))
-                continue
-            by_rows = owned_rows(stage, p.ref)
-            if by_rows is not None:
+            elif by_rows is not None:
                 mine.remove(p)
                 reach = [place(by_rows.reach, ref) for ref in by_rows.refs]
                 pending.append((by_rows.reach, reach))

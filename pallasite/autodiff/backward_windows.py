@@ -6,13 +6,12 @@ added to in place. Dimensions whose block is not chosen by one grid index alone 
 programs may share it, or a loop moves over it) are shown whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
 from pallasite.autodiff.backward_sums import Sum, expand_sums
-from pallasite.autodiff.per_program import Program, main_refs
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
@@ -34,6 +33,7 @@ from pallasite.ir.text import attr_text
 from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.lower.per_program import Program, main_refs
 from pallasite.passes.optimise.unused import drop_unused
 
 Key = tuple[object, ...]
@@ -163,6 +163,10 @@ class Built:
     own: tuple[frozenset[int], ...]  # per result: the axes that choose its block
     order: tuple[int, ...]  # the program's grid axes with several steps, slowest first
     changing: tuple[Value, ...] = ()  # results initialised by the last operands
+
+    def taking(self, refs: Collection[Value]) -> tuple[int, ...]:
+        """The operands that are among some refs."""
+        return tuple(n for n, ref in enumerate(self.operands) if ref in refs)
 
 
 def build(

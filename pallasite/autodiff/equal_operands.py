@@ -24,7 +24,8 @@ def once(
     kernel, kept = with_operands(call)
     if kernel is call.kernel:
         return call, primals, tangents
-    call = replace(call, kernel=kernel, equal=())
+    flowing = tuple(kept.index(n) for n in call.flowing if n in kept)
+    call = replace(call, kernel=kernel, equal=(), flowing=flowing)
     return call, [primals[n] for n in kept], [tangents[n] for n in kept]
 
 

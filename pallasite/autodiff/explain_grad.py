@@ -1,17 +1,19 @@
 """`pl.explain_grad(f)(*args)`: how the cotangent of each kernel operand is computed.
 
 There are two ways: generated backward kernels (`backward.py`) if the kernel's structure
-allows it, else the functional form of the kernel, differentiated by JAX. Nothing is
-run.
+allows it, else the functional form of the kernel, differentiated by JAX. Backward
+kernels that only map blocks are XLA's operations (`whole_arrays.py`). Nothing is run.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pallasite import config
 from pallasite.errors import NoBackwardKernel, SpecError
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.language.trace import user_location
+from pallasite.passes.schedule.whole_arrays import for_xla
 from pallasite.primitive import chip_for
 from pallasite.sites import calls_in
 
@@ -21,15 +23,16 @@ if TYPE_CHECKING:
     from pallasite.primitive import Call
     from pallasite.target import Machine
 
-KERNEL, FUNCTIONAL, NONE = "kernel", "functional", "none"
+KERNEL, XLA, FUNCTIONAL, NONE = "kernel", "xla", "functional", "none"
 
 
 @dataclass(frozen=True)
 class OperandGrad:
     """How one operand of one kernel call gets its cotangent.
 
-    `tier` is "kernel" (a generated backward kernel), "functional" (the kernel's
-    functional form; slower) or "none" (integers have no cotangent).
+    `tier` is "kernel" (a generated backward kernel), "xla" (one that XLA computes on
+    whole arrays, fused with what is around it), "functional" (the kernel's functional
+    form; slower) or "none" (integers have no cotangent).
     """
 
     kernel: str
@@ -131,7 +134,8 @@ def explain(kernel: Kernel, backend: str | None = None) -> list[OperandGrad]:
         elif made is None:
             row = (FUNCTIONAL, reason)
         else:
-            row = (KERNEL, _how(made, n))
+            tier = XLA if _is_by_xla(made, n, backend) else KERNEL
+            row = (tier, _how(made, n))
         rows.append(OperandGrad(kernel.name, name, *row))
     return rows
 
@@ -209,6 +213,15 @@ def full_plan(
     wanted = tuple(ref.ref.dtype.is_float for ref in kernel.inputs)
     known = tuple(ref.ref.dtype.is_float for ref in kernel.outputs)
     return plan(kernel, wanted, known, machine or Machine.usual(chip_for(backend)))
+
+
+def _is_by_xla(made: "BackwardPlan", operand: int, backend: str | None) -> bool:
+    """Whether all kernels that compute an operand's cotangent are XLA's operations."""
+    steps = [step for step in made.steps if made.targets[operand] in step.results]
+    if backend or config.get("backend") or config.get("interpret"):
+        return False
+    fused = (for_xla(s.kernel, s.taking(made.flowing), made.machine) for s in steps)
+    return bool(steps) and all(kernel is not None for kernel in fused)
 
 
 def _how(made: "BackwardPlan", operand: int) -> str:

@@ -21,7 +21,6 @@ import numpy as np
 
 from pallasite.autodiff.backward_windows import block_count, only, place
 from pallasite.autodiff.moved_tiles import Along, MovedTiles, NotMoved
-from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import (
     Access,
@@ -37,6 +36,7 @@ from pallasite.ir.nodes import (
 from pallasite.ir.rewrite import producers_of
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.analysis.step_table import StepTable
+from pallasite.passes.lower.per_program import Program
 
 MOST_TERMS = 64
 MOST_PIECES = 64

@@ -11,15 +11,15 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, BlockDim, Op, Span, Value
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import used_values
+from pallasite.ir.rewrite import is_elementwise, used_values
 from pallasite.ir.roles import Dot, number_of
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.analysis.step_table import StepTable
+from pallasite.passes.lower.per_program import Program
 
 Ranges = tuple[tuple[int, int], ...]
 COSTLY = ("dot", "reduce", "scan", "sort", "custom")  # not computed for a few elements
@@ -146,7 +146,7 @@ class MovedTiles:
                 for n, d in zip(x.tile.shape, dims, strict=True)
             )
             return b.broadcast(self._piece(x, shifts, inner), shape, dims)
-        if table()[op.name].elementwise:
+        if is_elementwise(op):
             operands = [
                 self._piece(v, shifts, part if v.tile.shape else ())
                 for v in op.operands
@@ -435,8 +435,7 @@ class MovedTiles:
                 a.tile_dim not in dims or source.tile.shape[dims.index(a.tile_dim)] == 1
                 for a in moving
             )
-        elementwise = table()[op.name].elementwise and not op.regions
-        return elementwise and all(self.is_fixed(v, moving) for v in op.operands)
+        return is_elementwise(op) and all(self.is_fixed(v, moving) for v in op.operands)
 
     def is_same(self, value: Value, moving: Sequence[Along]) -> bool:
         """Whether all programs along what moves compute the same value."""

@@ -3,22 +3,22 @@
 Where a program reads the rows between two offsets, one after another, its reverse adds
 to these rows. Offsets are data: nothing says that no two programs have the same row, so
 they could only run in sequence. As an axis of the grid, blocks of rows run in parallel:
-each program goes through the steps that may reach its block, and adds to all rows of
-the block at once what the iterations in it add. A kernel before it stores which rows
-the loops of a step reach, so that the steps of a block are found by comparing vectors.
+each program goes through the steps that may reach its block, and through the iterations
+that do; on a GPU it adds to all rows of the block at once. A kernel before it stores
+which rows the loops of a step reach, so that the steps of a block are found by
+comparing vectors.
 
 Proof: an iteration adds to one row, which its index is, so those whose index is in a
 block are all that add to it. Each row gets its addends in the order of the steps.
 Iterations whose index is outside the array are clamped to the first or the last row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from pallasite.autodiff.backward_stages import save_block, saved_ref
 from pallasite.autodiff.backward_windows import only
-from pallasite.autodiff.per_program import Program
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.nodes import (
@@ -33,16 +33,18 @@ from pallasite.ir.nodes import (
     Window,
     walk,
 )
-from pallasite.ir.opdef import table
 from pallasite.ir.rewrite import clone, is_pure, producers_of
 from pallasite.ir.roles import Cond, Loop, number_of
 from pallasite.passes.analysis.memory import VIEWS, Roots
+from pallasite.passes.lower.per_program import Program
+from pallasite.passes.normal.stacked_code import Stacked
 
 MOST_ELEMENTS = 1 << 13  # of a program's block
 MOST_TESTS = 1 << 24  # of steps, in all programs: some tens of microseconds
 AT_ONCE = 1 << 10  # steps that are tested at a time
 State = tuple[Value, ...]
 Env = Mapping[Value, Value]
+_OnRow = Callable[[Builder, Op, Env, State], State]  # what to do with a loop over rows
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,15 @@ class OwnedRows:
     rows: Program
 
 
-def owned_rows(program: Program, ref: Value) -> OwnedRows | None:
+def owned_rows(program: Program, ref: Value, at_once: bool) -> OwnedRows | None:
     """The programs that add to one cotangent, by blocks of its rows.
 
     None if anything but loops over rows adds to it, or if there are too many steps.
+
+    Args:
+        program: the reverse.
+        ref: the cotangent.
+        at_once: add to all rows of a block at once, if what is added allows that.
     """
     program = only(program, [ref])
     loops = dict[Op, tuple[Op, ...]]()
@@ -75,22 +82,16 @@ def owned_rows(program: Program, ref: Value) -> OwnedRows | None:
         size //= 2
     if count < 2 * size or count // size * prod(program.sizes) > MOST_TESTS:
         return None
-    try:
-        made = _Owned(program, ref, loops, size)
-        reach, refs = made.reach()
-        return OwnedRows(reach, refs, made.rows(refs))
-    except _NotByRowsError:
-        return None
-
-
-class _NotByRowsError(Exception):
-    """A loop does something else than to add to rows."""
+    made = _Owned(program, ref, loops, size)
+    reach, refs = made.reach()
+    add = made.added if at_once and made.is_stacked() else made.added_in_turn
+    return OwnedRows(reach, refs, made.rows(refs, add))
 
 
 def _find(program: Program, ref: Value, loops: dict[Op, tuple[Op, ...]]) -> bool:
     """Collect loops over rows, with what adds in them; whether nothing else adds."""
     made = producers_of(program.body)
-    written = Roots(program.body).written(program.body)
+    written = set(Roots(program.body).written(program.body))
 
     def visit(block: Block) -> bool:
         for op in block.ops:
@@ -158,6 +159,12 @@ class _Owned:
             if op not in loops and any(o in loops for o in walk(Block((), (op,))))
         }
 
+    def is_stacked(self) -> bool:
+        """Whether what loops add can be computed for all rows of a block at once."""
+        self.first = Value(T.INDEX, "first")
+        each = (_Rows(self, Builder(), op, {}).values() for op in self.loops)
+        return all(values is not None for values in each)
+
     # --- which rows a step reaches ---
 
     def reach(self) -> tuple[Program, tuple[Value, Value]]:
@@ -187,7 +194,7 @@ class _Owned:
 
     # --- rows ---
 
-    def rows(self, refs: tuple[Value, Value]) -> Program:
+    def rows(self, refs: tuple[Value, Value], row: _OnRow) -> Program:
         number = Value(T.INDEX, "rows")
         b = Builder(self.program.loc)
         shape = (self.size, *self.ref.ref.shape[1:])
@@ -195,25 +202,26 @@ class _Owned:
         zeros = [b.index(0) for _ in shape[1:]]
         self.block = b.op("block_view", self.ref, number, *zeros, window=window)
         self.first = b.mul(number, b.index(self.size))
-        row = b.op("iota", type=T.TileType((self.size,), T.I32), dim=0)
-        row = b.add(row, b.broadcast(self.first, (self.size,), ()))
-        lowest, highest = (b.like(n, row) for n in T.I32.limits)
-        # The iterations of each row: its own, and those clamped to it.
-        is_first, is_last = (
-            b.eq(row, b.like(0, row)),
-            b.eq(row, b.like(self.count - 1, row)),
-        )
-        self.starts = b.select(is_first, lowest, row)
-        self.ends = b.select(is_last, highest, b.add(row, b.like(1, row)))
+        self.iterations_of_rows(b)
         first, limit = self.found(b, refs)
         step, inner = Value(T.INDEX, "step"), Builder(self.program.loc)
         ids = self.program.body.params
         env = dict(zip(ids, self.digits(inner, step), strict=True))
-        self.code(inner, self.program.body, env, (), self.added)
+        self.code(inner, self.program.body, env, (), row)
         b.emit("for", first, limit, b.index(1), regions=(inner.block((step,)),))
         body = clone(Block((number,), tuple(b.ops)))
         sizes = (self.count // self.size,)
         return replace(self.program, body=body, sizes=sizes).simplified()
+
+    def iterations_of_rows(self, b: Builder) -> None:
+        """Where those of each row start and end: its own, and those clamped to it."""
+        row = b.op("iota", type=T.TileType((self.size,), T.I32), dim=0)
+        row = b.add(row, b.broadcast(self.first, (self.size,), ()))
+        lowest, highest = (b.like(n, row) for n in T.I32.limits)
+        is_first = b.eq(row, b.like(0, row))
+        is_last = b.eq(row, b.like(self.count - 1, row))
+        self.starts = b.select(is_first, lowest, row)
+        self.ends = b.select(is_last, highest, b.add(row, b.like(1, row)))
 
     def digits(self, b: Builder, number: Value) -> list[Value]:
         """The grid indices of a step, or of a vector of them."""
@@ -254,7 +262,33 @@ class _Owned:
         first, limit = b.emit("for", *bounds, *starts, regions=(region,))
         return first, limit
 
+    def added_in_turn(self, b: Builder, op: Op, env: Env, state: State) -> State:
+        """The iterations of the block's rows, one after another."""
+        loop, inner = Loop.of(op), Builder(op.loc)
+        first, limit = (_new(env, v) for v in loop.bounds[:2])
+        end = b.add(self.first, b.index(self.size))
+        first = b.select(self.is_at(b, 0), first, b.max(first, self.first))
+        limit = b.select(self.is_at(b, self.count - 1), limit, b.min(limit, end))
+        index = Value(loop.index.type, loop.index.name)
+        row = inner.sub(index, self.first)
+        row = inner.clamp(inner.index(0), row, inner.index(self.size - 1))
+        within = {**env, loop.index: index}
+        for each in loop.body.ops:
+            if each in self.loops[op]:
+                access = Access.of(each)
+                assert access.value is not None
+                value = _new(within, access.value)
+                new = Access(self.block, access.index, (row,), value, None, None)
+                inner.op("atomic_rmw", *access_operands(new), **each.attrs)
+                continue
+            copy = clone(Block((), (each,), each.results), within)
+            inner.ops += copy.ops
+            within |= zip(each.results, copy.yields, strict=True)
+        b.emit("for", first, limit, b.index(1), regions=(inner.block((index,)),))
+        return state
+
     def added(self, b: Builder, op: Op, env: Env, state: State) -> State:
+        """The iterations of all of the block's rows at once."""
         loop = Loop.of(op)
         first, limit = (_new(env, v) for v in loop.bounds[:2])
         # The first and the last row also get what is before and after them.
@@ -275,14 +309,14 @@ class _Owned:
         most = b.select(reaches, most, b.index(0))
         again, inner = Value(T.INDEX, "again"), Builder(op.loc)
         now = inner.lt(inner.broadcast(again, times.tile.shape, ()), times)
-        for value in _Rows(self, inner, op, env).values():
+        for value in _Rows(self, inner, op, env).values() or ():
             where = inner.broadcast(now, value.tile.shape, (0,))
             # Nothing changes when -0.0 is added.
             value = inner.select(where, value, inner.like(-0.0, value))
             index = tuple(Span(0, n) for n in value.tile.shape)
             new = Access(self.block, index, (), value, None, None)
-            attrs = dict(kind="add", index=index, mask=False)
-            inner.emit("atomic_rmw", *access_operands(new), **attrs)
+            operands = access_operands(new)
+            inner.op("atomic_rmw", *operands, kind="add", index=index, mask=False)
         region = inner.block((again,))
         b.emit("for", b.index(0), most, b.index(1), regions=(region,))
         return state
@@ -293,7 +327,9 @@ class _Owned:
 
     # --- the code of a step ---
 
-    def code(self, b: Builder, block: Block, env: Env, state: State, row) -> State:
+    def code(
+        self, b: Builder, block: Block, env: Env, state: State, row: _OnRow
+    ) -> State:
         """Emit code, with something else for loops over rows."""
         env = dict(env)
         for op in block.ops:
@@ -328,82 +364,41 @@ def _new(env: Env, value: Value) -> Value:
     return env.get(value, value)
 
 
-class _Rows:
+class _Rows(Stacked):
     """What a loop adds to rows, for all rows of a block at once."""
 
     def __init__(self, owned: _Owned, b: Builder, op: Op, env: Env):
-        self.owned, self.b, self.env = owned, b, dict(env)
-        self.loop, self.adds = Loop.of(op), owned.loops[op]
-        self.varies: set[Value] = set()  # each element of its own row
+        super().__init__(b, Loop.of(op).index, owned.size, env)
+        self.owned, self.ops, self.adds = owned, Loop.of(op).body.ops, owned.loops[op]
 
-    def values(self) -> list[Value]:
+    def values(self) -> list[Value] | None:
+        """What each of its ops adds; None if it has to be added row by row."""
         found = list[Value]()
-        for op in self.loop.body.ops:
+        for op in self.ops:
             if op in self.adds:
                 value = Access.of(op).value
                 assert value is not None
-                shape = self.owned.ref.ref.shape[1:]
-                found.append(self.wide(value, shape))
-            elif self.loop.index in op.operands or any(
-                v in self.varies for v in op.operands
-            ):
-                self.varying(op)
-            elif op.regions:
-                raise _NotByRowsError
-            else:
-                copy = clone(Block((), (op,), op.results), self.env)
-                self.b.ops += copy.ops
-                self.env |= zip(op.results, copy.yields, strict=True)
+                made = self.wide(value, self.owned.ref.ref.shape[1:])
+                if made is None:
+                    return None
+                found.append(made)
+            elif not self.emit(op):
+                return None
         return found
 
-    def wide(self, value: Value, shape: Sequence[int]) -> Value:
-        """A value with a dimension for rows, of this shape otherwise."""
-        new, size = _new(self.env, value), self.owned.size
-        if value is self.loop.index:
-            raise _NotByRowsError
-        if value in self.varies:
-            before = new.tile.shape[1:]
-            dims = (0, *(range(1, 1 + len(shape)) if before else ()))
-            return self.b.broadcast(new, (size, *shape), dims)
-        dims = range(1, 1 + len(shape)) if value.tile.shape else ()
-        return self.b.broadcast(new, (size, *shape), dims)
-
-    def varying(self, op: Op) -> None:
-        b, attrs = self.b, dict(op.own_attrs)
-        if len(op.results) != 1 or op.regions:
-            raise _NotByRowsError
-        shape = op.result.tile.shape
-        if op.name == "load":
-            made = self.load(op)
-        elif table()[op.name].elementwise:
-            operands = [self.wide(v, shape) for v in op.operands]
-            made = b.op(op.name, *operands, **attrs)
-        elif op.name == "broadcast_in_dim":
-            dims = (0, *(1 + d for d in attrs["dims"]))
-            x = _new(self.env, op.operands[0])
-            made = b.broadcast(x, (self.owned.size, *shape), dims)
-        elif op.name == "reduce":
-            attrs["axes"] = tuple(1 + d for d in attrs["axes"])
-            made = b.op("reduce", _new(self.env, op.operands[0]), **attrs)
-        else:
-            raise _NotByRowsError
-        self.env[op.result] = made
-        self.varies.add(op.result)
-
-    def load(self, op: Op) -> Value:
+    def access(self, op: Op) -> Value | None:
         """The rows of another array, or numbers of rows, at the same places."""
+        if op.name != "load":
+            return None
         access, owned = Access.of(op), self.owned
         (entry, index), *rest = access.split_index()
-        others = (v for v in op.operands[1:] if v is not index)
-        is_row = isinstance(entry, At) and index is self.loop.index
+        others = [v for v in op.operands[1:] if v is not index]
+        is_row = isinstance(entry, At) and index is self.index
         is_alike = access.ref.ref.shape[0] == owned.count
         if not is_row or not is_alike or access.mask is not None:
-            raise _NotByRowsError
-        if any(v in self.varies or v is self.loop.index for v in others):
-            raise _NotByRowsError
-        if any(isinstance(e, Gather) for e, _ in rest):
-            raise _NotByRowsError
+            return None
+        if self.depends(others) or any(isinstance(e, Gather) for e, _ in rest):
+            return None
         entries = (Span(None, owned.size), *(e for e, _ in rest))
-        starts = [_new(self.env, s) for _, s in rest if s is not None]
-        ref = _new(self.env, access.ref)
-        return self.b.load(ref, entries, [owned.first, *starts])
+        starts = [self.new(s) for _, s in rest if s is not None]
+        return self.b.load(self.new(access.ref), entries, [owned.first, *starts])

@@ -14,15 +14,15 @@ from dataclasses import replace
 from math import prod
 
 from pallasite.autodiff.moved_tiles import NotMoved
-from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, BlockDim, Op, Span, Value
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import producers_of
+from pallasite.ir.rewrite import is_elementwise, producers_of
 from pallasite.ir.roles import number_of
 from pallasite.ir.types import INDEX, TileType
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.lower.per_program import Program
 
 LARGE = 1 << 15  # elements of a tile that is too large for one program
 MOST = 1 << 14  # elements of a block of its rows
@@ -165,7 +165,7 @@ class _Rows:
             op = self.op_of(value)
             self.b.loc = op.loc
             rule = _RULES.get(op.name)
-            if rule is None and not table()[op.name].elementwise:
+            if rule is None and not is_elementwise(op):
                 raise NotMoved
             self.known[key] = (rule or _Rows.elementwise)(self, op, d, at)
         return self.known[key]

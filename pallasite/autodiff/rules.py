@@ -199,9 +199,10 @@ def _tangent_call(call: Call, made: TangentKernel) -> Call:
         tangents = [rule.operands[n] for n in made.inputs]
         results = [*[()] * made.skipped, *(rule.results[n] for n in made.outputs)]
         rule = inherit(rule, made.kernel, [*rule.operands, *tangents, *results])
-    return replace(
-        call, kernel=made.kernel, cost_estimate=None, partition=rule, equal=()
-    )
+    first = len(call.kernel.inputs)
+    flowing = (*call.flowing, *range(first, first + len(made.inputs)))
+    one = replace(call, kernel=made.kernel, cost_estimate=None, partition=rule)
+    return replace(one, flowing=flowing, equal=())
 
 
 def _full(primals: Sequence[Array], tangents: Sequence[Any], n: int) -> Array:

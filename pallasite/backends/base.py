@@ -10,6 +10,7 @@ turns a Launch into a call.
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from pallasite import config, plugins
-from pallasite.errors import UnknownBackendError
+from pallasite.errors import PallasError, UnknownBackendError
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.runtime import cache, sources
 from pallasite.runtime.forms import Form
@@ -57,6 +58,7 @@ class Stage:
     name: str
     make: Callable[[str], Any]
     is_view: bool = False  # for reading only: the next stage skips it
+    begin: Callable[[str], None] | None = None  # starts `make` in another thread
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ class Compiled(Mapping[str, Any]):
         self.backend, self.imported, self.options = backend, imported, options
         self.shared = SHARED if shared is None else shared
         self.steps: list[Step] = []  # every pass that ran, with its time
+        self.beside: Sequence[Compiled] = ()  # kernels that will be launched soon, too
         self._dump = Dump.of(imported)
         self._stages = {stage.name: stage for stage in backend.stages(options)}
         self._made: dict[str, Any] = {}
@@ -205,6 +208,12 @@ class Compiled(Mapping[str, Any]):
             self._made[name] = made
         return self._made[name]
 
+    def begin(self) -> None:
+        """Start the stages that run in other threads, once their text is made."""
+        for name, stage in self._stages.items():
+            if stage.begin is not None:
+                stage.begin(self[self._before(name)])
+
     def _before(self, name: str) -> str:
         """The stage whose text a stage starts from."""
         names = list(self)
@@ -217,6 +226,39 @@ class Compiled(Mapping[str, Any]):
         return {n: self[n] for n in self if isinstance(self[n], str)}
 
 
+# Kernels that are lowered soon after another one, and what of them is begun.
+_after: dict[Kernel, Sequence[Kernel]] = {}
+_begun: dict[tuple[str, Kernel, str], Compiled] = {}
+MOST_BEGUN = 64
+
+
+def lowered_together(kernels: Sequence[Kernel]) -> None:
+    """Note kernels that are lowered one after another, as those of a derivative.
+
+    With the first that is launched, the others are begun (`stored_launch`).
+    """
+    while len(_after) > MOST_BEGUN:
+        _after.pop(next(iter(_after)))
+    _after.update((kernel, kernels[n + 1 :]) for n, kernel in enumerate(kernels))
+
+
+def lowered_after(kernel: Kernel) -> Sequence[Kernel]:
+    return _after.get(kernel, ())
+
+
+def begun(
+    backend: Backend, kernel: Kernel, options: Options, keep: bool = False
+) -> Compiled:
+    """A kernel on its way, maybe begun before; `keep`: it is asked for again."""
+    key = backend.name, kernel, repr(options)
+    made = _begun.pop(key, None) or Compiled(backend, kernel, options)
+    if keep:
+        while len(_begun) >= MOST_BEGUN:
+            _begun.pop(next(iter(_begun)))
+        _begun[key] = made
+    return made
+
+
 # Relative to the package: what a launch depends on, besides the backend's folder.
 _SOURCES = ("target", "ir", "ops", "passes", "runtime/forms.py", "backends/base.py")
 
@@ -225,19 +267,27 @@ def stored_launch(compiled: Compiled, make: Callable[[], Launch]) -> Launch:
     """A launch that is data, from disk if it was made before: then no passes run."""
     if config.get("verify") or config.get("dump"):
         return make()  # its passes are to be shown
+    key = _launch_key(compiled)
+    found = cache.load(key)
+    if found is not None:
+        return pickle.loads(found)
+    for each in (compiled, *compiled.beside):
+        if each is compiled or cache.load(_launch_key(each)) is None:
+            with suppress(PallasError, ImportError):  # it is raised when asked for
+                each.begin()
+    launch = make()
+    if launch.read_log is None:
+        cache.store(key, pickle.dumps(launch))
+    return launch
+
+
+def _launch_key(compiled: Compiled) -> str:
     backend = compiled.backend
     own = [f"backends/{backend.name}"] if backend.name in _MODULES else []
     code = sources.hash_of(*_SOURCES, *own)  # another package has its version()
     passes = [p.name for p in compiled.shared]
     parts = ["launch", backend.name, backend.version(), np.__version__, code, *passes]
-    key = "\n".join([*parts, repr(compiled.options), compiled.imported.text])
-    found = cache.load(key)
-    if found is not None:
-        return pickle.loads(found)
-    launch = make()
-    if launch.read_log is None:
-        cache.store(key, pickle.dumps(launch))
-    return launch
+    return "\n".join([*parts, repr(compiled.options), compiled.imported.text])
 
 
 _MODULES = {
@@ -273,6 +323,8 @@ def _suits_cuda(kernel: Kernel) -> bool:
     """Whether `cuda` is the faster backend; asked of the normal form, because spelling
     is not to decide. The answer is kept, so that a cached kernel runs no passes."""
     from pallasite.passes.run import run
+    from pallasite.passes.schedule.whole_rows import whole_rows
+    from pallasite.target import GPUS
 
     if any(op.name in _FOR_CUDA for op in walk(kernel.body)):
         return True
@@ -280,7 +332,8 @@ def _suits_cuda(kernel: Kernel) -> bool:
     key = "\n".join(["suits cuda", code, kernel.text])
     kept = cache.load(key)
     if kept is None:
-        kept = b"yes" if _is_for_cuda(run(kernel)) else b""
+        rows = whole_rows(run(kernel), GPUS["h200"])  # on others, too
+        kept = b"yes" if _is_for_cuda(rows) else b""
         cache.store(key, kept)
     return bool(kept)
 
@@ -305,7 +358,8 @@ def _is_for_cuda(kernel: Kernel) -> bool:
         ops = list(walk(split_accesses(kernel).body))
     if not all(op.name in _ROW_OPS or rows[op.name].elementwise for op in ops):
         return False
-    arrays = [p.ref for p in kernel.params if p.ref.rank > 1]
+    # Of a column, each program accesses an element.
+    arrays = [p.ref for p in kernel.params if p.ref.rank > 1 and p.ref.shape[-1] > 1]
     if any(ref.shape[-1] * ref.dtype.bits % (8 * _ROW_BYTES) for ref in arrays):
         return False
     reductions = [op for op in ops if op.name == "reduce"]

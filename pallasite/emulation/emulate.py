@@ -23,6 +23,7 @@ from pallasite.interpret.numbers import Picks, picked_shape, run_rule
 from pallasite.ir.nodes import Kernel, Op
 from pallasite.ir.opdef import OpDef
 from pallasite.ir.types import DType, RefType, TileType
+from pallasite.passes.schedule.whole_arrays import WholeArrays
 
 Array = Any
 
@@ -35,6 +36,14 @@ def emulate(kernel: Kernel) -> Callable[..., list[Array]]:
         with jaxcompat.own_tracing(), open_sizes:
             return Walker(kernel, JaxNumbers()).run(list(operands))
 
+    return run
+
+
+def emulate_arrays(made: WholeArrays) -> Callable[..., list[Array]]:
+    """The same for a kernel on whole arrays."""
+    run = emulate(made.kernel)
+    for batch in reversed(made.batches):
+        run = jax.vmap(run, batch.inputs, list(batch.outputs), axis_size=batch.size)
     return run
 
 

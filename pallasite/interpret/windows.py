@@ -171,6 +171,8 @@ def _place(numbers: Numbers, dim: BlockDim, r: Range, index: Array, length: Any)
     n = r.size
     if dim.kind == "blocked":
         blocks = _blocks(n, dim.size)
+        if isinstance(blocks, int) and blocks == 1:
+            index = 0  # whatever it is; slices at known places are simpler
         offset = numbers.mul(numbers.clamp(index, 0, blocks - 1), dim.size)
         hangs = blocks * dim.size != n
     elif dim.kind == "squeezed":

@@ -205,8 +205,8 @@ def is_elementwise(op: Op) -> bool:
     """
     if not table()[op.name].elementwise or len(op.results) != 1:
         return False
-    shape = op.result.type.shape
-    return all(v.type.shape in ((), shape) for v in op.operands)
+    shape, shapes = op.result.type.shape, {v.type.shape for v in op.operands}
+    return shape in shapes and shapes <= {(), shape}
 
 
 def is_removable(op: Op) -> bool:

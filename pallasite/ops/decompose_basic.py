@@ -5,7 +5,7 @@ All are exact. `decompose.py` collects them by op name.
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Value
-from pallasite.ir.types import I32, TileType
+from pallasite.ir.types import F32, I32, TileType
 from pallasite.ops.formula import (
     FORMATS,
     INF,
@@ -114,10 +114,17 @@ def nextafter(x: Expr, y: Expr) -> Expr:
     return where(x.eq(x) & y.eq(y), result, NAN)
 
 
-@float_formula
+@formula
 def reduce_precision(x: Expr, *, exponent_bits: int, mantissa_bits: int) -> Expr:
-    layout = format_of(x)
-    magnitude = bits(x) & ~layout.sign_mask
+    """Rounds the bits of f16 itself: its subnormal numbers are normal in f32."""
+    own, layouts = x.dtype, {**FORMATS, **NARROW_FORMATS}
+    if not own.is_float:
+        raise NotApplicable(f"supports float types only, not {own}")
+    if own not in layouts:
+        x = x.cast(F32)
+    layout = layouts[x.dtype]
+    pattern = x.bitcast(layout.integer)
+    magnitude = pattern & ~layout.sign_mask
     dropped = layout.mantissa - mantissa_bits
     if dropped > 0:  # round to nearest, ties to even
         last = (magnitude >> dropped) & 1
@@ -129,8 +136,8 @@ def reduce_precision(x: Expr, *, exponent_bits: int, mantissa_bits: int) -> Expr
         smallest = (1 - bias + layout.bias) << layout.mantissa
         magnitude = where(magnitude >= too_large, infinity, magnitude)
         magnitude = where(magnitude < smallest, 0, magnitude)
-    result = (magnitude | (bits(x) & layout.sign_mask)).bitcast(x.dtype)
-    return where(x.eq(x), result, x)
+    result = (magnitude | (pattern & layout.sign_mask)).bitcast(x.dtype)
+    return where(x.eq(x), result, x).cast(own)
 
 
 @formula

@@ -15,7 +15,8 @@ from typing import Any
 class Form:
     """An array as a custom call takes it.
 
-    Its elements are cast and its dimensions may be permuted; then it is padded, and
+    Its elements are cast, and may be multiplied by a number of their type. Its
+    dimensions may be permuted; then it is padded, and
     dimensions are split into blocks: (rows, lanes) split into blocks of (r, l) becomes
     (rows / r, lanes / l, r, l). Block indices come before the last two dimensions, so
     that blocks of any size are whole within those.
@@ -30,6 +31,7 @@ class Form:
         fill: the value of the padding.
         least_rank: the rank to reach by adding leading dimensions of size one.
         element: pass only this element, as a scalar, instead of the array.
+        factor: by which all elements are multiplied; an operand's only.
     """
 
     shape: tuple[int, ...]
@@ -41,12 +43,14 @@ class Form:
     least_rank: int = 0
     element: int | None = None
     order: tuple[int, ...] = ()
+    factor: float = 1.0
 
     @cached_property
     def changes(self) -> bool:
         """Whether the form differs from the array's own."""
         same = self.dtype == self.carried_dtype and self.carried_shape == self.shape
-        return not same or bool(self.order) or any(map(any, self.padding))
+        moves = bool(self.order) or any(map(any, self.padding))
+        return not same or moves or self.factor != 1
 
     @cached_property
     def carried_shape(self) -> tuple[int, ...]:
@@ -76,6 +80,8 @@ class Form:
     def pack(self, numbers: Any, x: Any) -> Any:
         """The array in the call's form; `numbers` is numpy or jax.numpy."""
         x = numbers.asarray(x).astype(self.carried_dtype)
+        if self.factor != 1:
+            x = x * numbers.asarray(self.factor, x.dtype)
         if self.order:
             x = numbers.transpose(x, self.order)
         if self.element is not None:

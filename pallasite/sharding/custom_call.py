@@ -92,7 +92,7 @@ def call_key(call: Any) -> str:
     rule: Any = call.partition
     if isinstance(rule, Partition):
         rule = (rule.rule, rule.sums, _locals.setdefault(rule.local, len(_locals)))
-    options = (call.interpret, call.backend, call.compiler_params, rule)
+    options = (call.interpret, call.backend, call.compiler_params, rule, call.flowing)
     return repr((call.kernel.text, options))
 
 

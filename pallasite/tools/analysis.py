@@ -21,7 +21,7 @@ from pallasite.passes.analysis.grid import Axis, analyze
 from pallasite.passes.analysis.work import Work, count
 from pallasite.passes.run import run
 from pallasite.passes.schedule.tpu_blocks import why_small
-from pallasite.primitive import Call, for_platform, wants_emulation
+from pallasite.primitive import Call, for_platform, on_arrays, wants_emulation
 from pallasite.sites import Site
 from pallasite.target import Chip, Machine, Named
 from pallasite.tools.hints import Facts, hints
@@ -33,6 +33,11 @@ EMULATION = "interpret"
 EMULATED = (
     "the emulation computes it with XLA's operations, one program after another: "
     "without interpret= (and PALLASITE_INTERPRET) a backend compiles it"
+)
+XLA = "xla"
+ON_ARRAYS = (
+    "a derivative's kernel that only maps blocks: XLA computes it on whole arrays, "
+    "fused with the operations around it"
 )
 # Passes that split the work among a chip's cores.
 _SHARE = ("share_programs",)
@@ -79,6 +84,10 @@ def analyse(site: Site, target: Named) -> Analysis:
         split=site.split,
         config=call.configured.text if call.configured is not None else "",
     )
+    chip = target.chip if isinstance(target.chip, Chip) else None
+    if on_arrays(call, target.platform, chip) is not None:
+        report = replace(report, backend=XLA, why=ON_ARRAYS)
+        return Analysis(site, target, report)
     made, why, said, error, lost = _compile(call, target)
     report = replace(report, why=why, error=error)
     if made is None:

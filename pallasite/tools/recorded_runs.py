@@ -91,13 +91,15 @@ def _by_key(
     for site in sites:
         name = site.call.kernel.name
         try:
-            launch = choose(site.call, "cuda" if platform == "gpu" else "cpu").launch
+            chosen = choose(site.call, "cuda" if platform == "gpu" else "cpu")
         except PallasError as error:
             unseen.append(f"{name} ({error.what})")
             continue
+        launch = chosen.launch
         key = launch and (launch.handler or launch.symbol)
         if not key:
-            unseen.append(f"{name} (emulated)")
+            by_xla = chosen.arrays is not None
+            unseen.append(f"{name} ({'fused by XLA' if by_xla else 'emulated'})")
             continue
         found.setdefault(key, _Recorded([])).sites.append(site)
     return found, list(dict.fromkeys(unseen))

@@ -45,7 +45,7 @@ class KernelReport:
         inside: the control flow around the call, outermost first.
         times: how often one run of the function makes the call; None: data-dependent.
         target: what it is compiled for.
-        backend: what runs it; "interpret" is the emulation.
+        backend: what runs it; "interpret" is the emulation, "xla" XLA's own operations.
         why: why that backend.
         error: why it does not compile; empty if it does.
         compiled: whether the target's compiler accepted it; False: that compiler is not

@@ -11,6 +11,7 @@ from pallasite.autodiff.explain_grad import full_plan
 from pallasite.errors import NoBackwardKernel, SpecError
 from pallasite.ir.nodes import walk
 from pallasite.ir.roles import Pipeline
+from pallasite.ir.types import F32
 from pallasite.ir.verify import verify
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.sites import kernels_in
@@ -44,6 +45,47 @@ def backward_kernels(name):
 
 def names_of(kernel):
     return [op.name for op in walk(kernel.body)]
+
+
+def test_shares_of_a_sum_are_not_rounded():
+    """Of bf16 rows that are scaled in each step: a product that is only added up."""
+
+    def kernel(x_ref, y_ref, o_ref):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        x = x_ref[...] * 0.3
+        product = jnp.dot(x, y_ref[...], preferred_element_type=jnp.float32)
+        o_ref[...] += jnp.sin(product)
+
+    def run(x, y):
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct((24, 16), jnp.float32),
+            grid=(3, 5),
+            in_specs=[
+                pl.BlockSpec((8, 16), lambda i, j: (i, 0)),
+                pl.BlockSpec((16, 16), lambda i, j: (0, j)),
+            ],
+            out_specs=pl.BlockSpec((8, 16), lambda i, j: (i, 0)),
+        )(x, y)
+
+    x, y = (jnp.ones(shape, jnp.bfloat16) for shape in ((24, 16), (16, 80)))
+    (made,) = kernels_in(run, x, y)
+    (d_x,) = (s.kernel for s in full_plan(made).steps if "d_x" in s.kernel.name)
+    ops = list(walk(d_x.body))
+    rounded = [
+        op for op in ops if op.name == "cast" and op.result.type.dtype.bits == 16
+    ]
+    sums = {op.result for op in ops if op.name == "load"}
+    shares = [op for op in ops if op.name == "add" and sums & {*op.operands}]
+    assert all(op.result.type.dtype == F32 for op in shares) and shares
+    makers = {v: op for op in ops for v in op.results}
+    (share,) = (v for op in shares for v in op.operands if v not in sums)
+    while makers[share].name != "dot":
+        assert makers[share] not in rounded
+        share = makers[share].operands[0]
 
 
 def test_most_of_the_zoo_has_backward_kernels():

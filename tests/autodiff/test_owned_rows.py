@@ -31,8 +31,11 @@ RANGES = {
 }
 
 
-def sums(starts, weights, x, nested=False):
-    """Of weighted rows between offsets; a program has some of the ranges."""
+def sums(starts, weights, x, nested=False, numbered=False):
+    """Of weighted rows between offsets; a program has some of the ranges.
+
+    `numbered`: rows are multiplied by their number, too.
+    """
 
     def kernel(starts_ref, weights_ref, x_ref, o_ref):
         first = pl.program_id(0) * PER
@@ -40,7 +43,8 @@ def sums(starts, weights, x, nested=False):
         def one(n, _=None):
             def step(r, acc):
                 row = x_ref[r, :].astype(F32)
-                return acc + weights_ref[r] * row * row
+                number = r.astype(F32) if numbered else 1.0
+                return acc + weights_ref[r] * number * row * row
 
             zero = jnp.zeros((o_ref.shape[1],), F32)
             low, high = starts_ref[first + n], starts_ref[first + n + 1]
@@ -95,29 +99,49 @@ def test_blocks_of_rows_are_programs():
         steps = [step.kernel for step in chosen_plan(call.kernel).steps]
     grids = {k.name: Pipeline.of(find_pipeline(k)) for k in steps}
     (rows,) = (p for name, p in grids.items() if name.endswith("d_x"))
-    assert rows.semantics == ("parallel",) and rows.grid[0] >= 1024
+    assert rows.semantics == ("parallel",) and rows.sizes == (4096,)
 
 
+@pytest.mark.parametrize("target", ["cpu", "gpu:h200"])
 @pytest.mark.parametrize(
     ("name", "nested", "dtype"),
     [*((name, False, F32) for name in RANGES), ("that meet", True, F32),
      ("outside", True, BF16)],
 )  # fmt: skip
-def test_gradient_of_rows_in_ranges(name: str, nested: bool, dtype):
+def test_gradient_of_rows_in_ranges(name: str, nested: bool, dtype, target: str):
     starts = RANGES[name]
     weights, x, seed = operands(dtype)
     function = lambda w, x: sums(put(starts, I32), w, x, nested)
-    serial = pull_back(function, (weights, x), seed)
-    with config.override(target="gpu:h200"):
-        backward.plan.cache_clear()
+    with config.override(target=target):
         got = pull_back(function, (weights, x), seed)
     want = pull_back(lambda w, x: reference(starts, w, x), (weights, x), seed)
     tol = 1e-5 if dtype == F32 else 2e-2
-    for mine, same, theirs in zip(got, serial, want, strict=True):
-        mine, same, theirs = (np.asarray(v, np.float32) for v in (mine, same, theirs))
+    for mine, theirs in zip(got, want, strict=True):
+        mine, theirs = (np.asarray(v, np.float32) for v in (mine, theirs))
         np.testing.assert_allclose(mine, theirs, rtol=tol, atol=tol * abs(theirs).max())
-        # Addends come in the order of the steps, as in one program after another.
-        np.testing.assert_allclose(mine, same, rtol=1e-6)
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+@pytest.mark.parametrize("target", ["cpu", "gpu:h200"])
+def test_rows_get_addends_in_the_order_of_steps(
+    numbered: bool, target: str, monkeypatch: pytest.MonkeyPatch
+):
+    """As in one program after another, to the bit."""
+    weights, x, seed = operands()
+    starts = put(RANGES["that meet"], I32)
+    function = lambda w, x: sums(starts, w, x, False, numbered)
+    with config.override(target=target):
+        (call,) = calls_in(lambda *a: sums(starts, *a, False, numbered), weights, x)
+        steps = [step.kernel.text for step in chosen_plan(call.kernel).steps]
+        assert any("rows_0" in text for text in steps)
+        at_once = any("%again" in text for text in steps)
+        assert at_once == (target != "cpu" and not numbered)
+        got = pull_back(function, (weights, x), seed)
+        monkeypatch.setattr(backward, "owned_rows", lambda *_: None)
+        backward.plan.cache_clear()
+        want = pull_back(function, (weights, x), seed)
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("name", ["segments", "outside"])

@@ -3,7 +3,7 @@
     python -m tests.backends.gpu_sanitize                     # memcheck
     python -m tests.backends.gpu_sanitize "attention grid" softmax
     python -m tests.backends.gpu_sanitize --tool racecheck    # or synccheck, initcheck
-    python -m tests.backends.gpu_sanitize forms library       # at the sizes of models
+    python -m tests.backends.gpu_sanitize forms: gradients: library:
 
 `memcheck` sees the zoo through both backends and the checks of `gpu_check.py`; the
 other tools see what `cuda` emits, because Triton's code is not ours. Forms, the library
@@ -38,6 +38,7 @@ CHECKS = (
     "attention grid causal 64x64",
     "attention loop 64",
 )
+FORM_SIZE = "cpu"  # those of models do not fit the memory for all processes at once
 ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -57,15 +58,15 @@ def subjects(tool: str) -> list[str]:
     return [*(f"check {name}" for name in CHECKS), *zoo]
 
 
-def of_model_size() -> list[str]:
-    """Names of the forms and operations that `run_large` runs, each with its kind."""
+def larger() -> list[str]:
+    """Names of the forms and operations that `run_larger` runs, each with its kind."""
     from tests.backends.cuda import prove_all
 
     kinds = prove_all.KINDS[2:]
     return [f"{kind}: {name}" for kind in kinds for name in prove_all.names(kind)]
 
 
-def run_large(kind: str, name: str) -> str:
+def run_larger(kind: str, name: str) -> str:
     import jax
     import jax.numpy as jnp
 
@@ -79,10 +80,10 @@ def run_large(kind: str, name: str) -> str:
             return drawn.astype(operand.dtype)
         return jnp.zeros(operand.shape, operand.dtype)
 
-    function, operands = prove_all.subject(kind, name)
+    function, operands = prove_all.subject(kind, name, FORM_SIZE)
     if kind.startswith("form"):  # whose tables and lengths have a meaning
         (form,) = (f for f in prove_all.all_forms() if f.name == name)
-        operands = form.problem.arrays(prove_all.SIZES["model"])
+        operands = form.problem.arrays(prove_all.SIZES[FORM_SIZE])
     jax.block_until_ready(jax.jit(function)(*jax.tree.map(array, list(operands))))
     return "ran"
 
@@ -95,7 +96,7 @@ def run(subject: str) -> str:
     from tests.zoo.test_zoo import arguments
 
     if ": " in subject:
-        return run_large(*subject.split(": ", 1))
+        return run_larger(*subject.split(": ", 1))
     kind, name = subject.split(" ", 1)
     if kind == "check":
         gpu_check.CHECKS[name]()
@@ -151,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = options.names or [""]
     all_names = subjects(options.tool)
     if options.names:
-        all_names += of_model_size()
+        all_names += larger()
     names = [name for name in all_names if any(part in name for part in parts)]
     where = (options.seconds, options.processes, ENVIRONMENT)
     # Of sixteen processes that start at the same time, some never get to a kernel.

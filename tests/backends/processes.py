@@ -41,7 +41,9 @@ def run_each(names: Iterable[str], run: Callable[[str], str]) -> None:
         except Exception as error:
             how = f"failed: {type(error).__name__}: {str(error)[:200]}"
         print(ENDED + how.replace("\n", " "), flush=True)
-        if "CUDA_ERROR" in how:  # nothing runs in a process after that
+        if (
+            "CUDA_ERROR" in how or "RESOURCE_EXHAUSTED" in how
+        ):  # nothing runs after that
             sys.exit(1)
 
 

@@ -159,8 +159,8 @@ def test_tools_other_than_memcheck_see_our_own_code():
     assert len(gpu_sanitize.subjects("memcheck")) > 1.8 * len(names)
 
 
-def test_what_runs_at_model_size_has_kernels_by_its_name():
-    names = gpu_sanitize.of_model_size()
+def test_what_runs_when_it_is_named_has_kernels():
+    names = gpu_sanitize.larger()
     assert len(set(names)) == len(names)
     for kind in prove_all.KINDS[2:]:
         name = next(n for n in names if n.startswith(f"{kind}: ") and "softmax" in n)

@@ -10,7 +10,9 @@ import pallasite as pl
 from pallasite import config
 from pallasite.backends import base
 from pallasite.backends.cuda import nvrtc
-from pallasite.sites import kernels_in
+from pallasite.errors import UnsupportedError
+from pallasite.primitive import choose
+from pallasite.sites import calls_in, kernels_in
 from pallasite.target import GPUS
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no file owners")
@@ -83,3 +85,43 @@ def test_passes_that_are_to_be_seen_run(knob, tmp_path):
         again = compiled("triton", row_sums())
         launched(again)
     assert again.steps
+
+
+def test_kernels_that_are_lowered_together_are_begun_with_the_first(monkeypatch):
+    """NVRTC compiles each once: all of them when the first is launched."""
+    if not nvrtc.is_available():
+        pytest.skip("NVRTC is not installed")
+    texts = list[str]()
+
+    def compile_ptx(text, arch):
+        texts.append(text)
+        return f"ptx of {arch}"
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jnp.dot(x_ref[...], x_ref[...])
+
+    def squares(*operands):
+        return [pl.pallas_call(kernel, out_shape=x)(x) for x in operands]
+
+    monkeypatch.setattr(nvrtc, "compile_ptx", compile_ptx)
+    sizes = [jax.ShapeDtypeStruct((n, n), jnp.bfloat16) for n in (64, 128)]
+    calls = list(calls_in(squares, *sizes))
+    base.lowered_together([each.kernel for each in calls])
+    begun = list[int]()
+    for each in calls:
+        assert choose(each, "cuda", chip=GPUS["h200"]).backend == "cuda"
+        begun.append(len(texts))
+    assert begun == [2, 2] and len(set(texts)) == 2
+
+
+def test_what_cannot_be_begun_is_refused_when_asked_for():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jnp.cumsum(x_ref[...])
+
+    x = jax.ShapeDtypeStruct((64,), jnp.float32)
+    (refused,) = kernels_in(pl.pallas_call(kernel, out_shape=x), x)
+    made = compiled("cuda", row_sums())
+    made.beside = [compiled("cuda", refused)]
+    assert launched(made).symbol
+    with pytest.raises(UnsupportedError):
+        launched(made.beside[0])

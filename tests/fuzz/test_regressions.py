@@ -62,6 +62,14 @@ def test_bitcast_of_a_scalar():
     np.testing.assert_array_equal(parts, [4, 3, 2, 1])
 
 
+def test_subnormal_f16_are_rounded_in_their_own_bits():
+    """In f32 they are normal numbers, of which seven bits keep more."""
+    numbers = np.array([17, 25, 3, 1000, -17], np.float16) * np.float16(2.0**-24)
+    attrs = {"exponent_bits": 8, "mantissa_bits": 7}
+    (found,) = of_tiles(lambda b, x: b.op("reduce_precision", x, **attrs), numbers)
+    np.testing.assert_array_equal(found * np.float16(2.0**24), [16, 24, 0, 1000, -16])
+
+
 def test_dot_to_a_scalar():
     attrs = dict(contract=((0,), (0,)), batch=((), ()), dtype=I32, precision=None)
     (found,) = of_tiles(lambda b, x: b.dot(x, x, **attrs), EIGHT)

@@ -3,10 +3,14 @@
 from dataclasses import replace
 from functools import partial
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import ShapeDtypeStruct as Shape
+from jax import lax
 
+import pallasite as pl
+from pallasite import tpu as pltpu
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.verify import verify
 from pallasite.kernels import masks
@@ -14,7 +18,7 @@ from pallasite.kernels.attention import AttentionConfig, attention
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.run import run
 from pallasite.passes.schedule import tpu_blocks
-from pallasite.passes.schedule.choose_blocks import for_threads
+from pallasite.passes.schedule.choose_blocks import blocks_of, for_threads
 from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.tpu_blocks import for_tpu
 from pallasite.sites import calls_in
@@ -162,6 +166,127 @@ def test_queries_of_masked_attention_are_one_program(mask: masks.Mask, steps: in
     assert sum(op.name == "dot" for op in walk(new.body)) == 2 * steps
     arrays = random_arrays(kernel)
     for got, want in zip(outputs(new, arrays), outputs(kernel, arrays), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def causal(loop: bool, block: int, length: int = 1024):
+    """Attention that skips blocks of keys after its queries: steps, or a loop."""
+
+    def step(q_ref, k, v, j, state):
+        top, total, acc = state
+        scores = jnp.dot(q_ref[...], k.T, preferred_element_type=jnp.float32)
+        rows = pl.program_id(1) * block + lax.broadcasted_iota(int, scores.shape, 0)
+        columns = j * block + lax.broadcasted_iota(int, scores.shape, 1)
+        scores = jnp.where(rows >= columns, scores, -1e30)
+        new = jnp.maximum(top, scores.max(-1, keepdims=True))
+        shrink, weights = jnp.exp(top - new), jnp.exp(scores - new)
+        total = shrink * total + weights.sum(-1, keepdims=True)
+        product = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=float)
+        return new, total, shrink * acc + product
+
+    def start():
+        column = jnp.zeros((block, 1), jnp.float32)
+        return column - 1e30, column, jnp.zeros((block, 128), jnp.float32)
+
+    def in_a_loop(q_ref, k_ref, v_ref, o_ref):
+        def body(j, state):
+            rows = pl.ds(j * block, block)
+            return step(q_ref, k_ref[rows, :], v_ref[rows, :], j, state)
+
+        _, total, acc = lax.fori_loop(0, pl.program_id(1) + 1, body, start())
+        o_ref[...] = (acc / total).astype(o_ref.dtype)
+
+    def in_steps(q_ref, k_ref, v_ref, o_ref, *refs):
+        i, j = pl.program_id(1), pl.program_id(2)
+
+        @pl.when(j == 0)
+        def _():
+            for ref, value in zip(refs, start(), strict=True):
+                ref[...] = value
+
+        @pl.when(j <= i)
+        def _():
+            state = [ref[...] for ref in refs]
+            new = step(q_ref, k_ref[...], v_ref[...], j, state)
+            for ref, value in zip(refs, new, strict=True):
+                ref[...] = value
+
+        @pl.when(j == pl.num_programs(2) - 1)
+        def _():
+            o_ref[...] = (refs[2][...] / refs[1][...]).astype(o_ref.dtype)
+
+    shape, blocks = (4, length, 128), length // block
+    queries = pl.BlockSpec((None, block, 128), lambda h, i, *_: (h, i, 0))
+    keys = pl.BlockSpec((None, block, 128), lambda h, i, j: (h, j, 0))
+    whole = pl.BlockSpec((None, length, 128), lambda h, i: (h, 0, 0))
+    scratch = [pltpu.VMEM((block, n), jnp.float32) for n in (1, 1, 128)]
+    attend = pl.pallas_call(
+        in_a_loop if loop else in_steps,
+        out_shape=Shape(shape, jnp.bfloat16),
+        grid=(4, blocks) if loop else (4, blocks, blocks),
+        in_specs=[queries, *[whole if loop else keys] * 2],
+        out_specs=queries,
+        scratch_shapes=[] if loop else scratch,
+    )
+    (call,) = calls_in(attend, *[Shape(shape, jnp.bfloat16)] * 3)
+    return run(call.kernel)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_small_blocks_of_causal_attention_skip_as_large_ones(loop: bool):
+    """Of two merged programs, one skips half of the keys: three products of four."""
+    kernel = causal(loop, 128)
+    new = canonicalize(for_tpu(kernel, TPUS["v6e"]))
+    verify(new)
+    assert "grid=(4, 1, 1)" in head(new)
+    assert all(op.name not in ("cond", "for") for op in walk(new.body))
+    dots = [op.result.tile.shape for op in walk(new.body) if op.name == "dot"]
+    assert dots.count((512, 512)) == 3
+    assert len(dots) == 6
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_constants_do_not_tie_rows_to_columns(dtype):
+    """Square blocks, masked along k on both sides: zeros and starts are the same."""
+    n = 8
+
+    def kernel(x_ref, y_ref, o_ref, acc_ref):
+        k = pl.program_id(2)
+
+        @pl.when(k == 0)
+        def _():
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        inside = lambda d: k * n + lax.broadcasted_iota(jnp.int32, (n, n), d) < 20
+        x = jnp.where(inside(1), x_ref[...], 0)
+        y = jnp.where(inside(0), y_ref[...], 0)
+        acc_ref[...] += jnp.dot(x, y, preferred_element_type=jnp.float32)
+
+        @pl.when(k == pl.num_programs(2) - 1)
+        def _():
+            o_ref[...] = acc_ref[...].astype(o_ref.dtype)
+
+    call = pl.pallas_call(
+        kernel,
+        Shape((30, 40), dtype),
+        grid=(4, 5, 3),
+        in_specs=[
+            pl.BlockSpec((n, n), lambda i, j, k: (i, k)),
+            pl.BlockSpec((n, n), lambda i, j, k: (k, j)),
+        ],
+        out_specs=pl.BlockSpec((n, n), lambda i, j, k: (i, j)),
+        scratch_shapes=[pltpu.VMEM((n, n), jnp.float32)],
+    )
+    (found,) = calls_in(call, Shape((30, 20), dtype), Shape((20, 40), dtype))
+    old = run(found.kernel)
+    blocks = blocks_of(old)
+    assert blocks is not None
+    rows, _ = blocks.free
+    new = blocks.rewritten({rows: 16})
+    verify(new)
+    assert "out[16, 8]" in head(new)
+    arrays = random_arrays(old)
+    for got, want in zip(outputs(new, arrays), outputs(old, arrays), strict=True):
         np.testing.assert_array_equal(got, want)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 import pallasite as pl
 from pallasite.ir.nodes import Access, Gather, Kernel, walk
+from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.consecutive_indices import (
@@ -193,3 +194,25 @@ def test_rows_are_gathered_slices(kind: str, access: str):
         run_numpy(kernel_, [rows, x]), run_numpy(new, [rows, x]), strict=True
     ):
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+def test_an_index_beside_an_array_is_clamped():
+    """Only elements of index arrays are dropped outside; a mask would drop both."""
+    kernel = parse_kernel("""
+kernel @k(%i: ref<i32 any>, %o: ref<f32[2,4] any>) outputs 1 {
+  %zeros: f32[2,4] = constant {value=0.0}
+  store %o[:, :] = %zeros
+  %row: i32 = load %i[]
+  %n: i32[2] = iota {dim=0}
+  %one: i32[2] = constant {value=1}
+  %columns: i32[2] = add %n, %one
+  %v: f32[2] = constant {value=0.5}
+  store %o[%row, gather %columns] = %v
+}
+""")
+    for function in (consecutive_indices, single_slices):
+        new = function(kernel)
+        assert "gather" not in new.text
+        for row in (-1, 1, 5):
+            got = run_numpy(new, [np.int32(row)])
+            np.testing.assert_array_equal(got, run_numpy(kernel, [np.int32(row)]))

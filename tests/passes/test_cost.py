@@ -4,8 +4,9 @@ import pytest
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Span, Value
+from pallasite.ir.text import parse_kernel
 from pallasite.ir.types import BF16, BOOL, F32, I32, INDEX, RefType, TileType, scalar
-from pallasite.passes.analysis.cost import Cost, cost
+from pallasite.passes.analysis.cost import Cost, cost, most_trips
 from tests.ir import kernels
 
 TILE = TileType((8, 128), F32)
@@ -98,6 +99,38 @@ def test_dynamic_loop_counts_once_and_says_so():
 
     found = cost(straight(body, RefType((), I32, "smem"), ANY, ANY))
     assert found == Cost(0, 1024, 8192 + 4, exact=False)
+
+
+def test_a_loop_up_to_a_number_of_the_grid_counts_as_the_longest():
+    kernel = parse_kernel("""
+        kernel @k(%x: ref<f32[8,128] any>, %o: ref<f32[40,128] any>) outputs 1 {
+          pipeline %x, %o {grid=(5,), semantics=("arbitrary",),
+              windows=(in[8, 128], out[8, 128])}
+            map (%i: i32) { %z: i32 = constant {value=0} yield %z, %z }
+            map (%j: i32) { %u: i32 = constant {value=0} yield %j, %u }
+            body (%p: i32, %xb: ref<f32[8,128] block>, %ob: ref<f32[8,128] block>) {
+              %zero: i32 = constant {value=0}
+              %one: i32 = constant {value=1}
+              %n: i32 = add %p, %one
+              %a: f32[8,128] = load %xb[:, :]
+              %b: f32[8,128] = for %zero, %n, %one, %a
+                body (%k: i32, %c: f32[8,128]) {
+                  %d: f32[8,128] = exp %c
+                  yield %d
+                }
+              store %ob[:, :] = %b
+            }
+        }
+    """)
+    assert cost(kernel).transcendentals == 5 * 1024
+    assert cost(kernel, most_trips(kernel)).transcendentals == 5 * 5 * 1024
+
+
+def test_a_loop_up_to_what_data_says_has_no_most():
+    def body(b: Builder, n: Value, x: Value, o: Value):
+        b.store(o, loop(b, b.load(n), b.load(x)))
+
+    assert not most_trips(straight(body, RefType((), I32, "smem"), ANY, ANY))
 
 
 def test_while_loop_is_not_exact():

@@ -146,6 +146,39 @@ def test_the_same_sums_in_more_steps(parts: int):
     assert f"constant {{value={4 * parts - 1}}}" in text
 
 
+def test_parts_of_blocks_that_lie_one_below_another():
+    """Steps move along rows of the array, but its blocks' columns are what they sum."""
+    text = SUMS.replace("%y: ref<f32[64,8]", "%y: ref<f32[32,16]")
+    text = text.replace("in[16, 8], in[16, 8]", "in[16, 8], in[8, 16]")
+    text = text.replace("%yb: ref<f32[16,8]", "%yb: ref<f32[8,16]")
+    load = "%b: f32[16,8] = load %yb[:, :]"
+    turned = (
+        "%bt: f32[8,16] = load %yb[:, :] %b: f32[16,8] = transpose %bt {perm=(1, 0)}"
+    )
+    kernel = parsed(text.replace(load, turned))
+    made = cut_steps(kernel, 4, X_ROWS)
+    verify(made)
+    assert "in[4, 8], in[8, 4]" in made.text
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=n).astype("f4") for n in ((64, 8), (32, 16))]
+    for a, b in zip(outputs(kernel, arrays), outputs(made, arrays), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [50, 53])
+def test_parts_past_the_edge_read_what_fills_it(rows: int):
+    """Of the last block, which has an index; a part that is all fill has none."""
+    text = SUMS.replace("%x: ref<f32[64,8]", f"%x: ref<f32[{rows},8]")
+    kernel = parsed(text.replace("windows=(in[16, 8],", "windows=(in[16, 8] fill 0.0,"))
+    made = cut_steps(kernel, 4, X_ROWS)
+    verify(made)
+    assert "element" in made.text
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(n, 8)).astype("f4") for n in (rows, 64)]
+    for a, b in zip(outputs(kernel, arrays), outputs(made, arrays), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

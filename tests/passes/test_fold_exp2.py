@@ -135,6 +135,22 @@ def test_running_softmax_is_in_base_two():
         store %o[:] = %flat""")
 
 
+@pytest.mark.parametrize("divisor", [3.0, -0.1, 1e-39, 0.0])
+def test_a_division_by_a_constant_takes_the_factor(divisor: float):
+    """Unless its inverse times the factor is no number."""
+    text = RUNNING.replace("%m, %s = for", "%m: f32[4,1], %s: f32[4,1] = for")
+    text = text.replace("mul %raw", "div %raw").replace("MASK", "-65536.0")
+    text = text.replace("0.30000001192092896", repr(float(np.float32(divisor))))
+    kernel = parse_kernel(text.replace("FINISH", LSE))
+    new = folded(kernel)
+    assert names(new).count("div") == (abs(divisor) < 1e-30)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, 4, 8)).astype(np.float32)
+    arrays = x, np.array([[1], [7], [11], [24]], np.int32)
+    for got, want in zip(run(new, *arrays), run(kernel, *arrays), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5)
+
+
 @pytest.mark.parametrize("scale", [1.0, 30.0, 300.0, 3e4])
 @pytest.mark.parametrize(
     "mask", [-1e4, -1e30, -0.7 * LARGEST, -LARGEST, -np.inf], ids=str

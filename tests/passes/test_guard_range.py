@@ -80,17 +80,21 @@ def loops(kernel: Kernel) -> list:
     return [op for op in walk(kernel.body) if op.name == "for"]
 
 
+@pytest.mark.parametrize("steps", [STEPS, 32, 17])
 @pytest.mark.parametrize("ids", ["sorted", "any", "none"])
-def test_range(ids):
-    kernel = segments(meets)
+def test_range(ids, steps):
+    kernel = segments(meets, steps)
     before = promoted(kernel)
     after = guard_range(before)
     verify(after)
     scan, loop = loops(after)
     assert loop.operands[:2] == scan.results
     assert "dot" not in {op.name for op in walk(scan.regions[0])}
+    # Blocks of several steps are tested at once, if they are as many each time.
+    at_once = {STEPS: 4, 32: 16, 17: 1}[steps]
+    assert f"i32[{at_once * ROWS},1] = load" in after.text
     rng = np.random.default_rng(0)
-    n = STEPS * ROWS
+    n = steps * ROWS
     numbers = {
         "sorted": np.sort(rng.integers(0, 32, n)),
         "any": rng.integers(-3, 40, n),

@@ -367,9 +367,10 @@ def test_steps_along_k_become_more_and_shallower():
         cut_steps(parsed(MATMUL), 5)
 
 
+@pytest.mark.parametrize("how", ["selects", "fills"])
 @pytest.mark.parametrize("factor", [2, 4])
 @pytest.mark.parametrize("blocks", [(16, 16), (8, 32), (16, 8)], ids=str)
-def test_branches_that_some_programs_take_select_what_they_store(factor, blocks):
+def test_branches_that_some_programs_take_select_what_they_store(factor, blocks, how):
     """A causal attention: rows of the first programs end before those of the last."""
     shape = jax.ShapeDtypeStruct((2, 64, 16), "float32")
     block_q, block_kv = blocks
@@ -379,8 +380,11 @@ def test_branches_that_some_programs_take_select_what_they_store(factor, blocks)
     (kernel,) = map(run, kernels_in(call, shape, shape, shape))
     with pytest.raises(CannotReblock, match="depends on its program id"):
         grow(kernel, (0, 1), factor)
-    new = grow(kernel, (0, 1), factor, selects=True)
+    new = grow(kernel, (0, 1), factor, **{how: True})
     verify(new)
+    # With fills, nothing that was stored before is loaded for a select.
+    loads = [each.text.count(" = load ") for each in (kernel, new)]
+    assert (loads[0] == loads[1]) == (how == "fills")
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=shape.shape).astype("f4") for _ in range(3)]
     (got,), (want,) = outputs(new, arrays), outputs(kernel, arrays)

@@ -63,6 +63,25 @@ def test_the_factor_is_applied_to_the_sum():
     assert new.text[new.text.index("      %seen") :] == LEFT
 
 
+def test_the_factor_of_a_product_is_applied_to_the_sum():
+    change = (
+        "%next: f32[8,8] = add %acc, %d",
+        """%times: f32[8,8] = mul %d, %c
+      %next: f32[8,8] = add %acc, %times""",
+    )
+    kernel = total(1.0, change)
+    kernel = parse_kernel(kernel.text.replace("value=1.0", "value=3.0"))
+    new = scale_after_sum(kernel)
+    verify(new)
+    body = new.text[new.text.index(" = for") : new.text.index("yield")]
+    assert "%next: f32[8,8] = add %acc, %d" in body and "mul %d" not in body
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(32, 8)).astype(np.float32) for _ in range(2))
+    y = y.astype(kernel.inputs[1].ref.dtype.np)
+    a, b = (Walker(k, NumpyNumbers()).run([x, y])[0] for k in (kernel, new))
+    np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-5)
+
+
 @pytest.mark.parametrize("factor", [0.125, -3.0, 1 / 3])
 def test_sums_are_as_exact(factor: float):
     kernel = total(float(np.float32(factor)))

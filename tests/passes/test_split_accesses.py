@@ -11,6 +11,7 @@ from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.sites import calls_in
+from tests.fuzz.agreement import run_numpy
 from tests.passes.normal.test_same_meaning import inputs, results
 
 HALVES = """\
@@ -112,3 +113,19 @@ def test_nothing_to_split_is_the_same_kernel():
     kernel = parse_kernel(HALVES.replace("%b, %a", "%a, %a"))
     kernel = split_accesses(kernel)
     assert split_accesses(kernel) is kernel
+
+
+def test_parts_of_a_wider_number_are_not_split():
+    """A bitcast that adds a dimension: its operand has no such parts."""
+    kernel = parse_kernel("""\
+kernel @k(%x: ref<i32 any>, %o: ref<f32[1] any>) outputs 1 {
+  %v: i32 = load %x[]
+  %w: i16[2] = bitcast %v {dtype=i16}
+  %f: f32[2] = cast %w {dtype=f32}
+  %a: f32[1] = slice %f {starts=(0,), limits=(1,), strides=(1,)}
+  store %o[:] = %a
+}
+""")
+    after = split_accesses(kernel)
+    verify(after)
+    assert run_numpy(after, [np.int32(-7)]) == run_numpy(kernel, [np.int32(-7)])

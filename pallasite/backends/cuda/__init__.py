@@ -26,8 +26,12 @@ from pallasite.backends.cuda.before_waits import before_waits
 from pallasite.backends.cuda.fewer_dims import fewer_dims
 from pallasite.backends.cuda.late_waits import late_waits
 from pallasite.backends.cuda.overlap import overlap
-from pallasite.backends.cuda.products import MOST_COLUMNS, MOST_SUMS
-from pallasite.backends.cuda.repack import forms_of, repack
+from pallasite.backends.cuda.products import (
+    MOST_COLUMNS,
+    MOST_SUMS,
+    SHARED_REGISTERS,
+)
+from pallasite.backends.cuda.repack import factors_before, forms_of, repack
 from pallasite.backends.cuda.rows_out import rows_out
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.streams import streams
@@ -60,6 +64,7 @@ from pallasite.passes.optimise.unused import drop_unused
 from pallasite.passes.run import Pass
 from pallasite.passes.schedule.gpu_blocks import SHORT_TILE, Tiles, for_gpu
 from pallasite.passes.schedule.row_strips import row_strips
+from pallasite.passes.schedule.whole_rows import whole_rows
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
@@ -78,6 +83,9 @@ TILES = Tiles(
     most_columns=MOST_COLUMNS,
     lone=1.15,
     reloads=False,
+    of_thread=224,
+    of_shared_thread=SHARED_REGISTERS[2],
+    fills=True,
 )
 MASK_ELEMENTS = 1024  # from which unmasked iterations are worth a loop of their own
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads
@@ -90,12 +98,14 @@ OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 def passes_for(chip: Gpu) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
     return (
+        Pass("whole_rows", partial(whole_rows, chip=chip)),
         Pass("own_inputs", own_inputs),
         Pass("matrix_units", write_out),
         Pass("split_accesses", split_accesses),
         Pass("sums_of_products", sums_of_products),
         Pass("exact_factors", exact_factors),
         Pass("loop_steps", loop_steps),
+        Pass("factors_before", partial(factors_before, chip=chip)),
         Pass("edge_fills", edge_fills),
         Pass("results_in_scratch", results_in_scratch),
         # Statistics that were in results are columns now.
@@ -165,7 +175,11 @@ class CudaBackend:
         make = partial(make_cuda, shared_bytes=most, approx_math=approx, lines=lines)
         return (
             Stage("cuda", make),
-            Stage("ptx", partial(nvrtc.stored_ptx, arch=arch, lines=lines)),
+            Stage(
+                "ptx",
+                partial(nvrtc.stored_ptx, arch=arch, lines=lines),
+                begin=None if lines else partial(nvrtc.begin_ptx, arch=arch),
+            ),
             Stage("ptxas", partial(nvrtc.report, arch=arch), is_view=True),
         )
 

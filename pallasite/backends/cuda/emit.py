@@ -73,7 +73,7 @@ class Launched:
     shared_bytes: int
     scratch: tuple[int, ...] = ()  # bytes of main memory, one extra result each
     arch: str = ""  # the only architecture it is for; empty: any
-    repacked: tuple[tuple[int, bool, int], ...] = ()  # see `repack.py`
+    repacked: tuple[tuple[int, bool, int, float], ...] = ()  # see `repack.py`
 
     def line(self) -> str:
         return f"// launch {json.dumps(asdict(self))}\n"

@@ -11,6 +11,7 @@ import importlib.util
 import re
 import subprocess
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ _LIBRARIES = ("cu*/lib/libnvrtc.so.*", "cuda_nvrtc/lib/libnvrtc.so.*")
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 _ASSEMBLERS = ("cu*/bin/ptxas", "cuda_nvcc/bin/ptxas")
 _OPTIONS = ("--std=c++17", "-default-device")
+MOST_BEGUN = 8  # texts that are compiled, or were and wait to be asked for
 
 
 MISSING = "NVRTC, which compiles for the backend 'cuda', is not installed"
@@ -91,12 +93,38 @@ def stored_ptx(text: str, arch: str, lines: bool = False) -> str:
     """The same, from disk if it was compiled before."""
     if lines:
         return compile_ptx(_with_directives(text), arch, lines)
-    key = "\n".join(["cuda", version(), arch, text])
-    found = cache_files.load(key)
+    key = _key(text, arch)
+    begun = _begun.pop(key, None)
+    found = None if begun is not None else cache_files.load(key)
     if found is None:
-        found = compile_ptx(text, arch).encode()
+        made = compile_ptx(text, arch) if begun is None else begun.result()
+        found = made.encode()
         cache_files.store(key, found)
     return found.decode()
+
+
+def begin_ptx(text: str, arch: str) -> None:
+    """Start to compile a text that `stored_ptx` will be asked for, in a thread.
+
+    NVRTC runs outside of Python, so meanwhile other kernels can be scheduled.
+    """
+    key = _key(text, arch)
+    if key not in _begun and is_available() and cache_files.load(key) is None:
+        while len(_begun) >= MOST_BEGUN:  # nobody asked for it
+            _begun.pop(next(iter(_begun))).cancel()
+        _begun[key] = _threads().submit(compile_ptx, text, arch)
+
+
+_begun: dict[str, Future[str]] = {}
+
+
+def _key(text: str, arch: str) -> str:
+    return "\n".join(["cuda", version(), arch, text])
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MOST_BEGUN, "pallasite-nvrtc")
 
 
 @cache

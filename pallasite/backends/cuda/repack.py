@@ -2,7 +2,10 @@
 
 In: a kernel after `promote`. Out: the same kernel on other arrays: an operand of 8-bit
 or f32 elements that is not stored along k has its last two dimensions transposed; one
-whose rows are not multiples of 16 bytes has its rows padded. The note `REPACKED` on the
+whose rows are not multiples of 16 bytes has its rows padded. Before blocks are chosen,
+`factors_before` does the same for operands that are multiplied by a constant and are
+then right operands of matmuls, which must be as they are in memory: XLA multiplies. The
+note `REPACKED` on the
 grid says how each array is made from its operand; XLA does that before the call, in one
 pass over the operand (`runtime/forms.py`). This happens only where the matmuls take
 longer than such passes, and where only matmuls read the operand.
@@ -12,16 +15,23 @@ straddles two lines: a matmul of such operands, with blocks of 128 x 128, takes 
 times as long. Their rows are padded too, where the matmuls take much longer than that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from pallasite.backends.cuda.products import ROW_MULTIPLE, TRANSPOSABLE
 from pallasite.ir.nodes import Access, Gather, Kernel, Op, Span, Value, walk
-from pallasite.ir.rewrite import Rewriter, map_ops, substitute, users_of
-from pallasite.ir.roles import Dot
+from pallasite.ir.rewrite import (
+    Rewriter,
+    dead_code,
+    map_ops,
+    substitute,
+    users_of,
+)
+from pallasite.ir.roles import Dot, Pipeline, number_of
 from pallasite.ir.types import RefType
 from pallasite.passes.analysis.cost import cost
+from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots, constant_inputs
 from pallasite.runtime.forms import Form
 from pallasite.target import Gpu, Machine
@@ -38,6 +48,7 @@ class Packing(NamedTuple):
     operand: int  # its position
     turned: bool  # its last two dimensions are transposed
     added: int  # columns of zeros appended after that
+    factor: float = 1.0  # by which its elements are multiplied
 
     def is_needed(self, kernel: Kernel) -> bool:
         """Whether matmuls cannot take the operand as it is."""
@@ -52,17 +63,19 @@ class Packing(NamedTuple):
 
 
 def forms_of(
-    kernel: Kernel, notes: Sequence[tuple[int, bool, int]]
+    kernel: Kernel, notes: Sequence[tuple[int, bool, int, float]]
 ) -> tuple[tuple[int, Form | None], ...] | None:
     """The operands of the call by the notes of `repack`; None: all as they are."""
     forms: dict[int, Form] = {}
-    for operand, turned, added in notes:
+    for operand, turned, added, factor in notes:
         ref = kernel.inputs[operand].ref
         name = ref.dtype.numpy_name
         padding = ((0, 0),) * (len(ref.shape) - 1) + ((0, added),)
         *outer, rows, columns = range(len(ref.shape))
         order = (*outer, columns, rows) if turned else ()
-        forms[operand] = Form(ref.shape, name, name, padding=padding, order=order)
+        forms[operand] = Form(
+            ref.shape, name, name, padding=padding, order=order, factor=factor
+        )
     if not forms:
         return None
     return tuple((n, forms.get(n)) for n in range(len(kernel.inputs)))
@@ -70,7 +83,8 @@ def forms_of(
 
 def repack(kernel: Kernel, chip: Gpu) -> Kernel:
     """Replace operands that matmuls cannot take by other arrays, where it pays off."""
-    packings = _packings(kernel)
+    factors = _factors_of(kernel)
+    packings = [p for p in _packings(kernel) if p.operand not in factors]
     needed = [p for p in packings if p.is_needed(kernel)]
     if packings and _pays(kernel, packings, chip, WORTH_LINES):
         chosen = packings
@@ -165,6 +179,66 @@ def _keeps_matrix(op: Op) -> bool:
     return len(access.index) > 1 and all(isinstance(e, Span) for e in access.index[-2:])
 
 
+# --- operands that are multiplied by a constant ---
+
+
+def factors_before(kernel: Kernel, chip: Gpu) -> Kernel:
+    """Load products of an operand and a constant, where a matmul needs them so."""
+    grids = [op for op in kernel.body.ops if op.name == "pipeline"]
+    if len(grids) != 1 or not any(op.name == "dot" for op in walk(kernel.body)):
+        return kernel
+    pipeline, users = Pipeline.of(grids[0]), users_of(kernel.body)
+    made = {v: op for op in walk(kernel.body) for v in op.results}
+    constant, found = constant_inputs(kernel), list[Packing]()
+    products = dict[Value, Value]()
+    for operand, param in enumerate(kernel.inputs):
+        blocks = [s.block for s in pipeline.shown if s.array is param]
+        loads = [op for block in blocks for op in users[block]]
+        if param not in constant or {*users[param]} != {pipeline.op} or not loads:
+            continue
+        scaled = [op for load in loads for v in load.results for op in users[v]]
+        numbers = {_times(op, made) for op in scaled}
+        plain = all(op.name == "load" and not op.attrs["mask"] for op in loads)
+        (number,) = numbers if plain and len(numbers) == 1 else (None,)
+        if number is None or not any(_is_right(op.result, users) for op in scaled):
+            continue
+        found.append(Packing(operand, False, 0, number))
+        products |= {op.result: v for load in loads for v in load.results
+                     for op in users[v]}  # fmt: skip
+    if not found or not _pays(kernel, found, chip):
+        return kernel
+    noted = pipeline.op.with_(
+        attrs={**pipeline.op.attrs, REPACKED: tuple(map(tuple, found))}
+    )
+    ops = tuple(noted if op is pipeline.op else op for op in kernel.body.ops)
+    body = substitute(replace(kernel.body, ops=ops), products)
+    return dead_code(kernel.with_(body=body))
+
+
+def _times(op: Op, made: Mapping[Value, Op]) -> float | None:
+    """The number that an op multiplies by, in the type of what it multiplies."""
+    if op.name != "mul" or not op.result.tile.dtype.is_float:
+        return None
+    numbers = [number_of(made, v) for v in op.operands]
+    return next((float(n) for n in numbers if n is not None), None)
+
+
+def _is_right(value: Value, users: Mapping[Value, Sequence[Op]]) -> bool:
+    """Whether a value is the right operand of a matmul."""
+    return any(
+        _is_right(op.result, users)
+        if op.name == "transpose"
+        else op.name == "dot" and op.operands[1] is value
+        for op in users.get(value, ())
+    )
+
+
+def _factors_of(kernel: Kernel) -> dict[int, Packing]:
+    """What `factors_before` noted."""
+    notes = Pipeline.of(find_pipeline(kernel)).op.attrs.get(REPACKED, ())
+    return {note[0]: Packing(*note) for note in notes}
+
+
 # --- transposing the last two dimensions of arrays ---
 
 
@@ -176,7 +250,8 @@ class _Exchange:
 
     def rewrite(self, op: Op, b: Rewriter) -> Sequence[Value] | None:
         if op.name == "pipeline":
-            b.ops.append(op.with_(attrs={**op.attrs, REPACKED: self.notes}))
+            notes = (*op.attrs.get(REPACKED, ()), *self.notes)
+            b.ops.append(op.with_(attrs={**op.attrs, REPACKED: notes}))
             return op.results
         if not op.operands or op.operands[0] not in self.turned:
             return None

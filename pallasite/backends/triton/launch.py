@@ -11,7 +11,7 @@ memory by the number of stages (`shared_memory.py`), and bytes loaded at a time.
 determine registers per thread and programs per SM.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import isqrt, prod
 from typing import Any
@@ -22,7 +22,7 @@ from pallasite.ir.nodes import Access, Block, Gather, Kernel, Op, Value, walk
 from pallasite.ir.roles import Dot, Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.live_tiles import LiveTiles
-from pallasite.passes.analysis.memory import Roots, written_refs
+from pallasite.passes.analysis.memory import Roots, read_refs, written_refs
 from pallasite.target import Gpu
 from pallasite.target.chip import physical, power_of_two
 
@@ -66,7 +66,9 @@ def schedule_launch(kernel: Kernel, params: Mapping[str, Any], chip: Gpu) -> Ker
         op: int(asked or _stream_stages(size, programs, need, shared, chip))
         for op, size in need.streams.items()
     }
-    return _Notes(notes, streams).kernel(kernel)
+    loops = {op: n for op, n in streams.items() if n > 1}
+    loops |= dict.fromkeys(need.in_order, 1)
+    return _Notes(notes, loops).kernel(kernel)
 
 
 @dataclass
@@ -86,7 +88,7 @@ class _Notes:
         attrs = dict(op.attrs)
         if op.name == "pipeline":
             attrs |= self.grid
-        elif self.loops.get(op, 1) > 1:
+        elif op in self.loops:
             attrs[STAGES] = self.loops[op]
         return op.with_(attrs=attrs, regions=tuple(map(self.block, op.regions)))
 
@@ -105,7 +107,7 @@ class Need:
     rows: int  # of the largest matmul; 0: there is none
     # Columns of matmuls whose results meet: there, warps share only the rows of each.
     columns: frozenset[int] = frozenset()
-    reads_own_writes: bool = False  # in a loop, where prefetching would be too early
+    in_order: frozenset[Op] = frozenset()  # loops whose iterations may not overlap
     streams: dict[Op, int] = field(default_factory=dict)  # loop -> bytes of its loads
 
     @staticmethod
@@ -174,7 +176,7 @@ class _Count(LiveTiles):
             loaded=max(outside, inside),
             rows=max((_rows(dot) for dot in self.dots), default=0),
             columns=frozenset(self.connected_columns()),
-            reads_own_writes=self.reads_own_writes(loops),
+            in_order=frozenset(filter(self.is_in_order, loops)),
             streams={
                 loop: self.step_bytes(loop) for loop in loops if self.is_stream(loop)
             },
@@ -212,12 +214,31 @@ class _Count(LiveTiles):
         gathers = any(isinstance(entry, Gather) for entry in index)
         return not gathers and self.root(load.operands[0]) not in self.written
 
-    def reads_own_writes(self, loops: Sequence[Op]) -> bool:
-        inner = (op for loop in loops for op in walk(loop.regions[0]))
-        return any(
-            op.name == "load" and self.root(op.operands[0]) in self.written
-            for op in inner
-        )
+    def is_in_order(self, loop: Op) -> bool:
+        """Whether results would change if Triton overlapped a loop's iterations.
+
+        It loads ahead of the writes before, puts a branch whose results nothing needs
+        behind all else, whatever memory it writes, and one that is needed in front.
+        """
+        inside = walk(loop.regions[0])
+        loads = (op for op in inside if op.name == "load")
+        if any(self.root(op.operands[0]) in self.written for op in loads):
+            return True
+        ops = loop.regions[0].ops
+        for op in ops:
+            if op.name != "cond":
+                continue
+            reads, writes = self.touched([op])
+            other_reads, other_writes = self.touched(o for o in ops if o is not op)
+            if writes & (other_reads | other_writes) or reads & other_writes:
+                return True
+        return False
+
+    def touched(self, ops: Iterable[Op]) -> tuple[set[Value], set[Value]]:
+        """The memory that ops read, and what they write."""
+        inside = list(walk(Block((), tuple(ops))))
+        reads = {self.root(ref) for op in inside for ref in read_refs(op)}
+        return reads, {self.root(ref) for op in inside for ref in written_refs(op)}
 
 
 def _rows(dot: Dot) -> int:
@@ -280,7 +301,7 @@ def _busy(need: Need, warps: int, chip: Gpu) -> float:
 
 def _stages(need: Need, shared: SharedMemory, chip: Gpu) -> int:
     """As many buffers as fit, with as many programs as registers allow."""
-    if need.reads_own_writes or not shared.has_loads_ahead():
+    if need.in_order or not shared.has_loads_ahead():
         return 1
     for programs in range(need.resident(shared.warps, chip), 0, -1):
         found = _most_stages(shared, chip.shared.bytes // programs)

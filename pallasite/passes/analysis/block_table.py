@@ -13,6 +13,7 @@ import numpy as np
 
 from pallasite.ir.nodes import Block, BlockDim, Op, Window
 from pallasite.ir.opdef import table
+from pallasite.ir.rewrite import is_elementwise
 from pallasite.ir.types import TileType
 
 _MOST_STEPS = 1 << 16  # of grids that are enumerated
@@ -87,7 +88,7 @@ def _tells(block: np.ndarray, position: np.ndarray, count: int) -> bool:
 def exact_meaning(op: Op) -> Callable[..., np.ndarray] | None:
     """An elementwise op as a function of arrays; None if a chip may round otherwise."""
     row = table()[op.name]
-    if not row.elementwise or row.meaning is None:
+    if not is_elementwise(op) or row.meaning is None:
         return None
     if row.max_ulp and any(v.tile.dtype.is_float for v in op.results):
         return None

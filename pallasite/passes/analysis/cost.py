@@ -5,14 +5,15 @@ grid and all loops. A trip count or size known only at run time counts as one, a
 result says that it is not exact. Backends and `tools/` read it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import Unit, table
 from pallasite.ir.roles import Cond, Dot, Loop, Pipeline, While
 from pallasite.ir.types import Type
+from pallasite.passes.analysis.intervals import HIGHEST, Facts
 from pallasite.passes.analysis.memory import MAIN_MEMORY, VIEWS
 from pallasite.target import Gpu, Host, Machine
 
@@ -58,12 +59,15 @@ class Cost:
         )
 
 
-def cost(kernel: Kernel) -> Cost:
-    """What one call of the kernel computes and moves."""
+def cost(kernel: Kernel, trips: Mapping[Op, int] | None = None) -> Cost:
+    """What one call of the kernel computes and moves.
+
+    `trips`: of loops whose trip count is not constant (`most_trips`).
+    """
     # Operands that start on chip (such as prefetched scalars) are copied once.
     on_chip = [p for p in kernel.params if not is_main(p)]
     prefetched = sum(bytes_of(p.type) for p in on_chip if not p.ref.is_semaphore)
-    return _Counter().block(kernel.body) + Cost(bytes_accessed=prefetched)
+    return _Counter(trips or {}).block(kernel.body) + Cost(bytes_accessed=prefetched)
 
 
 def seconds(
@@ -83,8 +87,27 @@ def seconds(
     return machine.kernel(flops, special, moved, steps, programs, uneven)
 
 
+def most_trips(kernel: Kernel) -> dict[Op, int]:
+    """How often each loop runs where it runs most often, as in the last program.
+
+    Of a loop up to what only data says, nothing is known.
+    """
+    facts, found = Facts(), dict[Op, int]()
+    for op in walk(kernel.body):
+        facts.note_regions(op)
+        facts.note_op(op)
+        if op.name != "for":
+            continue
+        loop = Loop.of(op)
+        most = facts.most_steps(loop)
+        if most is not None and facts.of(loop.limit).high < HIGHEST:
+            found[op] = most
+    return found
+
+
 class _Counter:
-    def __init__(self) -> None:
+    def __init__(self, trips: Mapping[Op, int]) -> None:
+        self.trips = trips
         self.numbers: dict[Value, int] = {}  # scalars known to be constant
 
     def block(self, block: Block) -> Cost:
@@ -114,7 +137,7 @@ class _Counter:
     def count_for(self, op: Op) -> Cost:
         loop = Loop.of(op)
         first, limit, step = (self.numbers.get(v) for v in loop.bounds)
-        trips = None
+        trips = self.trips.get(op)
         if first is not None and limit is not None and step:
             trips = len(range(int(first), int(limit), int(step)))
         return self.block(loop.body).times(trips)

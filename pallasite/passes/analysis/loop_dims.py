@@ -17,6 +17,7 @@ from functools import cached_property
 from pallasite.errors import InternalError
 from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import TILE, Effect, table
+from pallasite.ir.rewrite import is_elementwise
 from pallasite.ir.roles import Dot, Loop, Pipeline, Shown, While
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 from pallasite.passes.analysis.memory import Roots, written_refs
@@ -290,7 +291,7 @@ class _Joined:
         rule = _RULES.get(op.name)
         if rule is not None:
             rule(self, op)
-        elif table()[op.name].elementwise:
+        elif is_elementwise(op):
             for value in op.operands:
                 self.alike(value, op.result)
         else:

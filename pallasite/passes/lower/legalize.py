@@ -133,6 +133,7 @@ def _results(lower: Callable[..., Any], b: Builder, op: Op) -> Sequence[Value]:
 
 # Excluded: the results of these depend on the width of the type.
 _OWN_WIDTH = frozenset({"bitcast", "cast", "clz", "nextafter", "pow"})
+_OWN_WIDTH |= {"reduce_precision"}
 # The signed operand of these must be zero-extended.
 _OF_BITS = frozenset({"shift_right_logical", "population_count"})
 _TILE_OPS = frozenset({"reduce", "scan", "arg_reduce", "broadcast_in_dim", "transpose"})

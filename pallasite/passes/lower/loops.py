@@ -41,6 +41,7 @@ def to_loops(kernel: Kernel, info: GridInfo) -> Kernel:
     moved = {id(op) for op in (*scratch, pipeline)}
     outside.ops += [op for op in kernel.body.ops if id(op) not in moved]
     body = map_ops(program.block(ids), _inner_pipeline, outside.ops)
+    notes = {name: attr for name, attr in pipeline.attrs.items() if "." in name}
     outside.emit(
         "pipeline",
         *[n for a in nest.outer if isinstance(n := nest.sizes[a], Value)],
@@ -50,6 +51,7 @@ def to_loops(kernel: Kernel, info: GridInfo) -> Kernel:
         semantics=tuple(
             "cluster" if said[a] == "cluster" else "parallel" for a in nest.outer
         ),
+        **notes,
     )
     outside.ops += kernel.body.ops[kernel.body.ops.index(pipeline) + 1 :]
     return kernel.with_(body=outside.block())

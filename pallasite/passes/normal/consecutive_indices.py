@@ -210,6 +210,10 @@ class _Slices:
                 continue
             assert isinstance(entry, At)
             start = self.b.index(entry.start or 0) if operand is None else operand
+            if operand is not None and self.access.mask is None:
+                # Beside a mask, an index outside is dropped; without one it is clamped.
+                bounds = self.b.index(0), self.b.index(max(most - 1, 0))
+                start = self.b.op("clamp", bounds[0], self.b.as_index(start), bounds[1])
             parts.append([_Part(0, None, start)])
         return parts
 

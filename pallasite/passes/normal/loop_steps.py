@@ -7,9 +7,9 @@ last one (`pipeline_axes.py`). The iterations are the same ones in the same orde
 each value is rounded as before. So a loop and a grid axis are one thing to the
 scheduler, which resizes blocks of either.
 
-For GPUs, where the steps of one program become a loop again. On TPUs and CPUs the
-author's choice between a block that stays and blocks that move is a choice of what is
-kept on chip, and stays.
+For GPUs, where the steps of one program become a loop again. On TPUs and CPUs a block
+that stays and blocks that move differ in what is kept on chip: TPUs take what costs
+less (`tpu_blocks.py`), and CPUs what the author chose.
 """
 
 from dataclasses import replace
@@ -23,6 +23,7 @@ from pallasite.passes.analysis.affine import moving_axes
 from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.intervals import HIGHEST, LOWEST, Facts
 from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.guarded_updates import guarded_updates
 from pallasite.passes.normal.narrow_windows import narrow_windows
 from pallasite.passes.normal.order import order
 from pallasite.passes.normal.pipeline_axes import pipeline_axes
@@ -45,12 +46,15 @@ def loop_steps(kernel: Kernel) -> Kernel:
     if merged is nested:
         return kernel
     new = narrow_windows(merged)
-    return order(new) if _moves_all(new) else kernel
+    return order(guarded_updates(new)) if _moves_all(new) else kernel
 
 
 def _suits(loop: Loop) -> bool:
     multiplies = any(op.name == "dot" for op in walk(loop.body))
-    return multiplies and all(not v.is_ref and v.tile.rank for v in loop.inits)
+    counts = loop.index.tile == INDEX  # as the steps of a grid are counted
+    return (
+        multiplies and counts and all(not v.is_ref and v.tile.rank for v in loop.inits)
+    )
 
 
 def _steps(kernel: Kernel, whole: Pipeline, loop: Loop) -> int | None:

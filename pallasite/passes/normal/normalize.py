@@ -10,6 +10,7 @@ from pallasite.passes.normal.consecutive_indices import single_slices
 from pallasite.passes.normal.counted_loops import counted_loops
 from pallasite.passes.normal.folds import folds
 from pallasite.passes.normal.guarded_starts import guarded_starts
+from pallasite.passes.normal.guarded_updates import guarded_updates
 from pallasite.passes.normal.idle_clamps import idle_clamps
 from pallasite.passes.normal.known_clamps import known_clamps
 from pallasite.passes.normal.loop_axes import loop_axes
@@ -30,6 +31,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("counted_loops", counted_loops),
     ("rows_in_place", rows_in_place),
     ("guarded_starts", guarded_starts),
+    ("guarded_updates", guarded_updates),
     ("pipeline_axes", pipeline_axes),
     ("loop_axes", loop_axes),
     ("single_slices", single_slices),

@@ -13,8 +13,7 @@ from typing import cast
 
 from pallasite.ir.build import Builder, part_start
 from pallasite.ir.nodes import Access, Block, Gather, Index, Op, Span, Value
-from pallasite.ir.opdef import table
-from pallasite.ir.rewrite import writes
+from pallasite.ir.rewrite import is_elementwise, writes
 from pallasite.ir.types import I32, TileType, Type
 from pallasite.passes.analysis.guards import OPPOSITE, guard_of
 from pallasite.passes.analysis.loop_dims import LoopDim
@@ -327,7 +326,7 @@ class Joined(Resized):
         if op.name == "broadcast_in_dim" and not op.operands[0].tile.rank:
             self.numbers[op.result] = self._vector(b, op.operands[0])
             return True
-        if not table()[op.name].elementwise:
+        if not is_elementwise(op):
             return False
         if op.result.tile.rank:
             return self._with_bounds(b, op)
@@ -431,7 +430,7 @@ class Joined(Resized):
         if test in self.forms:
             return self._written_out(b, self.forms[test], shape, d)
         op = self.made[test]
-        if not table()[op.name].elementwise:
+        if not is_elementwise(op):
             raise CannotReblock("what a program computes depends on its program id")
         return b.op(
             op.name, *(self._taken(b, v, shape, d) for v in op.operands), **op.attrs

@@ -12,7 +12,8 @@ from math import inf
 from typing import NamedTuple
 
 from pallasite.ir.nodes import Access, Op, Span, Value
-from pallasite.ir.opdef import table
+from pallasite.ir.rewrite import is_elementwise
+from pallasite.ir.roles import number_of
 from pallasite.passes.analysis.exponents import UNKNOWN, Power, Powers
 from pallasite.passes.analysis.guards import Part as Condition
 from pallasite.passes.analysis.loop_dims import LoopDim
@@ -83,7 +84,7 @@ class Steps:
         values = (*op.operands, *op.results)
         if not any(v in self.dim.members for v in values):
             return
-        same = op.name in _BY_POSITION or table()[op.name].elementwise
+        same = op.name in _BY_POSITION or is_elementwise(op)
         if not same and not self._sums_over(op):
             raise CannotReblock(f"'{op.name}' needs all of a block")
         d = self.dim.members.get(op.operands[0]) if op.name == "load" else None
@@ -146,6 +147,10 @@ class Steps:
         if op.name == "add":
             sides = [self._summed(v) for v in op.operands]
             return sides[0] + sides[1] if all(sides) else ()
+        if op.name == "mul":  # by a number
+            numbers = [number_of(self.made, v) for v in op.operands]
+            others = [v for v, n in zip(op.operands, numbers, strict=True) if n is None]
+            return self._summed(others[0]) if len(others) == 1 else ()
         is_sum = op.name == "dot" or op.attrs.get("kind") == "sum"
         return (op.operands[:2],) if is_sum and self._sums_over(op) else ()
 
@@ -213,6 +218,28 @@ class Steps:
                 found[first] = Fill(0.0, skips)
             for other in others if same else ():
                 found[other] = Fill(0.0, same)
+        return found
+
+    def fills_along(
+        self, dim: LoopDim, skips: tuple[Condition, ...]
+    ) -> dict[Value, "Fill"]:
+        """The neutral values for programs, along another dimension, that skip a step.
+
+        Args:
+            dim: of the rows of several programs.
+            skips: conditions that hold for the programs that do not.
+        """
+        found: dict[Value, Fill] = {}
+        for x in self.maxima.values():
+            if not x.tile.dtype.is_float or x not in dim.members:
+                raise CannotReblock("skipped steps compute a maximum of other elements")
+            found[x] = Fill(-inf, skips)
+        for terms in (terms for each in self.sums for terms in each.terms):
+            mine = [term for term in terms if term in dim.members]
+            if not mine:
+                raise CannotReblock("skipped steps add a sum of other elements")
+            if not any(map(self._vanishes, mine)):
+                found[mine[0]] = Fill(0.0, skips)
         return found
 
     def _vanishes(self, term: Value) -> bool:

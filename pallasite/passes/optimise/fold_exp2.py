@@ -3,8 +3,8 @@
 A chip whose exponential has base two multiplies by log2(e) for any other base. This
 pass moves that factor up to where the numbers originate, through everything that
 commutes with a positive factor (maxima, differences, selects, loop-carried values), and
-folds it into an existing multiplication by a constant, and into constants. The running
-maximum of a softmax is then kept in base two.
+folds it into an existing multiplication or division by a constant, and into constants.
+The running maximum of a softmax is then kept in base two.
 
 Where the factor needs a multiplication of its own, that must be on fewer elements than
 there are exponentials; on less than half as many, if the numbers are not results of
@@ -99,10 +99,15 @@ class _Code:
         return op.operands if extreme or table()[op.name].moves else None
 
     def product(self, value: Value) -> tuple[Value, float] | None:
-        """The value and the constant whose product a value is."""
+        """The value and the constant whose product a value is, or nearly is."""
         op = self.makers.get(value)
-        if op is None or op.name != "mul":
+        if op is None or op.name not in ("mul", "div"):
             return None
+        if op.name == "div":
+            divisor = number_of(self.makers, op.operands[1])
+            if not divisor or abs(LOG2_E / divisor) > LARGEST:
+                return None
+            return op.operands[0], 1 / divisor
         for x, y in (op.operands, op.operands[::-1]):
             factor = number_of(self.makers, y)
             if factor is not None and abs(factor * LOG2_E) <= LARGEST:

@@ -1,11 +1,11 @@
 """Scales accumulated matmuls once after the loop instead of scaling their operands.
 
-In: a kernel after `promote`. A loop that accumulates `dot(c * x, y)` from zero
-accumulates `dot(x, y)` instead, and its result is multiplied by c. The gradient of
-attention is such a sum, because scores are scaled; this saves each iteration one
-multiplication per score. Only where x is rounded to a type with the exponent range of
-f32 (bf16, or not rounded at all), so that the range of magnitudes is the same. Rounding
-errors are relative and stay as large as they were.
+In: a kernel after `promote`. A loop that accumulates `dot(c * x, y)` from zero, or
+`c * dot(x, y)`, accumulates `dot(x, y)` instead, and its result is multiplied by c. The
+gradient of attention is such a sum, because scores are scaled; this saves each
+iteration one multiplication per score. Only where x is rounded to a type with the
+exponent range of f32 (bf16, or not rounded at all), so that the range of magnitudes is
+the same. Rounding errors are relative and stay as large as they were.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,11 @@ class _Scaled:
         added = y if x is carried else x
         if not all(map(self.is_used_once, (carried, total, added))):
             return None
-        dot = self.makers.get(added)
+        dot, whole = self.makers.get(added), self.in_tile(added)
+        if whole is not None and dot is not None and dot.name == "mul":
+            product = self.makers.get(whole.x)
+            is_dot = product is not None and product.name == "dot"
+            return whole if is_dot and self.is_used_once(whole.x) else None
         if dot is None or dot.name != "dot" or dot.attrs["dtype"] != F32:
             return None
         found = (self.in_tile(side) for side in dot.operands)

@@ -7,12 +7,12 @@ of each. A kernel is changed only if its blocks do not fit the chip or the estim
 gain is large; otherwise it stays as it is.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import ceil, prod
 
-from pallasite.ir.nodes import Kernel, Value, walk
-from pallasite.ir.rewrite import dead_code
+from pallasite.ir.nodes import Kernel, Op, Value, walk
+from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, producers_of
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place, loop_dims
 from pallasite.passes.normal.resized_code import CannotReblock
@@ -32,10 +32,13 @@ Sizes = Mapping[LoopDim, int]  # of the dimensions that are resized
 
 
 class Blocks:
-    """A kernel's blocks, and what they would be with other sizes."""
+    """A kernel's blocks, and what they would be with other sizes.
 
-    def __init__(self, found: LoopDims):
-        self.found, self.kernel = found, found.kernel
+    `fills`: whether programs may be merged of which only some take a step (`grow`).
+    """
+
+    def __init__(self, found: LoopDims, fills: bool = False):
+        self.found, self.kernel, self.fills = found, found.kernel, fills
         self.body = found.pipeline.body
         self.dims = {(v, d): dim for dim in found.dims for v, d in dim.members.items()}
 
@@ -103,7 +106,7 @@ class Blocks:
         factors = [2**n for n in range(1, 12) if dim.size * 2**n <= most]
         while factors:
             try:
-                grow(self.kernel, dim.windows[0], factors[-1])
+                grow(self.kernel, dim.windows[0], factors[-1], fills=self.fills)
                 break
             except CannotReblock:
                 factors.pop()
@@ -114,7 +117,7 @@ class Blocks:
         for dim, n in sizes.items():
             place = dim.windows[0]
             if n > dim.size:
-                kernel = grow(kernel, place, n // dim.size)
+                kernel = grow(kernel, place, n // dim.size, fills=self.fills)
             elif dim.products:
                 kernel = _shallower(kernel, place, n)
             elif n < dim.size:
@@ -122,18 +125,50 @@ class Blocks:
         return kernel
 
 
-def blocks_of(kernel: Kernel) -> Blocks | None:
+def blocks_of(kernel: Kernel, fills: bool = False) -> Blocks | None:
     # Dimensions tied only by dead code would separate at the first rewrite.
     found = loop_dims(dead_code(kernel))
+    if found is not None and any(dim.is_twice for dim in found.dims):
+        found = loop_dims(_with_own_constants(found.kernel))
     if found is None or found.refused or 0 in found.pipeline.grid:
         return None
-    return Blocks(found)
+    return Blocks(found, fills)
+
+
+def _with_own_constants(kernel: Kernel) -> Kernel:
+    """The kernel with a copy of tiles that only constants make, for each use.
+
+    One tile of zeros, used by the rows of one array and the columns of another, would
+    tie them; so would the start of a block, added to positions in both.
+    """
+    made = producers_of(kernel.body)
+
+    def filled(value: Value) -> Op | None:
+        op = made.get(value)
+        if op is None or value.is_ref or not value.tile.rank:
+            return None
+        is_scalar = op.name == "broadcast_in_dim" and not op.operands[0].tile.rank
+        return op if is_scalar or op.name in ("constant", "iota") else None
+
+    def own(op: Op, b: Rewriter) -> Sequence[Value] | None:
+        sources = [filled(v) for v in op.operands]
+        if op.regions or not any(sources):
+            return None
+        operands = list(op.operands)
+        for n, source in enumerate(sources):
+            if source is not None:
+                (operands[n],) = b.emit(source.name, *source.operands, **source.attrs)
+        results = tuple(Value(v.type, v.name) for v in op.results)
+        b.ops.append(op.with_(operands=tuple(operands), results=results))
+        return results
+
+    return dead_code(map_ops(kernel, own))
 
 
 def with_uses_apart(blocks: Blocks) -> Blocks:
     """The blocks of the kernel after `separate_uses`, if more of them can be split."""
     made = separate_uses(blocks.kernel)
-    apart = None if made is blocks.kernel else blocks_of(made)
+    apart = None if made is blocks.kernel else blocks_of(made, blocks.fills)
     if apart is None or len(apart.free) <= len(blocks.free):
         return blocks
     return apart

@@ -48,6 +48,8 @@ ROW_BYTES = 128  # of an operand along k: the swizzle width of shared memory
 # gains enough to be seen.
 EDGE_ROWS, EDGE_COLUMNS = 20, 28
 GAIN, GAIN_OF_GROWTH = 1.25, 1.05
+# Two warpgroups instead of one alone: while one computes, the other multiplies.
+GAIN_OF_WARPGROUPS = 1.08
 LEAST_LAUNCHES = 2  # a kernel that takes no longer than these is not worth optimising
 # Full-precision f32 matmuls do not use tensor cores: each thread holds the whole depth
 # of its part in registers, and deeper ones are several times slower.
@@ -85,6 +87,10 @@ class Tiles:
         most_columns: of one matmul's result.
         lone: how much longer the matmuls of a warpgroup take if it is alone on its SM.
         reloads: whether operands that exceed shared memory are multiplied in parts.
+        of_thread: registers of a thread for results and operands; None: no limit other
+            than the share of its SM's.
+        of_shared_thread: the same, if two programs share an SM.
+        fills: whether programs may be merged of which only some take a step.
     """
 
     register_share: float = 0.5
@@ -98,6 +104,9 @@ class Tiles:
     most_columns: int | None = None
     lone: float = 1.0
     reloads: bool = True
+    of_thread: int | None = None
+    of_shared_thread: int | None = None
+    fills: bool = False
 
     def elements(self, shape: Sequence[int]) -> int:
         return prod(physical(shape) if self.padded else shape)
@@ -138,12 +147,12 @@ def for_gpu(
     Raises:
         ChipMemoryError: blocks do not fit and cannot be split.
     """
-    blocks = blocks_of(kernel)
+    tiles = tiles or Tiles()
+    blocks = blocks_of(kernel, tiles.fills)
     if blocks is None:
         return kernel
     if not blocks.dots:
         return _without_products(blocks, chip, tuned)
-    tiles = tiles or Tiles()
     products = _products(blocks, chip, tiles)
     joined = None if tuned else _joined(products)
     if joined is not None:
@@ -197,7 +206,7 @@ def _joined(products: "_WithProducts") -> "_WithProducts | None":
             if steps is None or steps % factor:
                 continue
             try:
-                made = blocks_of(join_rows(blocks.kernel, axis, factor))
+                made = blocks_of(join_rows(blocks.kernel, axis, factor), blocks.fills)
             except CannotReblock:
                 break
             if made is not None:
@@ -229,7 +238,8 @@ def _rows_in_loops(blocks: Blocks, least: int = 0) -> Kernel | None:
 def _narrow_steps(products: "_WithProducts") -> "_WithProducts | None":
     """The same work with steps of fewer elements, where steps may be split."""
     try:
-        narrow = blocks_of(canonicalize(cut_steps(products.blocks.kernel, STEP)))
+        cut = canonicalize(cut_steps(products.blocks.kernel, STEP))
+        narrow = blocks_of(cut, products.blocks.fills)
     except CannotReblock:
         return None
     if narrow is None:
@@ -253,7 +263,7 @@ def _batches_apart(blocks: Blocks) -> Blocks:
             continue
         try:
             apart = unit_dims(blocks.rewritten({dim: 1}))
-            blocks = blocks_of(apart) or blocks
+            blocks = blocks_of(apart, blocks.fills) or blocks
         except CannotReblock:
             continue
 
@@ -316,8 +326,10 @@ class _WithProducts:
             return self.blocks.kernel
         found = [(t, s) for s in self.choices() if (t := self.seconds(s)) is not None]
         for best, sizes in sorted(found, key=lambda pair: pair[0]):
-            if not sizes or (own is not None and own < self._gain(sizes) * best):
+            if not sizes:
                 return self.blocks.kernel
+            if own is not None and own < self._gain(sizes) * best:
+                continue
             try:
                 return self._deeper(self.blocks.rewritten(sizes), sizes)
             except CannotReblock:
@@ -332,7 +344,22 @@ class _WithProducts:
     def _gain(self, sizes: Sizes) -> float:
         """How many times faster blocks of other sizes must be."""
         shrinks = any(n < dim.size for dim, n in sizes.items() if self._is_side(dim))
+        grows = all(n > dim.size for dim, n in sizes.items())
+        if grows and warpgroups(self._rows({})) < warpgroups(self._rows(sizes)):
+            return GAIN_OF_WARPGROUPS if self._is_alone else GAIN
         return GAIN if shrinks or not self._is_one_product else GAIN_OF_GROWTH
+
+    @cached_property
+    def _is_alone(self) -> bool:
+        """Whether a program of one warpgroup leaves no room for a second one."""
+        of_thread = self._register_bytes({}) // (4 * WARPGROUP)
+        sides = [side.value for dot in self.blocks.dots for side in dot.sides]
+        loaded = [v for v in dict.fromkeys(sides) if _is_loaded(v, self._made)]
+        bytes_ = sum(v.tile.size * v.tile.dtype.bytes for v in loaded)
+        most = self.tiles.of_shared_thread
+        if most is None or of_thread > most:
+            return True
+        return 2 * self.tiles.stages * bytes_ > SHARED_SHARE * self.chip.shared.bytes
 
     @cached_property
     def _is_one_product(self) -> bool:
@@ -464,7 +491,24 @@ class _WithProducts:
         )
 
     def _fits_registers(self, sizes: Sizes) -> bool:
-        return self._register_bytes(sizes) <= self.most_in_registers
+        most, of_thread = self.most_in_registers, self.tiles.of_thread
+        if of_thread is not None:
+            threads = WARPGROUP * warpgroups(self._rows(sizes))
+            most = min(most, 4 * of_thread * threads)
+        return self._register_bytes(sizes) <= most
+
+    def _rows(self, sizes: Sizes) -> int:
+        """Rows that warpgroups share: of what is computed before it is multiplied."""
+        made = self._made
+        computed = [
+            next((side for side in dot.sides if not _is_loaded(side.value, made)), None)
+            for dot in self.blocks.dots
+        ]
+        sides = [side for side in computed if side is not None]
+        return min(
+            prod(self.blocks.shape(side.value, sizes)[d] for d in side.free)
+            for side in sides or [dot.lhs for dot in self.blocks.dots]
+        )
 
     def _is_too_wide(self, sizes: Sizes) -> bool:
         most = self.tiles.most_columns
@@ -687,6 +731,12 @@ def fewer_rows(kernel: Kernel) -> Kernel:
         return blocks.rewritten(sizes) if sizes else kernel
     except CannotReblock:
         return kernel  # one dimension can be split, but not after another
+
+
+def largest_tile(kernel: Kernel) -> float:
+    """Elements of the largest tile; infinite if the blocks of a kernel are unknown."""
+    blocks = blocks_of(kernel)
+    return inf if blocks is None else _largest(blocks, {})
 
 
 def _largest(blocks: Blocks, sizes: Sizes) -> int:

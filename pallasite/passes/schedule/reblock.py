@@ -33,6 +33,14 @@ from pallasite.passes.analysis.loop_dims import (
 )
 from pallasite.passes.lower.place_windows import number_facts, unclamped
 from pallasite.passes.normal.resized_code import CannotReblock, Joined, Part, Resized
+from pallasite.passes.schedule.widen_steps import (
+    RunningSteps,
+    Wider,
+    dims_of_steps,
+    walked,
+)
+
+NO_AXIS = "no parallel axis numbers its blocks"
 
 
 def cut(kernel: Kernel, place: Place, parts: int) -> Kernel:
@@ -51,7 +59,13 @@ def cut(kernel: Kernel, place: Place, parts: int) -> Kernel:
     return _Cut(found, dim, parts).kernel()
 
 
-def grow(kernel: Kernel, place: Place, factor: int, selects: bool = False) -> Kernel:
+def grow(
+    kernel: Kernel,
+    place: Place,
+    factor: int,
+    selects: bool = False,
+    fills: bool = False,
+) -> Kernel:
     """Programs with `factor` times the blocks along a dimension, and fewer programs.
 
     Args:
@@ -61,12 +75,31 @@ def grow(kernel: Kernel, place: Place, factor: int, selects: bool = False) -> Ke
         selects: whether programs may be merged of which only some take a branch; the
             branch then runs for all of them, and each element that it stores is
             selected.
+        fills: whether they may be merged if the branch only updates maxima and adds to
+            sums; what it adds for the others is made minus infinity or zero.
 
     Raises:
         CannotReblock: neighbours are not parts of one larger program.
     """
     found, dim = in_pipeline(kernel, place)
-    return _Grow(found, dim, factor, selects).kernel()
+    try:
+        return _Grow(found, dim, factor, selects).kernel()
+    except CannotReblock:
+        if not fills or not any(op.name == "cond" for op in found.pipeline.body.ops):
+            raise
+    found = dims_of_steps(kernel)
+    dim = found.at(place)
+    if dim is None:
+        raise CannotReblock("no block has this dimension")
+    return _GrowSteps(found, dim, factor).kernel()
+
+
+def grow_whole(kernel: Kernel, place: Place) -> Kernel:
+    """All programs along a dimension merged into one, with a block of its exact size:
+    nothing past the ends of the arrays is left. Arguments and errors as for `grow`."""
+    found, dim = in_pipeline(kernel, place)
+    most = max(each.n for each in _moved(found, dim))
+    return _Grow(found, dim, -(-most // dim.size), False, most).kernel()
 
 
 def may_cut(found: LoopDims, dim: LoopDim, parts: int) -> bool:
@@ -175,6 +208,7 @@ class Divided:
         self.size = dim.size // parts
         self.axis, self.steps = axis, steps
         self.moved = {m.number: m for m in _moved(found, dim)}
+        self.padded = set[int]()  # windows whose last parts are entirely past the edge
         for each in self.moved.values():
             self._check_inside(each)
 
@@ -196,13 +230,16 @@ class Divided:
     def _check_inside(self, each: _Moved) -> None:
         """A part that lies entirely past the edge has no index of its own.
 
-        Reading one gives undefined values, unless there is a fill value.
+        Reading one gives undefined values, unless there is a fill value: then parts
+        have a first element, which may be in the array's padding, instead of an index.
         """
         count = each.count_of(self.size)
         inside = self.steps <= count if self._follows(each) else False
         inside |= not self._follows(each) and each.count * self.parts == count
-        readable = not self._is_written(each) and each.shown.window.fill is None
-        if not inside and not readable:
+        is_read, fill = not self._is_written(each), each.shown.window.fill
+        if not inside and is_read and fill is not None and self._follows(each):
+            self.padded.add(each.number)
+        elif not inside and not (is_read and fill is None):
             name = each.shown.array.name or f"window {each.number}"
             raise CannotReblock(
                 f"a part of the last block would be past the end of {name}"
@@ -221,7 +258,7 @@ class Divided:
         else:
             grid[axis] = self.steps
         windows = [
-            replace(w, dims=self.moved[n].resized(self.size)) if n in self.moved else w
+            replace(w, dims=self._dims(self.moved[n])) if n in self.moved else w
             for n, w in enumerate(pipeline.windows)
         ]
         return pipeline.with_(
@@ -250,7 +287,10 @@ class Divided:
         each = self.moved.get(number)
         if each is not None and self._follows(each):
             assert self.axis is not None
-            yields[each.position] = ids[self.axis]
+            index = ids[self.axis]
+            if number in self.padded:
+                index = b.mul(index, b.index(self.size))
+            yields[each.position] = index
         elif each is not None:
             block = yields[each.position]
             if not self._in_range(each):
@@ -258,6 +298,13 @@ class Divided:
             first = b.mul(block, b.index(self.parts))
             yields[each.position] = b.add(first, part)
         return b.block(ids, yields)
+
+    def _dims(self, each: _Moved) -> tuple[BlockDim, ...]:
+        dims = list(each.resized(self.size))
+        if each.number in self.padded:
+            after = self.steps * self.size - each.n
+            dims[each.array_dim] = BlockDim(self.size, "element", (0, after))
+        return tuple(dims)
 
     def _in_range(self, each: _Moved) -> bool:
         window, shape = each.shown.window, each.shown.array.ref.shape
@@ -305,7 +352,14 @@ def _steps(found: LoopDims, dim: LoopDim, parts: int, axis: int) -> int:
 class _Grow:
     """Merges neighbours along the axis that indexes the blocks of one dimension."""
 
-    def __init__(self, found: LoopDims, dim: LoopDim, factor: int, selects: bool):
+    def __init__(
+        self,
+        found: LoopDims,
+        dim: LoopDim,
+        factor: int,
+        selects: bool,
+        size: int | None = None,  # of the block of a single program, at most
+    ):
         self.found, self.dim, self.factor = found, dim, factor
         self.selects = selects
         reason = found.why_not_free(dim)
@@ -313,15 +367,17 @@ class _Grow:
             raise CannotReblock(reason)
         axis = axis_of(found, dim)
         if axis is None:
-            raise CannotReblock("no parallel axis numbers its blocks")
+            raise CannotReblock(NO_AXIS)
         if dim.is_merged:
             raise CannotReblock(MERGED)
         if dim.spans:
             raise CannotReblock("a load selects a part of an array without a window")
-        self.axis, self.size = axis, dim.size * factor
+        self.axis, self.size = axis, size or dim.size * factor
         steps = found.pipeline.grid[axis]
         assert steps is not None
         self.steps = -(-steps // factor)
+        if size is not None and self.steps > 1:
+            raise CannotReblock("its axis has more steps than the array has blocks")
         self.moved = {m.number: m for m in _moved(found, dim)}
         for number, shown in enumerate(found.pipeline.shown):
             self._check_window(number, shown, steps)
@@ -344,7 +400,7 @@ class _Grow:
             raise CannotReblock(f"{name} has elements that no program writes")
 
     def kernel(self) -> Kernel:
-        if self.factor == 1:
+        if self.size == self.dim.size:
             return self.found.kernel
         return _rebuilt(self.found, self.dim, self.size, self._pipeline)
 
@@ -362,7 +418,7 @@ class _Grow:
             yields = list(old.yields)
             yields[each.position] = old.params[self.axis]
             maps[number] = replace(old, yields=tuple(yields))
-        grown = Joined(self.dim, self.size, pipeline.ids[self.axis], self.selects)
+        grown = self.code()
         grown.new |= scratch
         return pipeline.with_(
             grid=tuple(grid),
@@ -370,6 +426,40 @@ class _Grow:
             maps=tuple(maps),
             body=grown.block(pipeline.body),
         ).to_op()
+
+    def code(self) -> Joined:
+        index = self.found.pipeline.ids[self.axis]
+        return Joined(self.dim, self.size, index, self.selects)
+
+
+class _GrowSteps(_Grow):
+    """Merges neighbours of which only some take the branch of a step.
+
+    It runs if any of them takes it. A maximum does not change with minus infinity, nor
+    a sum with a product of zero; what scales the sum, a power of how much the maximum
+    changed, is one then, if the maximum was finite.
+    """
+
+    def __init__(self, found: LoopDims, dim: LoopDim, factor: int):
+        super().__init__(found, dim, factor, selects=False)
+        steps = walked(found)
+        if steps is None or steps is dim:
+            raise CannotReblock("no axis steps along a dimension of its blocks")
+        proof = RunningSteps(found, steps, cut=True)
+        if proof.guard is None:
+            raise CannotReblock("no branch skips steps")
+        if not all(state.is_finite for state in proof.proved.maxima):
+            raise CannotReblock("a maximum may start as minus infinity")
+        self.made, self.guard = proof.made, proof.guard
+        index = found.pipeline.ids[self.axis]
+        parts = tuple(p for p in self.guard.parts if proof.depends(p, [index]))
+        self.fills = proof.proved.fills_along(dim, parts)
+
+    def code(self) -> Joined:
+        ids = self.found.pipeline.ids
+        code = Wider(self.dim, self.size, ids[self.axis], self.made, ids)
+        code.guard, code.fills = self.guard, self.fills
+        return code
 
 
 def _depends(block: Block, results: Sequence[Value], value: Value) -> bool:

@@ -25,7 +25,7 @@ from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import inline, producers_of
+from pallasite.ir.rewrite import inline, is_elementwise, producers_of
 from pallasite.ir.roles import Pipeline, Shown, number_of
 from pallasite.passes.analysis.grid import analyze, find_pipeline, with_pipeline
 from pallasite.passes.analysis.memory import Roots, constant_inputs
@@ -339,7 +339,7 @@ class _Parts:
             return self.padded(b, op, places)
         if op.name == "broadcast_in_dim":
             return self.broadcast(b, op, places)
-        if not table()[op.name].elementwise:
+        if not is_elementwise(op):
             raise _Whole
         new = [self.value(b, v, places if v.tile.shape else ()) for v in op.operands]
         return b.op(op.name, *new, **op.attrs)

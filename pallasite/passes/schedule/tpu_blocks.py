@@ -3,24 +3,27 @@
 A TPU runs one program after another, at a cost for each: blocks grow along dimensions
 in which programs are independent, steps along k are merged, and other consecutive steps
 are gathered into one program, as long as the estimate falls and everything fits.
-Kernels that gain little stay as they are, and blocks that do not fit are split.
+A loop of matmuls is also tried as steps of the grid (`loop_steps.py`), and a program of
+one row as a block of one row (`row_tiles.py`). Kernels that gain little stay as they
+are, and blocks that do not fit are split.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from math import prod
 
 from pallasite.errors import ChipMemoryError
-from pallasite.ir.nodes import Block, Kernel, Value, walk
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.rewrite import producers_of
 from pallasite.ir.roles import Dot, Loop, Pipeline
 from pallasite.ir.types import RefType, TileType
-from pallasite.passes.analysis.cost import cost
+from pallasite.passes.analysis.cost import cost, most_trips
 from pallasite.passes.analysis.grid import WindowMoves
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.known_comparisons import known_comparisons
+from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.schedule.choose_blocks import Blocks, blocks_of
 from pallasite.passes.schedule.cut_steps import cut_steps
@@ -31,6 +34,7 @@ from pallasite.passes.schedule.gather_steps import (
 )
 from pallasite.passes.schedule.merge_k_steps import merge_k_steps
 from pallasite.passes.schedule.reblock import axis_of, cut, grow
+from pallasite.passes.schedule.row_tiles import row_tiles
 from pallasite.passes.schedule.unroll_rounds import MOST_ROUNDS, unroll_rounds
 from pallasite.passes.schedule.widen_steps import widen_steps
 from pallasite.target import Machine, Tpu
@@ -67,16 +71,26 @@ def for_tpu(kernel: Kernel, chip: Tpu, vmem_bytes: int | None = None) -> Kernel:
         return kernel
     if not fits:
         start = _cut_to_fit(start, limit)
-    wide = _widened(start, limit)
-    starts = [wide, *(e for e in _with_branches(wide) if e.fits(limit))]
-    best = _grown(starts[0], limit)
-    for joined in starts[1:]:
-        # Merged programs skip only what all of them skip: more programs skip less.
-        new = _grown(joined, limit)
-        best = new if best.seconds > GAIN * new.seconds else best
-    best = _side_by_side(best, limit)
+    best = _largest(start, limit)
+    for apart in (loop_steps(start.kernel), row_tiles(start.kernel)):
+        other = None if apart is start.kernel else _Estimate.of(apart, chip)
+        if other is not None and other.fits(limit):
+            new = _largest(other, limit)
+            best = new if best.seconds > GAIN * new.seconds else best
     gains = not fits or start.seconds > GAIN * best.seconds
     return best.blocks.kernel if gains else kernel
+
+
+def _largest(start: "_Estimate", limit: float) -> "_Estimate":
+    """The best that larger blocks and merged steps and programs make of a kernel."""
+    wide = _widened(start, limit)
+    best = _side_by_side(_grown(wide, limit), limit)
+    for joined in _with_branches(wide):
+        # Merged programs skip only what all of them skip: more programs skip less.
+        if joined.fits(limit):
+            new = _side_by_side(_grown(joined, limit), limit)
+            best = new if best.seconds > GAIN * new.seconds else best
+    return best
 
 
 def unroll_for_tpu(kernel: Kernel, chip: Tpu) -> Kernel:
@@ -348,18 +362,15 @@ def code_size(block: Block, chip: Tpu) -> float:
 
 
 def _repeated_dots(
-    block: Block, kernel: Kernel, times: int = 1
+    block: Block, trips: Mapping[Op, int], times: int = 1
 ) -> Iterator[tuple[Dot, int]]:
     """Matmuls in a block and how often each runs; unknown counts are one."""
-    made = producers_of(kernel.body)
     for op in block.ops:
         if op.name == "dot":
             yield Dot.of(op), times
-        inner = times
-        if op.name == "for":
-            inner *= len(Loop.of(op).rounds(made)) or 1
+        inner = times * (trips.get(op, 1) if op.name == "for" else 1)
         for region in op.regions:
-            yield from _repeated_dots(region, kernel, inner)
+            yield from _repeated_dots(region, trips, inner)
 
 
 class _Estimate:
@@ -472,7 +483,7 @@ class _Estimate:
             flops += count
             types = (side.value.tile.dtype.name for side in dot.sides)
             products += self.machine.multiplying(count, types)
-        total = cost(self.blocks.kernel)
+        total = cost(self.blocks.kernel, self._trips)
         shared = (1 - POSITIONS) * self._integers()
         rest = max(total.flops - steps * (flops + shared), 0)
         computing = self.machine.computing(rest, total.transcendentals)
@@ -487,7 +498,11 @@ class _Estimate:
     @cached_property
     def _dots(self) -> list[tuple[Dot, int]]:
         """Matmuls, and how often a program runs each."""
-        return list(_repeated_dots(self.blocks.body, self.blocks.kernel))
+        return list(_repeated_dots(self.blocks.body, self._trips))
+
+    @cached_property
+    def _trips(self) -> dict[Op, int]:
+        return most_trips(self.blocks.kernel)
 
     def _rounds(self) -> float:
         """How many loops with matmuls a program runs that nothing overlaps."""
@@ -501,6 +516,10 @@ class _Estimate:
     @cached_property
     def _together(self) -> int:
         """Of those, how many become one (`unroll_rounds.py`)."""
+        made = producers_of(self.blocks.kernel.body)
+        loops = (op for op in walk(self.blocks.body) if op.name == "for")
+        if not all(Loop.of(op).rounds(made) for op in loops):
+            return 1
         most = min(self._most, MOST_ROUNDS, MOST_UNROLLED // max(self.code, 1))
         return int(max(most, 1))
 

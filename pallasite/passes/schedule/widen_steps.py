@@ -80,17 +80,25 @@ def with_own_tiles(op: Op, b: Rewriter) -> Sequence[Value] | None:
 
 
 def walked(found: LoopDims) -> LoopDim | None:
-    """The dimension along which the last axis moves windows."""
+    """The dimension along which the last axis moves windows.
+
+    The largest that is only read: of another, an array may have the steps' blocks in a
+    row that are not parts of one block (saved tiles, one below another).
+    """
     grid = found.pipeline.grid
     if not grid or grid[-1] is None or found.info.axes[-1].parallel:
         return None
-    for dim in found.dims:
-        for number, array_dim in dim.windows:
-            index_map = found.pipeline.shown[number].index_map
-            *_, step = index_map.params
-            if index_map.yields[array_dim] is step:
-                return dim
-    return None
+    modes = [shown.window.mode for shown in found.pipeline.shown]
+    moved = [dim for dim in found.dims if any(_moves(found, *w) for w in dim.windows)]
+    read = [d for d in moved if all(modes[number] == "in" for number, _ in d.windows)]
+    return max(read, key=lambda dim: dim.size, default=moved[0] if moved else None)
+
+
+def _moves(found: LoopDims, number: int, array_dim: int) -> bool:
+    """Whether the last axis is the index of a window's blocks along a dimension."""
+    index_map = found.pipeline.shown[number].index_map
+    *_, step = index_map.params
+    return index_map.yields[array_dim] is step
 
 
 def largest_divisor(count: int, most: int) -> int:
@@ -112,7 +120,7 @@ def _check_sums(steps: Steps) -> None:
 # --- the code of merged steps ---
 
 
-class _Wider(Joined):
+class Wider(Joined):
     """Code of several steps at once.
 
     Args:
@@ -426,7 +434,7 @@ def wider_grid(steps: RunningSteps, factor: Callable[[RunningSteps], int]) -> Ke
     dim, pipeline, guard = steps.dim, steps.pipeline, steps.guard
     number = _checked(factor(steps), steps.steps, dim.size)
     size = dim.size * number
-    code = _Wider(dim, size, steps.step, steps.made, pipeline.ids)
+    code = Wider(dim, size, steps.step, steps.made, pipeline.ids)
     code.guard = guard
     code.ends = {op: (test, n // number) for op, (test, n) in steps.ends.items()}
     if guard is not None:
@@ -515,7 +523,7 @@ def wider_loop(steps: RunningLoop, factor: Callable[[RunningLoop], int]) -> Kern
     def joined(op: Op, b: Rewriter) -> Sequence[Value] | None:
         if op is not loop.op:
             return None
-        code = _Wider(dim, dim.size * number, loop.index, steps.made)
+        code = Wider(dim, dim.size * number, loop.index, steps.made)
         before = Builder(op.loc)
         for each in steps.outside:
             code.op(before, each)

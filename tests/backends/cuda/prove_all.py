@@ -46,8 +46,13 @@ def names(kind: str) -> list[str]:
     return [name for name in library.CASES if name not in without]
 
 
-def subject(kind: str, name: str) -> tuple[Callable, Sequence[Any]]:
-    """A function whose kernels are looked at, and what it is traced with."""
+def subject(
+    kind: str, name: str, size: str = "model"
+) -> tuple[Callable, Sequence[Any]]:
+    """A function whose kernels are looked at, and what it is traced with.
+
+    `size` is that of forms (`tests/forms/form.py`).
+    """
     if kind.startswith("zoo"):
         (case,) = (c for c in all_cases() if c.name == name)
         args = arguments(case, 0)
@@ -55,7 +60,7 @@ def subject(kind: str, name: str) -> tuple[Callable, Sequence[Any]]:
         return (run if kind == "zoo" else gradient(run, args)), args
     if kind.startswith("form"):
         (form,) = (f for f in all_forms() if f.name == name)
-        structs, run = form.problem.structs(SIZES["model"]), form.make(SIZES["model"])
+        structs, run = form.problem.structs(SIZES[size]), form.make(SIZES[size])
         return (run if kind == "forms" else gradient(run, structs)), structs
     case = library.CASES[name]
     return case if kind == "library" else library.gradient(*case)

@@ -11,9 +11,10 @@ from functools import cache
 
 import pytest
 
+from pallasite.autodiff.backward import keeping_plan
 from pallasite.backends import base
 from pallasite.sites import calls_in
-from pallasite.target import GPUS
+from pallasite.target import GPUS, Machine
 from tests.forms import all_forms
 from tests.forms.form import SIZES
 
@@ -25,6 +26,22 @@ def scheduled(name: str, backend: str = "cuda") -> str:
     (call,) = calls_in(function, *structs)
     options = replace(call.options, chip=GPUS["h200"])
     return base.Compiled(base.get(backend), call.kernel, options).scheduled.text
+
+
+def gradient_rings(name: str) -> tuple[list[str], list[str]]:
+    """Of the forward kernel that keeps statistics, and of the keys' cotangents."""
+    form = next(form for form in all_forms() if form.name == name)
+    structs = form.problem.structs(SIZES["model"])
+    (call,) = calls_in(form.make(SIZES["model"]), *structs)
+    chip = GPUS["h200"]
+    made = keeping_plan(call.kernel, (True,) * 3, Machine.usual(chip))
+    assert made is not None
+    found = []
+    for kernel in (made.forward.kernel, made.backward.steps[-1].kernel):
+        options = replace(call.options, chip=chip)
+        compiled = base.Compiled(base.get("cuda"), kernel, options)
+        found.append(rings(compiled.scheduled.text))
+    return found[0], found[1]
 
 
 def rings(text: str) -> list[str]:
@@ -64,21 +81,32 @@ def test_steps_of_256_keys_are_two_each(name: str):
 
 
 @pytest.mark.parametrize(
-    "name, rows",
-    [
-        ("one program sees all keys, plain softmax", 64),
-        ("all keys at once, as in numpy", 128),
-    ],
+    "name",
+    ["one program sees all keys, plain softmax", "all keys at once, as in numpy"],
 )
-def test_all_keys_at_once_are_a_loop(name: str, rows: int):
+def test_all_keys_at_once_are_a_loop(name: str):
     """As wide as heads are: no score is computed twice."""
-    found = [ring.split(",", 1)[1] for ring in rings(scheduled(name))]
-    assert found == [f"{rows},128]", "128,128]", "128,128]"]
+    assert rings(scheduled(name)) == ["bf16[2,128,128]"] * 3
 
 
 def test_programs_of_flat_heads_run_at_once():
     """All queries of all heads, not only the heads."""
     assert "grid=(264,)" in scheduled("causal grid, 64 x 64 blocks, flat heads")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal grid, 64 x 64 blocks, flat heads",
+        "causal grid, statistics repeated over lanes",
+        "edge length, filled",
+    ],
+)
+def test_gradients_by_blocks_of_other_sizes(name: str):
+    """Keys' cotangents by 128 keys and 64 queries, whatever the author's blocks."""
+    forward, keys = gradient_rings(name)
+    assert keys == ["bf16[2,128,128]", "bf16[2,64,128]"] * 2
+    assert "flat" in name or forward == ["bf16[2,128,128]"] * 3
 
 
 def test_two_matmuls_of_whole_weights_are_loops():

@@ -253,6 +253,37 @@ def test_operands_are_repacked_for_products(name, tmp_path, small_chip, monkeypa
     assert kernels.error(got, want) < 1e-5
 
 
+def test_right_operands_are_multiplied_by_numbers_before_the_call(
+    tmp_path, small_chip, monkeypatch
+):
+    """As left operands they are not: those are multiplied in registers."""
+    module = import_module("pallasite.backends.cuda.repack")
+    monkeypatch.setattr(module, "_pays", lambda *_: True)
+
+    def kernel(x_ref, y_ref, o_ref):
+        x, y = x_ref[...] * 0.3, y_ref[...] * 0.3
+        o_ref[...] = jnp.dot(x, y, preferred_element_type=f32)
+
+    def function(x, y):
+        spec = lambda rows, place: pl.BlockSpec((rows, 64), place)
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct((67, 64), f32),
+            grid=(2,),
+            in_specs=[spec(64, lambda i: (i, 0)), spec(64, lambda i: (0, 0))],
+            out_specs=spec(64, lambda i: (i, 0)),
+        )(x, y)
+
+    x, y = (kernels.normal(n, 64, dtype=bf16, seed=n) for n in (67, 64))
+    (kernel_of,) = pl.lower(function)(x, y).kernels
+    normal = run_passes(kernel_of)
+    scheduled = run_passes(normal, cuda.passes_for(GPUS["h100"]))
+    assert "cuda.repacked=((1, False, 0, 0.30078125),)" in scheduled.text
+    (got,) = host.run(normal, [np.asarray(x), np.asarray(y)], tmp_path)
+    scaled = [np.asarray(a * 0.3).astype("f4") for a in (x, y)]
+    assert kernels.error(got, scaled[0] @ scaled[1]) < 1e-5
+
+
 def scaled_rows(x, weights, block=(1, 1024)):
     def kernel(x_ref, w_ref, o_ref):
         x = x_ref[...]

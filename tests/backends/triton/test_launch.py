@@ -23,6 +23,7 @@ from pallasite.backends.triton.launch import (
 )
 from pallasite.backends.triton.shared_memory import SharedMemory
 from pallasite.errors import ChipMemoryError, ResourceError
+from pallasite.ir.nodes import walk
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.run import run as run_passes
 from pallasite.sites import kernels_in
@@ -293,7 +294,7 @@ def test_a_loop_that_reads_what_it_writes_does_not_load_ahead():
     call = pl.pallas_call(kernel, out_shape=shape(8, 128, dtype=jnp.float32))
     (kernel,) = kernels_in(call, shape(8, 128, dtype=jnp.float32))
     text, _ = compiled(kernel)
-    assert "scf.for" in text and "tt.num_stages" not in text
+    assert "scf.for" in text and "tt.num_stages = 1 " in text
 
 
 # --- program order ---
@@ -511,3 +512,35 @@ def test_a_transposed_tile_goes_through_shared_memory():
     with pytest.raises(ChipMemoryError, match="transposed tile") as caught:
         large(kernel, (256, 256), (256, 256))["ttir"]
     assert "262144 bytes" in str(caught.value)
+
+
+# --- loops whose iterations stay in order ---
+
+
+def repeated_updates(steps):
+    """A branch overwrites a whole ref, which the rest of each step adds to."""
+
+    def kernel(x_ref, o_ref):
+        @pl.loop(0, steps)
+        def _(i):
+            x = x_ref[i]
+
+            @pl.when(i % 3 == 0)
+            def _():
+                o_ref[...] = x
+
+            pl.atomic_add(o_ref, (pl.ds(0, 8),), x[:8])
+
+    return kernel
+
+
+@pytest.mark.parametrize("asked", [{}, {"num_stages": 3}], ids=["chosen", "asked"])
+def test_writes_of_a_branch_and_beside_it_stay_in_order(asked):
+    """Triton's pipelining puts such a branch behind all else, whatever is asked for."""
+    out = jax.ShapeDtypeStruct((32,), jnp.float32)
+    call = pl.pallas_call(repeated_updates(5), out_shape=out)
+    (kernel,) = kernels_in(call, jax.ShapeDtypeStruct((5, 32), jnp.float32))
+    scheduled = schedule_launch(run_passes(run_passes(kernel), PASSES), asked, H200)
+    (loop,) = (op for op in walk(scheduled.body) if op.name == "for")
+    assert any(op.name == "cond" for op in walk(loop.regions[0]))
+    assert loop.attrs[STAGES] == 1

@@ -90,3 +90,16 @@ def test_a_length_that_the_program_computes(first):
 def test_parts_between_blocks_keep_the_loop():
     kernel = kernel_of(AT="%at: i32 = mul %k, %two")
     assert loop_steps(kernel) is kernel
+
+
+@pytest.mark.parametrize("dtype", ["i8", "u32", "i64"])
+def test_counters_of_other_types_keep_the_loop(dtype):
+    """The steps of a grid are counted in 32 bits, and the code uses the counter."""
+    numbers = f"""
+      %first: {dtype} = cast %zero {{dtype={dtype}}}
+      %limit: {dtype} = cast %three {{dtype={dtype}}}
+      %step: {dtype} = cast %one {{dtype={dtype}}}"""
+    at = "%k32: i32 = cast %k {dtype=i32}\n %at: i32 = mul %k32, %four"
+    changes = {"FIRST": "%first", "STEP": "%step", "(%k: i32,": f"(%k: {dtype},"}
+    kernel = kernel_of(LIMIT=numbers, AT=at, **changes)
+    assert loop_steps(kernel) is kernel

@@ -110,6 +110,22 @@ def test_orders_become_a_grid(code, grid):
     assert program_order(new) is new
 
 
+def test_two_axes_along_one_dimension_are_one():
+    code = """
+      %n: i32 = constant {value=2}
+      %t: i32 = mul %p, %n
+      %c: i32 = add %t, %q
+      %r: i32 = constant {value=0}
+    """
+    kernel = kernel_of(code, (2, 2))
+    new = program_order(kernel)
+    assert_same_meaning(kernel, new, checked=False)
+    assert "grid=(4,)" in new.text
+    # Each core of a TPU has its own part of such an axis.
+    cores = parse_kernel(kernel.text.replace('"arbitrary",', '"core_parallel",', 1))
+    assert program_order(cores) is cores
+
+
 def test_fewer_programs_than_blocks():
     """Two whole rows of blocks are a box; one row and a half are not."""
     kernel = kernel_of(FLAT, (8,))
@@ -210,3 +226,23 @@ kernel @k(%x: ref<f32[16] any>, %o: ref<f32[16] any>) outputs 1 {
 def test_programs_that_carry_a_value_keep_their_order():
     kernel = canonicalize(parse_kernel(CARRIED))
     assert program_order(kernel) is kernel
+
+
+def test_the_bits_of_a_number_are_not_one_number():
+    """A bitcast that adds a dimension, where ids are written anew."""
+    kernel = parse_kernel("""
+kernel @k(%o: ref<i16[4] any>) outputs 1 {
+  pipeline %o {grid=(2,), windows=(out[2],), semantics=("arbitrary",)}
+    map (%p: i32) {
+      %one: i32 = constant {value=1}
+      %r: i32 = sub %one, %p
+      yield %r
+    }
+    body (%i: i32, %ob: ref<i16[2] block>) {
+      %n: i32 = not %i
+      %v: i16[2] = bitcast %n {dtype=i16}
+      store %ob[:] = %v
+    }
+}
+""")
+    assert_same_meaning(kernel, program_order(kernel))

@@ -290,7 +290,6 @@ RULES: dict[str, Rule] = {
     "round": _round,
     "is_finite": _is_finite,
     "nextafter": _special(special.nextafter),
-    "reduce_precision": _special(special.reduce_precision),
     "square": lambda at, x: RULES["mul"](at, x, x),
     "integer_pow": _integer_pow,
     **{name: _function(name) for name in functions.FUNCTIONS},

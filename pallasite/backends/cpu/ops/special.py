@@ -6,7 +6,7 @@ a register; `arithmetic.py` lists them in its table.
 
 from pallasite.backends.cpu.llvm import scalars
 from pallasite.backends.cpu.llvm.writer import Function, Val, integer
-from pallasite.ir.types import F32, F64, DType
+from pallasite.ir.types import DType
 
 
 def nextafter(f: Function, dtype: DType, x: Val, y: Val) -> Val:
@@ -28,34 +28,3 @@ def nextafter(f: Function, dtype: DType, x: Val, y: Val) -> Val:
     result = scalars.from_bits(f, dtype, f.select(stays, y_bits, moved))
     is_nan = f.compare("fcmp uno", x, y)
     return f.select(is_nan, f.binary("fadd", x, y), result)
-
-
-def reduce_precision(
-    f: Function, dtype: DType, x: Val, *, exponent_bits: int, mantissa_bits: int
-) -> Val:
-    """Round to fewer mantissa bits, then overflow to infinity and flush to zero."""
-    wide = F64 if dtype == F64 else F32
-    mantissa, bias = (52, 1023) if wide == F64 else (23, 127)
-    n = wide.bits
-    number = lambda value: integer(value, f"i{n}")
-    bits = f.convert("bitcast", x, f"i{n}")
-    sign = f.binary("and", bits, number(-(1 << (n - 1))))
-    size = f.binary("and", bits, number((1 << (n - 1)) - 1))
-    drop = mantissa - mantissa_bits
-    if drop > 0:
-        odd = f.binary("and", f.binary("lshr", size, number(drop)), number(1))
-        half = number((1 << (drop - 1)) - 1)
-        size = f.binary("add", f.binary("add", size, half), odd)
-        size = f.binary("and", size, number(-(1 << drop)))
-    new_bias = (1 << (exponent_bits - 1)) - 1
-    top = min(bias + new_bias, 2 * bias)
-    kept = min(mantissa_bits, mantissa)
-    fraction = ((1 << kept) - 1) << (mantissa - kept)
-    largest = number((top << mantissa) | fraction)
-    infinity = number((2 * bias + 1) << mantissa)
-    smallest = number(max(bias + 1 - new_bias, 1) << mantissa)
-    size = f.select(f.compare("icmp ugt", size, largest), infinity, size)
-    size = f.select(f.compare("icmp ult", size, smallest), number(0), size)
-    result = f.convert("bitcast", f.binary("or", sign, size), x.type)
-    is_nan = f.compare("fcmp uno", x, x)
-    return f.select(is_nan, x, result)
