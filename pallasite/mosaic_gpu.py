@@ -81,6 +81,7 @@ from pallasite.language.gpu_memory import Barrier as Barrier
 from pallasite.language.gpu_memory import ClusterBarrier as ClusterBarrier
 from pallasite.language.gpu_memory import CopyPartition as CopyPartition
 from pallasite.language.gpu_memory import OOBFillMode as OOBFillMode
+from pallasite.language.gpu_memory import RefUnion as RefUnion
 from pallasite.language.gpu_memory import SwizzleTransform as SwizzleTransform
 from pallasite.language.gpu_memory import TilingTransform as TilingTransform
 from pallasite.language.gpu_memory import find_swizzle as find_swizzle
@@ -110,7 +111,7 @@ def set_gpu_interpret_mode(params: Any = None) -> None:
 __getattr__ = missing.names(
     "pallasite.mosaic_gpu",
     missing.hints(
-        "PipelinePipeline RefUnion as_torch_kernel barrier_test im2col_ref "
+        "PipelinePipeline as_torch_kernel barrier_test im2col_ref "
         "inline_mgpu mma transform_ref wait_gmem_to_smem "
         "GPUCompilerParams GPUMemorySpace",
         "use pl.pallas_call and BlockSpecs, which run everywhere",
