@@ -283,7 +283,8 @@ def test_layouts_are_values():
     typed = plgpu.ShapeDtypeStruct((64, 8), f32, plgpu.Layout.WGMMA)
     assert typed.layout.reduce(1).layout is plgpu.Layout.WGMMA
     params = plgpu.CompilerParams(approx_math=True).replace(max_concurrent_steps=3)
-    assert params.approx_math
+    assert params.approx_math and isinstance(params, plgpu.GPUCompilerParams)
+    assert plgpu.GPUMemorySpace.GMEM is plgpu.GMEM
     block = plgpu.BlockSpec((8, 8), oob_fill_mode=plgpu.OOBFillMode.UNDEFINED)
     assert block.block_shape == (8, 8)
     assert plgpu.TMEM((128, 8), f32, layout=plgpu.TMEMLayout.M64_COLLECTIVE_LAYOUT(8))
