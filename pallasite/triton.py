@@ -134,7 +134,8 @@ def get_gpu_info() -> GpuInfo:
             f"no GPU is known by the name {kind!r}",
             fix="PALLASITE_TARGET=h200 names one where there is none",
         )
-    return _generation(int(device.compute_capability.replace(".", "")), None)
+    capability = getattr(device, "compute_capability", "")  # "9.0"
+    return _generation(int(capability.replace(".", "")), None)
 
 
 def is_gpu_device() -> bool:
