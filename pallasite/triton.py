@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from pallasite import config
-from pallasite.backends.triton import TARGET as CUSTOM_CALL_TARGET_NAME
 from pallasite.errors import SpecError
 from pallasite.language import specs
 from pallasite.language.helpers import dot as dot
@@ -143,4 +142,12 @@ def is_gpu_device() -> bool:
     return jax.default_backend() == "gpu"
 
 
-__all__ = ["CUSTOM_CALL_TARGET_NAME", "CompilerParams", "multiple_of"]
+def __getattr__(name: str) -> Any:
+    if name == "CUSTOM_CALL_TARGET_NAME":  # a backend, loaded when it is used
+        from pallasite.backends.triton import TARGET
+
+        return TARGET
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["CompilerParams", "multiple_of"]
