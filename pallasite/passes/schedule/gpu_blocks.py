@@ -256,7 +256,7 @@ def _narrow_steps(products: "_WithProducts") -> "_WithProducts | None":
 def _wider_steps(products: "_WithProducts") -> "_WithProducts | None":
     """The same work with steps of more elements, where that gains enough."""
     blocks = products.blocks
-    if not blocks.fills:
+    if not blocks.fills or products.shares_core:
         return None
     try:
         made = blocks_of(canonicalize(widen_steps(blocks.kernel, STEP)), blocks.fills)
@@ -370,20 +370,22 @@ class _WithProducts:
         shrinks = any(n < dim.size for dim, n in sizes.items() if self._is_side(dim))
         grows = all(n > dim.size for dim, n in sizes.items())
         if grows and warpgroups(self._rows({})) < warpgroups(self._rows(sizes)):
-            return GAIN_OF_WARPGROUPS if self._is_alone else GAIN
+            return GAIN if self.shares_core else GAIN_OF_WARPGROUPS
         return GAIN if shrinks or not self._is_one_product else GAIN_OF_GROWTH
 
     @cached_property
-    def _is_alone(self) -> bool:
-        """Whether a program of one warpgroup leaves no room for a second one."""
+    def shares_core(self) -> bool:
+        """Whether a program of one warpgroup leaves room for a second one."""
+        if warpgroups(self._rows({})) > 1:
+            return False
         of_thread = self._register_bytes({}) // (4 * WARPGROUP)
         sides = [side.value for dot in self.blocks.dots for side in dot.sides]
         loaded = [v for v in dict.fromkeys(sides) if _is_loaded(v, self._made)]
         bytes_ = sum(v.tile.size * v.tile.dtype.bytes for v in loaded)
         most = self.tiles.of_shared_thread
         if most is None or of_thread > most:
-            return True
-        return 2 * self.tiles.stages * bytes_ > SHARED_SHARE * self.chip.shared.bytes
+            return False
+        return 2 * self.tiles.stages * bytes_ <= SHARED_SHARE * self.chip.shared.bytes
 
     @cached_property
     def _is_one_product(self) -> bool:

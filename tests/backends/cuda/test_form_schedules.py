@@ -89,12 +89,14 @@ def test_all_keys_at_once_are_a_loop(name: str):
     assert rings(scheduled(name)) == ["bf16[2,128,128]"] * 3
 
 
-@pytest.mark.parametrize(
-    "name", ["causal grid, 64 x 64 blocks, flat heads", "causal grid, 128 x 64 blocks"]
-)
-def test_small_blocks_are_those_of_others(name: str):
-    """Of two of its blocks of queries, and of two steps of keys."""
-    assert rings(scheduled(name)) == rings(scheduled("causal grid, column statistics"))
+def test_programs_of_flat_heads_run_at_once():
+    """All queries of all heads, not only the heads; two programs share an SM."""
+    assert "grid=(264,)" in scheduled("causal grid, 64 x 64 blocks, flat heads")
+
+
+def test_two_steps_of_64_keys_are_one_of_128():
+    found = rings(scheduled("causal grid, 128 x 64 blocks"))
+    assert found == rings(scheduled("causal grid, column statistics"))
 
 
 @pytest.mark.parametrize(
