@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf, prod
+from math import inf, prod, sqrt
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
 from pallasite.autodiff.reverse import Reversed, reverse_program
 from pallasite.autodiff.reverse_rules import accumulated
+from pallasite.autodiff.row_blocks import row_blocks
 from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
 from pallasite.autodiff.unrounded import unrounded
@@ -459,7 +460,11 @@ def _plan(
     variants: list[tuple[Program, list[Merge]]] = [(program, [])]
     gathered = list[Program]()
     if not moving:
-        program, gathered = gather_overlaps(program.simplified(), results)
+        program = program.simplified()
+        if machine.gpu is not None and prod(program.sizes) < 2 * machine.cores:
+            program = row_blocks(program)
+        in_blocks = machine.gpu is not None
+        program, gathered = gather_overlaps(program, results, in_blocks)
         most = MOST_SCATTERED * sum(map(_bytes, kernel.params))
         variants = _scattered(program, list(targets.values()), most, machine)
     # Partial sums are for small operands, such as the weights of a norm.
@@ -654,7 +659,8 @@ class _Sums(NamedTuple):
     """What decides whether kernels compute partial sums.
 
     Attributes:
-        budget: bytes of the operands, of which partial sums may take a quarter.
+        budget: bytes of the operands, of which partial sums may take a quarter, or half
+            on a GPU.
         machine: what runs the kernels.
     """
 
@@ -740,7 +746,7 @@ def cut_into_parts(
     for axis in (a for a in order if a not in shared and sizes[a] > 1):
         if programs >= sums.machine.enough_programs:
             break
-        count = _parts_of(axis, group, sizes, sums, parts)
+        count = _parts_of(axis, group, sizes, sums, parts, programs)
         is_whole = count == sizes[axis]
         if count >= LEAST_PARTS or is_whole:
             parts[axis] = count
@@ -756,19 +762,26 @@ def _parts_of(
     sizes: Sequence[int],
     sums: _Sums,
     others: Parts,
+    programs: int,
 ) -> int:
-    """How many parts to split an axis into, after others."""
+    """How many parts to split an axis into, after others.
+
+    On a GPU, `programs` on some cores have as much less bandwidth as cores are idle: it
+    takes `cores / (programs * n)` of the time to read the operands, and sums of n parts
+    are written and read. The sum of both is least at the square root below. But as
+    much is moved for sums as for operands at most.
+    """
     taken = sum(
         _bytes(p.ref) * prod(n for a, n in others.items() if a not in p.own)
         for p in group
         if axis not in p.own
     )
     fits = sums.budget / max(taken, 1)  # parts that would take as much as the operands
-    share = SMALL_SHARE if sums.machine.gpu is None else GPU_SHARE
-    most = min(
-        MOST_PARTS // prod(others.values()),
-        max(min(FEW_PARTS, fits / 4), fits * share),
-    )
+    many = fits * SMALL_SHARE
+    if sums.machine.gpu is not None:
+        many = sqrt(fits * sums.machine.cores / (2 * programs))
+        many = max(min(many, fits / 2), fits * GPU_SHARE)
+    most = min(MOST_PARTS // prod(others.values()), max(min(FEW_PARTS, fits / 4), many))
     counts = [d for d in range(1, int(most) + 1) if sizes[axis] % d == 0]
     # Devices come in powers of two, and each should have whole parts.
     return max(counts, key=lambda d: (d & -d, d), default=1)

@@ -17,6 +17,7 @@ from pallasite.passes.lower.per_program import Program, kernel_of, main_refs, pr
 from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.known_integers import known_integers
 from pallasite.passes.normal.results_in_scratch import results_in_scratch
+from pallasite.passes.normal.seams import seams
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.run import NORMAL, run
 from pallasite.passes.schedule.gpu_blocks import fewer_rows
@@ -29,11 +30,13 @@ from pallasite.target import Machine
 def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     """The kernel in normal form, and as a program."""
     normal = run(kernel, NORMAL)
-    kernel = previous_blocks(results_in_scratch(normal))
+    kernel, gpu = seams(results_in_scratch(normal)), machine.gpu is not None
+    if gpu:
+        kernel = previous_blocks(kernel)  # its many programs run in any order
     if kernel is not normal:
         kernel = run(kernel, NORMAL)  # rules for scratch apply to these, too
     kernel = whole_rows(kernel, machine.gpu)
-    if machine.gpu is not None:
+    if gpu:
         # A mask of a loaded tile would be a mask of its cotangent, after a matmul.
         kernel = fewer_rows(edge_fills(kernel))
     program = in_phases(program_of(kernel))

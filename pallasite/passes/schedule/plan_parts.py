@@ -26,6 +26,7 @@ from pallasite.passes.schedule.commuting_steps import commuting_steps, in_any_or
 from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.products_apart import apart
 from pallasite.passes.schedule.split_axis import Program, even_parts, split
+from pallasite.passes.schedule.summed_states import summed_states
 from pallasite.passes.schedule.whole_rows import ENOUGH, whole_rows
 from pallasite.target import Chip, Gpu, Host, Machine, chips
 
@@ -108,7 +109,7 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
         if not any(_long_axes(kernel)):
             return Plan()
     if isinstance(chip, Gpu):
-        kernel = whole_rows(kernel, chip)
+        kernel = summed_states(whole_rows(kernel, chip))
         if not any(_long_axes(kernel)):
             return Plan()
         program = apart(kernel, chip)
