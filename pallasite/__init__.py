@@ -21,6 +21,7 @@ from pallasite.language.helpers import dot as dot
 from pallasite.language.helpers import empty as empty
 from pallasite.language.helpers import empty_like as empty_like
 from pallasite.language.helpers import empty_ref_like as empty_ref_like
+from pallasite.language.helpers import enable_debug_checks as enable_debug_checks
 from pallasite.language.helpers import loop as loop
 from pallasite.language.helpers import max_contiguous as max_contiguous
 from pallasite.language.helpers import next_power_of_2 as next_power_of_2
@@ -62,6 +63,7 @@ from pallasite.language.specs import Blocked as Blocked
 from pallasite.language.specs import BlockSpec as BlockSpec
 from pallasite.language.specs import BoundedSlice as BoundedSlice
 from pallasite.language.specs import Buffered as Buffered
+from pallasite.language.specs import CompilerParams as CompilerParams
 from pallasite.language.specs import CostEstimate as CostEstimate
 from pallasite.language.specs import Element as Element
 from pallasite.language.specs import GridSpec as GridSpec
@@ -70,11 +72,16 @@ from pallasite.language.specs import Squeezed as Squeezed
 from pallasite.language.specs import no_block_spec as no_block_spec
 from pallasite.language.specs import squeezed as squeezed
 from pallasite.primitive import Checked as Checked
+from pallasite.primitive import call_p as _call_p
 from pallasite.proofs.prove import prove as prove
 from pallasite.sharding.rule import Partition as Partition
 from pallasite.tools.aot import aot as aot
 from pallasite.tools.explain import explain as explain
 from pallasite.tools.lower import lower as lower
+from pallasite.tools.lower_as_mlir import lower_as_mlir as lower_as_mlir
+from pallasite.tools.lower_as_mlir import (
+    pallas_export_experimental as pallas_export_experimental,
+)
 from pallasite.tools.profile import profile as profile
 from pallasite.tools.roofline_picture import roofline as roofline
 from pallasite.tune.autotune import autotune as autotune
@@ -82,6 +89,8 @@ from pallasite.tune.choices import configs as configs
 from pallasite.tune.results import Tuned as Tuned
 from pallasite.tune.tunable import tunable as tunable
 
+BlockDim = Blocked | Element | Squeezed | BoundedSlice
+pallas_call_p = _call_p
 ANY = MemorySpace.ANY
 HOST = MemorySpace.HOST
 semaphore = MemorySpace.SEMAPHORE
@@ -91,16 +100,8 @@ __version__ = _config.VERSION
 __getattr__ = _missing.names(
     "pallasite",
     {
-        "BlockDim": "an entry of block_shape is an int, None, pl.Element, pl.Squeezed, "
-        "pl.Blocked or pl.BoundedSlice",
-        "CompilerParams": "use a backend's own: pltpu.CompilerParams",
         "Indirect": "gather rows by index in the kernel: "
         "pltpu.async_copy(x_ref.at[indices_ref], rows_ref, sem)",
-        "lower_as_mlir": "pl.lower(f)(x).stages() has the text of every stage",
-        "pallas_call_p": "match equations of jax.make_jaxpr(f)(x) by name, or pl.lower",
-        "pallas_export_experimental": "not needed: jax.export.export works without it",
-        "enable_debug_checks": "not needed on CPUs and in the emulation; on GPUs and "
-        "TPUs, pl.debug_check needs jax.experimental.checkify",
         "enable_poison_buffers": "interpret=True poisons uninitialised memory, "
         "pl.Checked() reports what uses it",
     },

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pallasite.errors import SpecError, UnsupportedError
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -75,8 +77,94 @@ class CheckedElsewhere(Checked):
     user, so tools may still compile the kernel with a GPU's backend."""
 
 
+_INTERPRET_CHOICES = {
+    "dma_execution_mode": ("eager", "on_wait"),
+    "on_race": ("raise", "warn"),
+    "out_of_bounds_reads": ("raise", "uninitialized"),
+    "uninitialized_memory": ("nan", "zero"),
+    "buffer_bounds": ("logical", "padded"),
+}
+
+
+@dataclass(frozen=True)
+class InterpretParams:
+    """`interpret=pltpu.InterpretParams(...)`: one evaluator runs all devices and cores.
+
+    Copies and semaphores behave as on a chip. Bugs are reported with their lines, as in
+    checked mode: copies that are not waited for, semaphores left nonzero and deadlocks
+    always, others as set here. `interpret=pl.Checked()` checks more.
+
+    Args:
+        dma_execution_mode: "eager" performs a copy when it starts, "on_wait" when it is
+            waited for.
+        detect_races: report two unordered accesses to the same memory.
+        on_race: "raise", or "warn" and continue.
+        out_of_bounds_reads: "raise" reports an index past the end of a ref;
+            "uninitialized" reads it like unwritten memory.
+        skip_floating_point_ops: every floating-point result is infinity.
+        uninitialized_memory: unwritten memory holds "nan" (the least value of integer
+            types) or "zero".
+        num_cores_or_threads: how many cores share the programs along parallel axes.
+            Cores of a mesh run concurrently, as many as the mesh has.
+        random_seed: seed of a random order of parallel programs and "on_wait" copies.
+        grid_point_recorder: called with each program's ids and its core's number.
+        allow_hbm_allocation_in_run_scoped, vector_clock_size, logging_mode: accepted
+            without effect.
+        buffer_bounds: "logical": a ref ends where its shape ends.
+    """
+
+    dma_execution_mode: str = "on_wait"
+    detect_races: bool = False
+    on_race: str = "raise"
+    out_of_bounds_reads: str = "raise"
+    skip_floating_point_ops: bool = False
+    uninitialized_memory: str = "nan"
+    num_cores_or_threads: int = 1
+    random_seed: int | None = None
+    grid_point_recorder: Any = None
+    allow_hbm_allocation_in_run_scoped: bool = False
+    vector_clock_size: int | None = None
+    logging_mode: Any = None
+    buffer_bounds: str = "logical"
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__
+        for name, known in _INTERPRET_CHOICES.items():
+            if getattr(self, name) not in known:
+                got = [("got", repr(getattr(self, name))), ("known", ", ".join(known))]
+                raise SpecError(f"{kind} does not support this {name}", got)
+        if self.num_cores_or_threads < 1:
+            raise SpecError(
+                f"{kind} needs at least one core",
+                [("num_cores_or_threads", self.num_cores_or_threads)],
+                fix="num_cores_or_threads=1, or leave it out",
+            )
+        if self.buffer_bounds == "padded":
+            raise UnsupportedError(
+                f"{kind}(buffer_bounds='padded') is not supported",
+                fix="use buffer_bounds='logical': a ref ends where its shape says",
+            )
+
+    @property
+    def num_cores_per_device(self) -> int:
+        return self.num_cores_or_threads
+
+
+@dataclass(frozen=True)
+class InterpretGPUParams(InterpretParams):
+    """`interpret=plgpu.InterpretGPUParams(...)`: checked mode, as its fields say.
+
+    Args:
+        num_tma_threads_per_device, inline_mgpu: accepted without effect; the others are
+            those of `pltpu.InterpretParams`.
+    """
+
+    num_tma_threads_per_device: int = 5
+    inline_mgpu: str = "error"
+
+
 def interpreted(params: Any) -> Checked:
-    """Checked mode configured by a `pltpu.InterpretParams`."""
+    """Checked mode configured by a `pltpu.InterpretParams` or upstream's."""
     late = params.random_seed if params.random_seed is not None else "late"
     return Checked(
         bounds=params.out_of_bounds_reads == "raise",

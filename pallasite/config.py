@@ -64,6 +64,13 @@ KNOBS: dict[str, Knob] = {
             "'1' emulates every call, 'checked' runs every call in checked mode",
         ),
         Knob(
+            "debug_checks",
+            "PALLASITE_DEBUG_CHECKS",
+            _flag,
+            True,
+            "whether pl.debug_check checks anything",
+        ),
+        Knob(
             "libtpu_python",
             "PALLASITE_LIBTPU_PYTHON",
             str,

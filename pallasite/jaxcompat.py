@@ -8,7 +8,7 @@ import atexit
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,7 +79,7 @@ def own_tracing() -> Iterator[None]:
         yield
 
 
-def named_axes(axes: Sequence[tuple[str, int]]) -> Any:
+def named_axes(axes: Sequence[tuple[Hashable, int]]) -> Any:
     """Bind axis names while a kernel is traced (`lax.axis_index`)."""
     from jax._src.core import extend_axis_env_nd
 

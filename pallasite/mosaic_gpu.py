@@ -3,20 +3,23 @@
 `kernel` says what runs them. Names that are not here yet raise an error when used.
 """
 
-import enum
+import contextlib
 from typing import Any
 
-from pallasite import missing
+from pallasite import config, missing
+from pallasite.calls.gpu_kernel import Mesh as Mesh
 from pallasite.calls.gpu_kernel import kernel as kernel
 from pallasite.calls.gpu_pipeline import BlockSpec as BlockSpec
 from pallasite.calls.gpu_pipeline import emit_pipeline as emit_pipeline
 from pallasite.calls.gpu_pipeline import (
     emit_pipeline_warp_specialized as emit_pipeline_warp_specialized,
 )
+from pallasite.checking import InterpretGPUParams as InterpretGPUParams
 from pallasite.language.gpu import CompilerParams as CompilerParams
 from pallasite.language.gpu import LoweringSemantics as LoweringSemantics
 from pallasite.language.gpu import NDLoopInfo as NDLoopInfo
 from pallasite.language.gpu import TraceScope as TraceScope
+from pallasite.language.gpu import TryClusterCancelResult as TryClusterCancelResult
 from pallasite.language.gpu import WarpMesh as WarpMesh
 from pallasite.language.gpu import async_copy_smem_to_tmem as async_copy_smem_to_tmem
 from pallasite.language.gpu import async_load_tmem as async_load_tmem
@@ -42,16 +45,37 @@ from pallasite.language.gpu import layout_cast as layout_cast
 from pallasite.language.gpu import load as load
 from pallasite.language.gpu import nd_loop as nd_loop
 from pallasite.language.gpu import planar_snake as planar_snake
+from pallasite.language.gpu import query_cluster_cancel as query_cluster_cancel
 from pallasite.language.gpu import set_max_registers as set_max_registers
 from pallasite.language.gpu import tcgen05_commit_arrive as tcgen05_commit_arrive
 from pallasite.language.gpu import tcgen05_mma as tcgen05_mma
 from pallasite.language.gpu import transpose_ref as transpose_ref
+from pallasite.language.gpu import try_cluster_cancel as try_cluster_cancel
 from pallasite.language.gpu import wait_load_tmem as wait_load_tmem
 from pallasite.language.gpu import wait_smem_to_gmem as wait_smem_to_gmem
 from pallasite.language.gpu import warp_map as warp_map
 from pallasite.language.gpu import wgmma as wgmma
 from pallasite.language.gpu import wgmma_accumulator_load as wgmma_accumulator_load
 from pallasite.language.gpu import wgmma_wait as wgmma_wait
+from pallasite.language.gpu_arrays import atomic_add as atomic_add
+from pallasite.language.gpu_arrays import atomic_and as atomic_and
+from pallasite.language.gpu_arrays import atomic_max as atomic_max
+from pallasite.language.gpu_arrays import atomic_min as atomic_min
+from pallasite.language.gpu_arrays import atomic_or as atomic_or
+from pallasite.language.gpu_arrays import atomic_xor as atomic_xor
+from pallasite.language.gpu_arrays import max as max
+from pallasite.language.gpu_arrays import min as min
+from pallasite.language.gpu_arrays import prod as prod
+from pallasite.language.gpu_arrays import store as store
+from pallasite.language.gpu_arrays import sum as sum
+from pallasite.language.gpu_layouts import Layout as Layout
+from pallasite.language.gpu_layouts import RefType as RefType
+from pallasite.language.gpu_layouts import Replicated as Replicated
+from pallasite.language.gpu_layouts import ShapeDtypeStruct as ShapeDtypeStruct
+from pallasite.language.gpu_layouts import Tiling as Tiling
+from pallasite.language.gpu_layouts import TMEMLayout as TMEMLayout
+from pallasite.language.gpu_layouts import Transform as Transform
+from pallasite.language.gpu_layouts import print_layout as print_layout
 from pallasite.language.gpu_memory import Accumulator, SharedMemory, TensorMemory
 from pallasite.language.gpu_memory import Barrier as Barrier
 from pallasite.language.gpu_memory import ClusterBarrier as ClusterBarrier
@@ -61,87 +85,48 @@ from pallasite.language.gpu_memory import SwizzleTransform as SwizzleTransform
 from pallasite.language.gpu_memory import TilingTransform as TilingTransform
 from pallasite.language.gpu_memory import find_swizzle as find_swizzle
 from pallasite.language.memory_spaces import MemorySpace as MemorySpace
-from pallasite.language.refs import atomic_add as atomic_add
-from pallasite.language.refs import atomic_and as atomic_and
-from pallasite.language.refs import atomic_max as atomic_max
-from pallasite.language.refs import atomic_min as atomic_min
-from pallasite.language.refs import atomic_or as atomic_or
-from pallasite.language.refs import atomic_xor as atomic_xor
-from pallasite.language.refs import store as store
 
 GMEM = MemorySpace.GMEM
 SMEM = SharedMemory()
 TMEM = TensorMemory()
 REGS = MemorySpace.REGS
+GPUMesh = Mesh
 ACC = WGMMAAccumulatorRef = Accumulator()
 
 
-class Layout(enum.Enum):
-    """Layouts of a tile across threads; they change no result."""
-
-    WGMMA = "wgmma"
-    WGMMA_8BIT = "wgmma_8bit"
-    WGMMA_TRANSPOSED = "wgmma_transposed"
-    WGMMA_UPCAST_2X = "wgmma_upcast_2x"
-    WGMMA_UPCAST_4X = "wgmma_upcast_4x"
-    WG_SPLAT = "wg_splat"
-    WG_STRIDED = "wg_strided"
-    TCGEN05 = "tcgen05"
-    TCGEN05_TRANSPOSED = "tcgen05_transposed"
-    TCGEN05_M64_COLLECTIVE = "tcgen05_m64_collective"
-    TCGEN05_M64_COLLECTIVE_NATIVE = "tcgen05_m64_collective_native"
-    TCGEN05_TMEM_NATIVE = "tcgen05_tmem_native"
-    SMEM_GMEM_COPY = "smem_gmem_copy"
-    TMA_INDICES = "tma_indices"
-    TMA_INDICES_4 = "tma_indices_4"
-    TILED = "tiled"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple["Layout", Any, Any]:
-        """A layout with parameters: `Layout.WG_STRIDED(shape, vec_size=2)`."""
-        return self, args, kwargs
-
-    def reduce(self, axes: int | tuple[int, ...]) -> tuple["Layout", Any]:
-        """The layout of a tile after a reduction."""
-        return self, axes
+def force_gpu_interpret_mode(
+    params: Any = None,
+) -> contextlib.AbstractContextManager[None]:
+    """Run every call in a `with` block in checked mode, with these parameters."""
+    return config.override(interpret=params or InterpretGPUParams())
 
 
-_ANYWHERE = "use pl.pallas_call and BlockSpecs, which run everywhere"
-_MESH = (
-    "plgpu.kernel(body, out_shape, grid=..., grid_names=..., cluster=..., "
-    "cluster_names=..., num_threads=..., thread_name=...) is equivalent"
-)
-_OTHER_MEMORY = (
-    "let blocks and devices exchange values through main memory, between two kernels"
-)
-_CHECKED = "interpret=pl.Checked() runs kernels on any machine, and checks them"
+def set_gpu_interpret_mode(params: Any = None) -> None:
+    """Run every call from now on in checked mode; `params=False` ends that."""
+    given = None if params is False else params or InterpretGPUParams()
+    config.keep("interpret", given)
+
+
 __getattr__ = missing.names(
     "pallasite.mosaic_gpu",
     missing.hints(
-        "PipelinePipeline RefType RefUnion Replicated ShapeDtypeStruct TMEMLayout "
-        "Tiling Transform as_torch_kernel barrier_test im2col_ref inline_mgpu max min "
-        "mma print_layout prod sum transform_ref wait_gmem_to_smem "
+        "PipelinePipeline RefUnion as_torch_kernel barrier_test im2col_ref "
+        "inline_mgpu mma transform_ref wait_gmem_to_smem "
         "GPUCompilerParams GPUMemorySpace",
-        _ANYWHERE,
+        "use pl.pallas_call and BlockSpecs, which run everywhere",
     )
-    | missing.hints("Mesh GPUMesh", _MESH)
     | missing.hints(
         "PeerMemRef SemaphoreSignal SemaphoreType alloc_semaphore async_store_smem "
         "cluster_ref multicast_ref multimem_load_reduce multimem_store remote_ref "
         "semaphore_signal semaphore_signal_multicast semaphore_signal_parallel "
         "semaphore_wait",
-        _OTHER_MEMORY,
+        "let blocks and devices exchange values through main memory, between two "
+        "kernels",
     )
     | missing.hints(
         "async_copy_scales_to_tmem async_copy_sparse_metadata_to_tmem "
         "format_tcgen05_sparse_metadata",
         "scale and mask operands before tcgen05_mma, which does neither",
-    )
-    | missing.hints(
-        "TryClusterCancelResult query_cluster_cancel try_cluster_cancel",
-        "plgpu.dynamic_scheduling_loop covers the grid",
-    )
-    | missing.hints(
-        "InterpretGPUParams force_gpu_interpret_mode set_gpu_interpret_mode", _CHECKED
     ),
     decorators=("inline_mgpu",),
 )

@@ -19,13 +19,15 @@ from pallasite.calls.emit_pipeline import (
 )
 from pallasite.calls.mesh import TensorCoreMesh as TensorCoreMesh
 from pallasite.calls.mesh import create_tensorcore_mesh as create_tensorcore_mesh
-from pallasite.errors import SpecError, UnsupportedError
+from pallasite.checking import InterpretParams as InterpretParams
+from pallasite.errors import UnsupportedError
 from pallasite.importer.seeded_random import prng_random_bits as prng_random_bits
 from pallasite.importer.seeded_random import prng_seed as prng_seed
 from pallasite.importer.seeded_random import stateful_bernoulli as stateful_bernoulli
 from pallasite.importer.seeded_random import stateful_bits as stateful_bits
 from pallasite.importer.seeded_random import stateful_normal as stateful_normal
 from pallasite.importer.seeded_random import stateful_uniform as stateful_uniform
+from pallasite.language import specs
 from pallasite.language.device_ids import DeviceIdType as DeviceIdType
 from pallasite.language.einshape import einshape as einshape
 from pallasite.language.helpers import reciprocal as reciprocal
@@ -128,7 +130,7 @@ ARBITRARY = GridDimensionSemantics.ARBITRARY
 
 
 @dataclass(frozen=True)
-class CompilerParams:
+class CompilerParams(specs.CompilerParams):
     """Settings for the TPU backend; other backends use what applies to them.
 
     Args:
@@ -160,76 +162,6 @@ class CompilerParams:
 TPUCompilerParams = CompilerParams
 
 
-@dataclass(frozen=True)
-class InterpretParams:
-    """`interpret=pltpu.InterpretParams(...)`: one evaluator runs all devices and cores.
-
-    Copies and semaphores behave as on a chip. Bugs are reported with their lines, as in
-    checked mode: copies that are not waited for, semaphores left nonzero and deadlocks
-    always, others as set here. `interpret=pl.Checked()` checks more.
-
-    Args:
-        dma_execution_mode: "eager" performs a copy when it starts, "on_wait" when it is
-            waited for.
-        detect_races: report two unordered accesses to the same memory.
-        on_race: "raise", or "warn" and continue.
-        out_of_bounds_reads: "raise" reports an index past the end of a ref;
-            "uninitialized" reads it like unwritten memory.
-        skip_floating_point_ops: every floating-point result is infinity.
-        uninitialized_memory: unwritten memory holds "nan" (the least value of integer
-            types) or "zero".
-        num_cores_or_threads: how many cores share the programs along parallel axes.
-            Cores of a mesh run concurrently, as many as the mesh has.
-        random_seed: seed of a random order of parallel programs and "on_wait" copies.
-        grid_point_recorder: called with each program's ids and its core's number.
-        allow_hbm_allocation_in_run_scoped, vector_clock_size, logging_mode: accepted
-            without effect.
-        buffer_bounds: "logical": a ref ends where its shape ends.
-    """
-
-    dma_execution_mode: str = "on_wait"
-    detect_races: bool = False
-    on_race: str = "raise"
-    out_of_bounds_reads: str = "raise"
-    skip_floating_point_ops: bool = False
-    uninitialized_memory: str = "nan"
-    num_cores_or_threads: int = 1
-    random_seed: int | None = None
-    grid_point_recorder: Any = None
-    allow_hbm_allocation_in_run_scoped: bool = False
-    vector_clock_size: int | None = None
-    logging_mode: Any = None
-    buffer_bounds: str = "logical"
-
-    def __post_init__(self) -> None:
-        for name, known in _INTERPRET_CHOICES.items():
-            if getattr(self, name) not in known:
-                got = [("got", repr(getattr(self, name))), ("known", ", ".join(known))]
-                raise SpecError(f"InterpretParams does not support this {name}", got)
-        if self.num_cores_or_threads < 1:
-            raise SpecError(
-                "InterpretParams needs at least one core",
-                [("num_cores_or_threads", self.num_cores_or_threads)],
-                fix="num_cores_or_threads=1, or leave it out",
-            )
-        if self.buffer_bounds == "padded":
-            raise UnsupportedError(
-                "InterpretParams(buffer_bounds='padded') is not supported",
-                fix="use buffer_bounds='logical': a ref ends where its shape says",
-            )
-
-    @property
-    def num_cores_per_device(self) -> int:
-        return self.num_cores_or_threads
-
-
-_INTERPRET_CHOICES = {
-    "dma_execution_mode": ("eager", "on_wait"),
-    "on_race": ("raise", "warn"),
-    "out_of_bounds_reads": ("raise", "uninitialized"),
-    "uninitialized_memory": ("nan", "zero"),
-    "buffer_bounds": ("logical", "padded"),
-}
 TPUInterpretParams = InterpretParams
 
 

@@ -9,7 +9,6 @@ that cannot overflow are computed for both, as cotangents pass through all of th
 
 from collections.abc import Sequence
 
-from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
@@ -17,6 +16,7 @@ from pallasite.ir.rewrite import producers_of, users_of
 from pallasite.ir.roles import Loop
 from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.memory import VIEWS, written_refs
+from pallasite.passes.lower.per_program import Program
 
 # What iterations of one loop may compute for the other, too.
 HARMLESS = frozenset(

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf, prod
+from math import inf, prod, sqrt
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from pallasite.autodiff.backward_axes import split_axes
-from pallasite.autodiff.backward_choice import Estimate, estimate
+from pallasite.autodiff.backward_choice import Estimate, estimate, sum_of
 from pallasite.autodiff.backward_stages import Stages, split, sums_apart
 from pallasite.autodiff.backward_windows import (
     Built,
@@ -29,17 +29,18 @@ from pallasite.autodiff.backward_windows import (
 )
 from pallasite.autodiff.carried_axes import carried_axis
 from pallasite.autodiff.edges import harmless_edges
+from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
 from pallasite.autodiff.owned_blocks import owned_blocks
 from pallasite.autodiff.owned_rows import owned_rows
-from pallasite.autodiff.per_program import Program, main_refs
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
 from pallasite.autodiff.reverse import Reversed, reverse_program
 from pallasite.autodiff.reverse_rules import accumulated
+from pallasite.autodiff.row_blocks import row_blocks
 from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
 from pallasite.autodiff.unrounded import unrounded
@@ -50,6 +51,7 @@ from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.rewrite import substitute
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.lower.per_program import Program, main_refs
 from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 from pallasite.target import Machine
@@ -227,7 +229,11 @@ def _run(
     rule = inherit(call.partition, step.kernel, known)
     options = replace(call, kernel=step.kernel, cost_estimate=None, partition=rule)
     options = replace(options, flowing=step.taking(flowing))
-    results = bind_call(options, [arrays[ref] for ref in step.operands])
+    operands = [
+        arrays[ref].astype(operand.ref.dtype.np)
+        for ref, operand in zip(step.operands, step.kernel.inputs, strict=True)
+    ]
+    results = bind_call(options, operands)
     whole = [
         jnp.sum(x, axis=tuple(range(x.ndim - ref.ref.rank))) if parts > 1 else x
         for x, ref, parts in zip(results, step.results, step.parts, strict=True)
@@ -257,7 +263,71 @@ def plan(
     Raises:
         NoBackwardKernel: there are none.
     """
-    return _plan(kernel, wanted, known, machine)
+    made = _plan(kernel, wanted, known, machine)
+    composed = _composed(made, kernel, wanted, known)
+    if composed is None:
+        return made
+    way, other = composed.choices[0], made.choices[0]
+    return composed if way.estimate.seconds < other.estimate.seconds else made
+
+
+def _composed(
+    made: BackwardPlan,
+    kernel: Kernel,
+    wanted: tuple[bool, ...],
+    known: tuple[bool, ...],
+) -> BackwardPlan | None:
+    """The kernels of a program in two parts (`first_products.py`), if there are two."""
+    machine = made.machine
+    if machine.gpu is None or kernel.aliases or not _has_products(kernel):
+        return None
+    normal, program = normal_program(kernel, machine)
+    found = cut(program)
+    if found is None:
+        return None
+    sums = _Sums.of(normal, machine)
+    (first, *more) = _kernels(found.first, [found.array], set(), sums)
+    (second, *others) = _kernels(found.second, normal.outputs, set(), sums)
+    if more or others or prod((*first.parts, *second.parts)) > 1:
+        return None
+    number = {ref: n for n, ref in enumerate(normal.inputs)}
+    early = tuple(wanted[number[ref]] for ref in first.operands)
+    late = [ref is found.array or wanted[number[ref]] for ref in second.operands]
+    late[second.operands.index(found.array)] = any(early)
+    order = [normal.outputs.index(ref) for ref in second.results]
+    plans = [plan(second.kernel, tuple(late), tuple(known[n] for n in order), machine)]
+    if any(early):
+        plans.append(plan(first.kernel, early, (True,), machine))
+    if any(each.changing or each.merges for each in plans):
+        return None
+    same, targets = dict[Value, Value](), dict[int, Value]()
+    between = second.operands.index(found.array)
+    for each, part in zip(plans, (second, first), strict=False):
+        same.update(zip(each.primals, part.operands, strict=True))
+        for n, ref in each.targets.items():
+            if part.operands[n] is not found.array:
+                target = targets.setdefault(number[part.operands[n]], ref)
+                same[ref] = target
+        if part is first:
+            same[each.seeds[0]] = plans[0].targets[between]
+    renamed = lambda refs: tuple(same.get(ref, ref) for ref in refs)
+    steps = [first]
+    for step in (step for each in plans for step in each.steps):
+        own = {"operands": renamed(step.operands), "results": renamed(step.results)}
+        steps.append(replace(step, **own))
+    ways = [each.choices[0].estimate for each in plans]
+    total = sum_of([estimate([first.kernel], machine), *ways])
+    way = Way(tuple(steps), total, Stages(()))
+    seeds = {order[n]: ref for n, ref in plans[0].seeds.items()}
+    return replace(
+        made,
+        steps=way.steps,
+        primals=normal.inputs,
+        seeds=seeds,
+        targets=targets,
+        choices=(way, *made.choices),
+        merges=(),
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -278,7 +348,7 @@ def keeping_plan(
         made = plan(kernel, wanted, known, machine)
         if not made.steps or not _has_products(made.steps[0].kernel):
             return None
-        if made.changing or made.merges:
+        if made.changing or made.merges or not made.choices[0].stages.programs:
             return None
         made = _plan(kernel, wanted, known, machine, kernel.outputs)
         return _keeping(made, kernel, known)
@@ -390,7 +460,11 @@ def _plan(
     variants: list[tuple[Program, list[Merge]]] = [(program, [])]
     gathered = list[Program]()
     if not moving:
-        program, gathered = gather_overlaps(program.simplified(), results)
+        program = program.simplified()
+        if machine.gpu is not None and prod(program.sizes) < 2 * machine.cores:
+            program = row_blocks(program)
+        in_blocks = machine.gpu is not None
+        program, gathered = gather_overlaps(program, results, in_blocks)
         most = MOST_SCATTERED * sum(map(_bytes, kernel.params))
         variants = _scattered(program, list(targets.values()), most, machine)
     # Partial sums are for small operands, such as the weights of a norm.
@@ -585,7 +659,8 @@ class _Sums(NamedTuple):
     """What decides whether kernels compute partial sums.
 
     Attributes:
-        budget: bytes of the operands, of which partial sums may take a quarter.
+        budget: bytes of the operands, of which partial sums may take a quarter, or half
+            on a GPU.
         machine: what runs the kernels.
     """
 
@@ -671,7 +746,7 @@ def cut_into_parts(
     for axis in (a for a in order if a not in shared and sizes[a] > 1):
         if programs >= sums.machine.enough_programs:
             break
-        count = _parts_of(axis, group, sizes, sums, parts)
+        count = _parts_of(axis, group, sizes, sums, parts, programs)
         is_whole = count == sizes[axis]
         if count >= LEAST_PARTS or is_whole:
             parts[axis] = count
@@ -687,19 +762,26 @@ def _parts_of(
     sizes: Sequence[int],
     sums: _Sums,
     others: Parts,
+    programs: int,
 ) -> int:
-    """How many parts to split an axis into, after others."""
+    """How many parts to split an axis into, after others.
+
+    On a GPU, `programs` on some cores have as much less bandwidth as cores are idle: it
+    takes `cores / (programs * n)` of the time to read the operands, and sums of n parts
+    are written and read. The sum of both is least at the square root below. But as
+    much is moved for sums as for operands at most.
+    """
     taken = sum(
         _bytes(p.ref) * prod(n for a, n in others.items() if a not in p.own)
         for p in group
         if axis not in p.own
     )
     fits = sums.budget / max(taken, 1)  # parts that would take as much as the operands
-    share = SMALL_SHARE if sums.machine.gpu is None else GPU_SHARE
-    most = min(
-        MOST_PARTS // prod(others.values()),
-        max(min(FEW_PARTS, fits / 4), fits * share),
-    )
+    many = fits * SMALL_SHARE
+    if sums.machine.gpu is not None:
+        many = sqrt(fits * sums.machine.cores / (2 * programs))
+        many = max(min(many, fits / 2), fits * GPU_SHARE)
+    most = min(MOST_PARTS // prod(others.values()), max(min(FEW_PARTS, fits / 4), many))
     counts = [d for d in range(1, int(most) + 1) if sizes[axis] % d == 0]
     # Devices come in powers of two, and each should have whole parts.
     return max(counts, key=lambda d: (d & -d, d), default=1)

@@ -62,6 +62,16 @@ def estimate(kernels: Sequence[Kernel], machine: Machine) -> Estimate:
     return Estimate(tuple(programs), flops, moved, seconds)
 
 
+def sum_of(parts: Sequence[Estimate]) -> Estimate:
+    """Of kernels that run one after another."""
+    return Estimate(
+        tuple(n for each in parts for n in each.programs),
+        sum(each.flops for each in parts),
+        sum(each.bytes for each in parts),
+        sum(each.seconds for each in parts),
+    )
+
+
 def _adds_to_parts(pipeline: Pipeline) -> bool:
     """Whether steps write parts of blocks or scratch: these cannot be in registers."""
     stores = (Access.of(op) for op in walk(pipeline.body) if op.name == "store")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pallasite.autodiff.op_derivative import is_pure
-from pallasite.autodiff.per_program import Program
 from pallasite.autodiff.reverse_activity import defined, facts_of
 from pallasite.autodiff.sink_sums import sink_sums
 from pallasite.ir.build import Builder
@@ -21,6 +20,7 @@ from pallasite.ir.roles import Loop, number_of
 from pallasite.ir.types import INDEX, RefType
 from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.lower.per_program import Program
 
 MOST_STEPS = 1 << 16  # of a loop with a computed trip count, as a grid axis
 

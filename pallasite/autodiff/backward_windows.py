@@ -12,7 +12,6 @@ from functools import cached_property
 from math import prod
 
 from pallasite.autodiff.backward_sums import Sum, expand_sums
-from pallasite.autodiff.per_program import Program, main_refs
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
@@ -34,6 +33,7 @@ from pallasite.ir.text import attr_text
 from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.lower.per_program import Program, main_refs
 from pallasite.passes.optimise.unused import drop_unused
 
 Key = tuple[object, ...]

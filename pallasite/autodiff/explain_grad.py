@@ -5,7 +5,7 @@ allows it, else the functional form of the kernel, differentiated by JAX. Backwa
 kernels that only map blocks are XLA's operations (`whole_arrays.py`). Nothing is run.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ from pallasite import config
 from pallasite.errors import NoBackwardKernel, SpecError
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.language.trace import user_location
-from pallasite.passes.schedule.whole_arrays import for_xla
 from pallasite.primitive import chip_for
 from pallasite.sites import calls_in
 
@@ -81,6 +80,9 @@ def explain_grad(function: Callable[..., Any]) -> Callable[..., GradReport]:
     """
 
     def explained(*args: Any, **kwargs: Any) -> GradReport:
+        # Not needed to import the package.
+        from pallasite.autodiff.equal_operands import with_operands
+
         calls = calls_in(function, *args, **kwargs)
         if not calls:
             name = getattr(function, "__name__", repr(function))
@@ -93,8 +95,9 @@ def explain_grad(function: Callable[..., Any]) -> Callable[..., GradReport]:
         kernels: list[Kernel] = []
         ways: list[str] = []
         for call in calls:
-            kernel, backend = differentiated(call), call.backend
-            rows += _with_equal(explain(kernel, backend), call, kernel)
+            kernel, kept = with_operands(call)
+            backend = call.backend
+            rows += _with_equal(explain(kernel, backend), call, kept)
             kernels += backward_kernels(kernel, backend)
             ways += ways_of(kernel, backend)
         return GradReport(tuple(rows), tuple(kernels), tuple(ways))
@@ -102,27 +105,18 @@ def explain_grad(function: Callable[..., Any]) -> Callable[..., GradReport]:
     return explained
 
 
-def differentiated(call: "Call") -> Kernel:
-    """The kernel of a call, as its derivatives see it."""
-    from pallasite.autodiff.equal_operands import with_operands
-
-    return with_operands(call)[0]
-
-
 def _with_equal(
-    rows: list[OperandGrad], call: "Call", kernel: Kernel
+    rows: list[OperandGrad], call: "Call", kept: Sequence[int]
 ) -> list[OperandGrad]:
     """A row for each operand of a call, also for those that are the same array."""
-    all_rows, pending = list[OperandGrad](), iter(rows)
+    found = dict(zip(kept, rows, strict=True))
     for n, ref in enumerate(call.kernel.inputs):
-        if ref in kernel.inputs:
-            all_rows.append(next(pending))
-            continue
-        one = all_rows[call.equal[n]]
-        why = f"the same array as {one.operand}: one cotangent for both"
-        name = ref.name or f"operand {n}"
-        all_rows.append(OperandGrad(kernel.name, name, one.tier, why))
-    return all_rows
+        if n not in found:
+            one = found[call.equal[n]]
+            why = f"the same array as {one.operand}: one cotangent for both"
+            name = ref.name or f"operand {n}"
+            found[n] = OperandGrad(one.kernel, name, one.tier, why)
+    return [found[n] for n in range(len(found))]
 
 
 def explain(kernel: Kernel, backend: str | None = None) -> list[OperandGrad]:
@@ -222,6 +216,8 @@ def full_plan(
 
 def _is_by_xla(made: "BackwardPlan", operand: int, backend: str | None) -> bool:
     """Whether all kernels that compute an operand's cotangent are XLA's operations."""
+    from pallasite.passes.schedule.whole_arrays import for_xla
+
     steps = [step for step in made.steps if made.targets[operand] in step.results]
     if backend or config.get("backend") or config.get("interpret"):
         return False

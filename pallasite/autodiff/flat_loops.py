@@ -8,13 +8,13 @@ are blocks of their own, which the reverse can distribute over a grid.
 
 from dataclasses import dataclass, replace
 
-from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.nodes import Access, Block, BlockDim, Op, Span, Value
 from pallasite.ir.rewrite import producers_of, substitute
 from pallasite.ir.roles import Cond, Loop
 from pallasite.passes.analysis.affine import Affine, Forms
 from pallasite.passes.analysis.memory import written_refs
+from pallasite.passes.lower.per_program import Program
 
 
 def flat_loops(program: Program) -> Program:

@@ -14,14 +14,13 @@ These are computed again where they are needed (`moved_tiles.py`).
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from math import prod
 
 import numpy as np
 
 from pallasite.autodiff.backward_windows import block_count, only, place
 from pallasite.autodiff.moved_tiles import Along, MovedTiles, NotMoved
-from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import (
     Access,
@@ -37,6 +36,7 @@ from pallasite.ir.nodes import (
 from pallasite.ir.rewrite import producers_of
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.analysis.step_table import StepTable
+from pallasite.passes.lower.per_program import Program
 
 MOST_TERMS = 64
 MOST_PIECES = 64
@@ -44,12 +44,16 @@ Range = tuple[int, int]
 
 
 def gather_overlaps(
-    program: Program, results: Iterable[Value]
+    program: Program, results: Iterable[Value], in_blocks: bool
 ) -> tuple[Program, list[Program]]:
-    """The program without sums that can be gathered, and a program for each of them."""
+    """The program without sums that can be gathered, and a program for each of them.
+
+    `in_blocks`: also those over overlapping parts of one block. Registers, where GPUs
+    keep sums, have no parts.
+    """
     gathered = []
     for ref in results:
-        found = _gathered(only(program, [ref]), ref)
+        found = _gathered(only(program, [ref]), ref, in_blocks)
         if found is not None:
             gathered.append(found)
             program = without(program, ref)
@@ -108,20 +112,20 @@ class _Piece:
     taken: tuple[Range, ...]  # per dimension of the tile, its elements
 
 
-def _gathered(program: Program, ref: Value) -> Program | None:
+def _gathered(program: Program, ref: Value, in_blocks: bool) -> Program | None:
     kept = place(program, ref).kept
     uses = [op for op in walk(program.body) if ref in op.operands]
-    if not uses or not program.sizes or (all(kept) and len(kept)):
+    if not uses or not program.sizes or (all(kept) and not (in_blocks and kept)):
         return None
     try:
-        return _Gather(program, ref).program_of_blocks()
+        return _Gather(program, ref, all(kept)).program_of_blocks()
     except NotMoved:
         return None
 
 
 class _Gather:
-    def __init__(self, program: Program, ref: Value):
-        self.program, self.ref = program, ref
+    def __init__(self, program: Program, ref: Value, in_block: bool):
+        self.program, self.ref, self.in_block = program, ref, in_block
         self.body = program.body
         self.made = producers_of(program.body)
         self.table = StepTable(program.body.params, program.sizes)
@@ -145,7 +149,7 @@ class _Gather:
         self.stays = [
             self.tile_dims(d)
             for d, is_kept in enumerate(self.placed.kept)
-            if is_kept or self.is_whole(d)
+            if not in_block and (is_kept or self.is_whole(d))
         ]
         self.terms = [t for n, op in enumerate(self.adds) for t in self.terms_of(n, op)]
         if len(self.terms) > MOST_TERMS:
@@ -381,10 +385,16 @@ class _Gather:
     # --- the blocks ---
 
     def program_of_blocks(self) -> Program:
-        if not self.terms or all(dim.axis is None for dim in self.dims):
+        stay = all(dim.axis is None for dim in self.dims)
+        if not self.terms or stay != self.in_block:
             raise NotMoved
         pieces = [p for term in self.terms for p in self.pieces(term)]
         if not pieces or len(pieces) > MOST_PIECES:
+            raise NotMoved
+        if self.in_block and not any(
+            one.inside != two.inside and not _are_apart(one.inside, two.inside)
+            for one, two in combinations(pieces, 2)
+        ):
             raise NotMoved
         sizes = list(self.program.sizes)
         shape = self.ref.ref.shape
@@ -444,7 +454,8 @@ class _Gather:
         for piece in pieces:
             groups.setdefault(self.group(piece), []).append(piece)
         wide = [group for group in groups.values() if self.is_wide(group)]
-        if all(along.first == 0 for group in wide for along in self.ahead(group[0])):
+        places = [along for group in wide for along in self.ahead(group[0])]
+        if all(a.first == 0 and a.size == a.step for a in places):
             wide = []
         self.tiles.reach([self.ahead(group[0]) for group in wide])
         for group in groups.values():
@@ -454,6 +465,8 @@ class _Gather:
                     continue
                 except NotMoved:
                     pass
+            if self.in_block:
+                raise NotMoved
             for piece in group:
                 yield self.padded(piece)
 
@@ -465,33 +478,43 @@ class _Gather:
     def ahead(self, piece: _Piece) -> tuple[Along, ...]:
         """Where the block's element 0 is in the tile, continued by those beside it."""
         found = []
-        for dim, k, (start, _) in zip(
-            self.dims, piece.shifts, piece.inside, strict=True
+        shape = piece.term.value.tile.shape
+        for d, (dim, k, (start, _)) in enumerate(
+            zip(self.dims, piece.shifts, piece.inside, strict=True)
         ):
             at = 0 if dim.tile_dim is None else piece.taken[dim.tile_dim][0]
+            size = 1 if dim.tile_dim is None else shape[dim.tile_dim]
             first = at - start - (k * dim.step if dim.axis is not None else 0)
-            found.append(Along(dim.tile_dim, dim.axis, dim.step, first))
+            found.append(Along(d, dim.tile_dim, dim.axis, dim.step, size, first))
         return tuple(found)
 
     def is_wide(self, group: Sequence[_Piece]) -> bool:
-        """Whether pieces of some programs are all of the block, each element once."""
-        for dim, along in zip(self.dims, self.ahead(group[0]), strict=True):
-            size = group[0].term.value.tile.shape
-            if along.first and (dim.axis is None or dim.tile_dim is None):
+        """Whether pieces of some programs are all of the block, each element once.
+
+        Along dimensions that no axis divides there is zero beside a tile.
+        """
+        for along in self.ahead(group[0]):
+            if along.axis is not None and along.size != along.step:
                 return False
-            if dim.tile_dim is not None and size[dim.tile_dim] != dim.step:
-                return False
+        alone = [dim.tile_dim for dim in self.dims if dim.axis is None]
         for piece in group:
+            shape = piece.term.value.tile.shape
+            if any(piece.taken[d] != (0, shape[d]) for d in alone if d is not None):
+                return False
             if not all(self.is_sure(piece, guard) for guard in piece.term.guards):
                 return False
-        boxes = [piece.inside for piece in group]
+        boxes = [
+            [
+                r
+                for r, dim in zip(p.inside, self.dims, strict=True)
+                if dim.axis is not None
+            ]
+            for p in group
+        ]
         volume = sum(prod(b - a for a, b in box) for box in boxes)
-        apart = all(
-            any(b <= c or d <= a for (a, b), (c, d) in zip(one, two, strict=True))
-            for n, one in enumerate(boxes)
-            for two in boxes[:n]
-        )
-        return apart and volume == prod(dim.step for dim in self.dims)
+        apart = all(_are_apart(*pair) for pair in combinations(boxes, 2))
+        whole = prod(dim.step for dim in self.dims if dim.axis is not None)
+        return apart and volume == whole
 
     def is_sure(self, piece: _Piece, guard: tuple[Value, bool]) -> bool:
         """Whether a guard holds in all programs that add the piece to some block."""
@@ -558,6 +581,11 @@ class _Gather:
         )
         spans = tuple(Span(0, n) for n in block.ref.shape)
         b.emit("atomic_rmw", block, total, kind="add", index=spans, mask=False)
+
+
+def _are_apart(one: Sequence[Range], two: Sequence[Range]) -> bool:
+    """Whether boxes have no element in common."""
+    return any(b <= c or d <= a for (a, b), (c, d) in zip(one, two, strict=True))
 
 
 def _varies(numbers: np.ndarray, active: np.ndarray, axis: int) -> bool:

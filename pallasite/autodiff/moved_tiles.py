@@ -6,19 +6,20 @@ works where its rows are computed one by one from blocks that adjoin, and gives 
 where there is no program.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
-from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, BlockDim, Op, Span, Value
+from pallasite.ir.nodes import Access, At, BlockDim, Op, Span, Value
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import used_values
-from pallasite.ir.roles import Dot
+from pallasite.ir.rewrite import is_elementwise, used_values
+from pallasite.ir.roles import Dot, number_of
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.analysis.step_table import StepTable
+from pallasite.passes.lower.per_program import Program
 
 Ranges = tuple[tuple[int, int], ...]
 COSTLY = ("dot", "reduce", "scan", "sort", "custom")  # not computed for a few elements
@@ -29,19 +30,27 @@ class NotMoved(Exception):
 
 
 class Along(NamedTuple):
-    """Where a tile begins along one dimension of a result.
+    """Where a tile begins along one dimension of a result, and how large it is.
 
     Attributes:
+        dim: the dimension of the result.
         tile_dim: the tile's dimension, if it has one.
-        axis: the grid axis along which tiles adjoin, if any.
-        step: how far apart they are.
-        first: which element of the program's own tile is the first.
+        axis: the grid axis along which tiles adjoin; None: there are no others.
+        step: how far apart they are; how many elements the tile is to have.
+        size: how many elements a program's own tile has.
+        first: which of these is the first.
     """
 
+    dim: int
     tile_dim: int | None
     axis: int | None
     step: int
+    size: int
     first: int
+
+    @property
+    def stays(self) -> bool:
+        return self.axis is None and self.first == 0 and self.size == self.step
 
 
 class MovedTiles:
@@ -137,7 +146,7 @@ class MovedTiles:
                 for n, d in zip(x.tile.shape, dims, strict=True)
             )
             return b.broadcast(self._piece(x, shifts, inner), shape, dims)
-        if table()[op.name].elementwise:
+        if is_elementwise(op):
             operands = [
                 self._piece(v, shifts, part if v.tile.shape else ())
                 for v in op.operands
@@ -201,16 +210,14 @@ class MovedTiles:
     def reach(self, places: Sequence[Sequence[Along]]) -> None:
         """Note all places at which tiles will begin: they share what they load."""
         for along in (a for place in places for a in place):
-            if along.tile_dim is not None and along.axis is not None:
-                low, high = self.reaches.get(along.axis, (along.first, along.first))
+            if not along.stays:
+                low, high = self.reaches.get(along.dim, (along.first, along.first))
                 found = min(low, along.first), max(high, along.first)
-                self.reaches[along.axis] = found
+                self.reaches[along.dim] = found
 
     def extended(self, value: Value, places: Sequence[Along]) -> Value:
         """A tile that begins elsewhere, and is zero where there is no program."""
-        moving = tuple(
-            a for a in places if a.tile_dim is not None and a.axis in self.reaches
-        )
+        moving = tuple(a for a in places if a.dim in self.reaches)
         return self._extended(value, moving)
 
     def _extended(self, value: Value, moving: tuple[Along, ...]) -> Value:
@@ -225,6 +232,8 @@ class MovedTiles:
             return self._load(op, moving)
         if op.name == "dot":
             return self._rows_of_product(op, moving)
+        if op.name == "reshape":
+            return self._reshaped(op, moving)
         moves = [not self.is_fixed(v, moving) for v in op.operands]
         linear = (
             op.name in ("cast", "neg")
@@ -239,26 +248,70 @@ class MovedTiles:
         if not linear:
             raise NotMoved
         operands = [
-            self._extended(v, moving) if m else v
+            self._extended(v, moving) if m else self._resized(v, moving)
             for v, m in zip(op.operands, moves, strict=True)
         ]
         attrs = dict(op.attrs)
         if op.name == "slice":
             limits = list(attrs["limits"])
             for a in moving:
-                limits[a.tile_dim or 0] = a.step
+                if a.tile_dim is not None:
+                    limits[a.tile_dim] = a.step
             attrs["limits"] = tuple(limits)
         return self.builder.op(op.name, *operands, **attrs)
+
+    def _shape(self, value: Value, moving: Sequence[Along]) -> tuple[int, ...]:
+        """The shape that a tile has elsewhere."""
+        return tuple(
+            prod(a.step for a in moving if a.tile_dim == d)
+            if any(a.tile_dim == d for a in moving)
+            else n
+            for d, n in enumerate(value.tile.shape)
+        )
+
+    def _resized(self, value: Value, moving: Sequence[Along]) -> Value:
+        """A value that is the same for all elements along what moves."""
+        shape = self._shape(value, moving)
+        if shape == value.tile.shape:
+            return value
+        op, b = self.op_of(value), self.builder
+        if op.name == "constant":
+            return b.constant(op.attrs["value"], value.tile.with_shape(shape))
+        if op.name == "iota":
+            return b.op("iota", dim=op.attrs["dim"], type=value.tile.with_shape(shape))
+        if op.name == "broadcast_in_dim":
+            return b.broadcast(op.operands[0], shape, op.attrs["dims"])
+        operands = [self._resized(v, moving) for v in op.operands]
+        return b.op(op.name, *operands, **op.attrs)
+
+    def _reshaped(self, op: Op, moving: tuple[Along, ...]) -> Value:
+        """Dimensions that are one before or after move together."""
+        (x,) = op.operands
+        inner = [a for a in moving if a.tile_dim is None]
+        for old, new in _paired_dims(x.tile.shape, op.result.tile.shape):
+            found = [a for d in new for a in moving if a.tile_dim == d]
+            if not found:
+                continue
+            if len(found) != max(len(old), len(new)) or min(len(old), len(new)) > 1:
+                raise NotMoved
+            dims = old * len(found) if len(old) == 1 else old
+            pairs = zip(found, dims, strict=True)
+            inner += [a._replace(tile_dim=d) for a, d in pairs]
+        if len(inner) < len(moving):
+            raise NotMoved
+        shape = self._shape(op.result, moving)
+        return self.builder.op("reshape", self._extended(x, tuple(inner)), shape=shape)
 
     def _rows_of_product(self, op: Op, moving: tuple[Along, ...]) -> Value:
         """Rows of a matmul are those of its first operand, times the same matrix."""
         left, right = Dot.of(op).sides
-        rows, dims = left.free, [a.tile_dim or 0 for a in moving]
+        rows, dims = left.free, [a.tile_dim for a in moving]
         same = self.is_same(right.value, moving)
-        if left.batch or not same or not all(d < len(rows) for d in dims):
+        if left.batch or not same or not all(d is None or d < len(rows) for d in dims):
             raise NotMoved
         inner = tuple(
-            a._replace(tile_dim=rows[d]) for a, d in zip(moving, dims, strict=True)
+            a if d is None else a._replace(tile_dim=rows[d])
+            for a, d in zip(moving, dims, strict=True)
         )
         x = self._extended(left.value, inner)
         return self.builder.op("dot", x, right.value, **op.attrs)
@@ -271,7 +324,7 @@ class MovedTiles:
     def _is_apart(self, op: Op, moving: Sequence[Along]) -> bool:
         """Whether elements are moved along other dimensions than those that move, and
         there is zero beside them."""
-        dims = [a.tile_dim or 0 for a in moving]
+        dims = [a.tile_dim for a in moving if a.tile_dim is not None]
         if op.name == "concatenate":
             return op.attrs["axis"] not in dims
         old, new = op.operands[0].tile.shape, op.result.tile.shape
@@ -294,44 +347,71 @@ class MovedTiles:
         whole = covers_whole(op.operands[0].ref.shape, op.attrs["index"])
         if view is None or not whole or Access.of(op).mask is not None:
             raise NotMoved
-        axes = frozenset(a.axis for a in moving)
-        if (view.result, axes) not in self.known:
-            self.known[view.result, axes] = self._larger_view(view, moving)
-        spans = [Span(0, n) for n in op.result.tile.shape]
-        for a in moving:
-            assert a.tile_dim is not None and a.axis is not None
-            low, _ = self.reaches[a.axis]
-            spans[a.tile_dim] = Span(a.first - low, a.step)
-        return self.builder.load(self.known[view.result, axes], tuple(spans))
+        tiled = [a.tile_dim for a in moving if a.tile_dim is not None]
+        if len(set(tiled)) < len(tiled):
+            raise NotMoved
+        key = view.result, frozenset(a.dim for a in moving)
+        places = {a.dim: self._place(view, a) for a in moving}
+        if key not in self.known:
+            self.known[key] = self._larger_view(view, moving, places)
+        shape = iter(op.result.tile.shape)
+        index: list[At | Span] = []
+        chosen = {places[a.dim]: a for a in moving}
+        for d, dim in enumerate(view.attrs["window"].dims):
+            n = 1 if dim.kind == "squeezed" else next(shape)
+            a = chosen.get(d)
+            first = 0 if a is None else a.first - self.reaches[a.dim][0]
+            if dim.kind != "squeezed":
+                index.append(Span(first, n if a is None else a.step))
+            elif a is not None:
+                index.append(At(first))
+        return self.builder.load(self.known[key], tuple(index))
 
-    def _larger_view(self, view: Op, moving: Sequence[Along]) -> Value:
+    def _place(self, view: Op, along: Along) -> int:
+        """Which dimension of an array a view moves over."""
+        dims, indices = view.attrs["window"].dims, view.operands[1:]
+        if along.tile_dim is not None:
+            kept = [d for d, dim in enumerate(dims) if dim.kind != "squeezed"]
+            return kept[along.tile_dim]
+        index = self.program.body.params[along.axis or 0]
+        found = [d for d, v in enumerate(indices) if v is index]
+        if len(found) != 1 or dims[found[0]].kind != "squeezed":
+            raise NotMoved
+        return found[0]
+
+    def _larger_view(
+        self, view: Op, moving: Sequence[Along], places: Mapping[int, int]
+    ) -> Value:
         if view.name != "block_view" or view.operands[0] in self.written:
             raise NotMoved
         array, *indices = view.operands
         window, b = view.attrs["window"], self.builder
         if window.fill is not None and window.fill != 0:
             raise NotMoved
-        kept = [d for d, dim in enumerate(window.dims) if dim.kind != "squeezed"]
         dims = list(window.dims)
         axes = {a.axis for a in moving}
-        chosen = {kept[a.tile_dim or 0] for a in moving}
-        others = [v for d, v in enumerate(indices) if d not in chosen]
+        others = [v for d, v in enumerate(indices) if d not in places.values()]
         if any(self.axes_of(v) & axes for v in others):
             raise NotMoved
         for a in moving:
-            assert a.tile_dim is not None and a.axis is not None
-            d, n = kept[a.tile_dim], self.program.sizes[a.axis]
-            index, size = self.program.body.params[a.axis], array.ref.shape[d]
-            adjoin = indices[d] is index and dims[d] == BlockDim(a.step)
-            if not adjoin or not n * a.step - a.step < size <= n * a.step:
+            d = places[a.dim]
+            n, blocks = array.ref.shape[d], 1
+            adjoin = dims[d] in (BlockDim(a.size), BlockDim(1, "squeezed"))
+            if a.axis is None:
+                start, whole = b.index(0), a.size
+                adjoin &= number_of(self.made, indices[d]) == 0
+            else:
+                index = self.program.body.params[a.axis]
+                start, blocks = b.mul(index, b.index(a.step)), self.sizes[a.axis]
+                whole = self.program.sizes[a.axis] * a.step
+                adjoin &= indices[d] is index and a.size == a.step
+            if not adjoin or not whole - a.size < n <= whole:
                 raise NotMoved
-            if size % a.step and window.fill is None:
+            if n < whole and window.fill is None:
                 raise NotMoved
-            low, high = self.reaches[a.axis]
-            before = max(0, -low)
-            after = max(0, a.step * self.sizes[a.axis] + high - size)
+            low, high = self.reaches[a.dim]
+            before, after = max(0, -low), max(0, a.step * blocks + high - n)
             dims[d] = BlockDim(a.step + high - low, "element", (before, after))
-            start = b.mul(index, b.index(a.step))
             indices[d] = b.add(start, b.index(low + before))
         larger = replace(window, dims=tuple(dims), fill=0)
         return b.op("block_view", array, *indices, window=larger)
@@ -355,8 +435,7 @@ class MovedTiles:
                 a.tile_dim not in dims or source.tile.shape[dims.index(a.tile_dim)] == 1
                 for a in moving
             )
-        elementwise = table()[op.name].elementwise and not op.regions
-        return elementwise and all(self.is_fixed(v, moving) for v in op.operands)
+        return is_elementwise(op) and all(self.is_fixed(v, moving) for v in op.operands)
 
     def is_same(self, value: Value, moving: Sequence[Along]) -> bool:
         """Whether all programs along what moves compute the same value."""
@@ -376,6 +455,25 @@ class MovedTiles:
     def roots_written(self, op: Op) -> bool:
         """Whether an op reads memory that the program writes."""
         return op.name == "load" and self.roots.of(op.operands[0]) in self.written
+
+
+def _paired_dims(
+    old: Sequence[int], new: Sequence[int]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """The dimensions of two shapes in the shortest runs that have as many elements."""
+    pending = [d for d, n in enumerate(new) if n != 1]
+    first: list[int] = []
+    second: list[int] = []
+    sizes = [1, 1]
+    for d in [d for d, n in enumerate(old) if n != 1]:
+        first.append(d)
+        sizes[0] *= old[d]
+        while pending and sizes[1] < sizes[0]:
+            second.append(pending.pop(0))
+            sizes[1] *= new[second[-1]]
+        if sizes[0] == sizes[1]:
+            yield first, second
+            first, second, sizes = [], [], [1, 1]
 
 
 def _all(value: Value) -> Ranges:

@@ -1,29 +1,28 @@
 """Kernels as the programs whose reverse is taken: in normal form, with plain loops."""
 
 import functools
-from math import inf
 
-from pallasite.autodiff import phases
 from pallasite.autodiff.adjoining_loops import merge_adjoining
 from pallasite.autodiff.flat_loops import flat_loops
 from pallasite.autodiff.narrow_carries import narrow_carries
-from pallasite.autodiff.per_program import Program, kernel_of, main_refs, program_of
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.reverse_activity import facts_of
 from pallasite.autodiff.started_sums import started_sums
 from pallasite.autodiff.step_blocks import step_blocks
-from pallasite.autodiff.whole_rows import whole_rows
 from pallasite.ir.nodes import Kernel, Value
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.lower import phases
+from pallasite.passes.lower.per_program import Program, kernel_of, main_refs, program_of
 from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.known_integers import known_integers
 from pallasite.passes.normal.results_in_scratch import results_in_scratch
-from pallasite.passes.normal.whole_loops import LARGEST
+from pallasite.passes.normal.seams import seams
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.run import NORMAL, run
 from pallasite.passes.schedule.gpu_blocks import fewer_rows
 from pallasite.passes.schedule.previous_blocks import previous_blocks
+from pallasite.passes.schedule.whole_rows import whole_rows
 from pallasite.target import Machine
 
 
@@ -31,20 +30,16 @@ from pallasite.target import Machine
 def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     """The kernel in normal form, and as a program."""
     normal = run(kernel, NORMAL)
-    kernel = previous_blocks(results_in_scratch(normal))
+    kernel, gpu = seams(results_in_scratch(normal)), machine.gpu is not None
+    if gpu:
+        kernel = previous_blocks(kernel)  # its many programs run in any order
     if kernel is not normal:
         kernel = run(kernel, NORMAL)  # rules for scratch apply to these, too
-    gpu = machine.gpu is not None
-    program = in_phases(program_of(kernel))
-    # A GPU divides rows among programs afterwards.
-    rows = whole_rows(kernel, program, inf if gpu else LARGEST)
-    if rows is not None:
-        kernel = run(rows, NORMAL)
+    kernel = whole_rows(kernel, machine.gpu)
     if gpu:
         # A mask of a loaded tile would be a mask of its cotangent, after a matmul.
         kernel = fewer_rows(edge_fills(kernel))
-    if gpu or rows is not None:
-        program = in_phases(program_of(kernel))
+    program = in_phases(program_of(kernel))
     program = flat_loops(started_sums(merge_adjoining(program)))
     return kernel, _in_base_two(program) if machine.base_two else program
 

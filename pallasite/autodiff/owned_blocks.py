@@ -12,11 +12,11 @@ from dataclasses import replace
 from math import prod
 
 from pallasite.autodiff.backward_windows import IndexCode, block_count, only
-from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Value, walk
 from pallasite.ir.roles import number_of
 from pallasite.ir.types import INDEX
+from pallasite.passes.lower.per_program import Program
 
 MOST_STEPS = 1 << 12  # that a program goes through
 MOST_TESTS = 1 << 20  # in all programs: some ten microseconds

@@ -19,7 +19,6 @@ from math import prod
 
 from pallasite.autodiff.backward_stages import save_block, saved_ref
 from pallasite.autodiff.backward_windows import only
-from pallasite.autodiff.per_program import Program
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.nodes import (
@@ -37,6 +36,7 @@ from pallasite.ir.nodes import (
 from pallasite.ir.rewrite import clone, is_pure, producers_of
 from pallasite.ir.roles import Cond, Loop, number_of
 from pallasite.passes.analysis.memory import VIEWS, Roots
+from pallasite.passes.lower.per_program import Program
 from pallasite.passes.normal.stacked_code import Stacked
 
 MOST_ELEMENTS = 1 << 13  # of a program's block

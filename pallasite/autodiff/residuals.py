@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 from pallasite.autodiff.backward_stages import Slice, save_block, saved_ref
 from pallasite.autodiff.backward_windows import only
-from pallasite.autodiff.per_program import Program, main_refs
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Op, Value, walk
 from pallasite.ir.rewrite import clone, producers_of, substitute
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.lower.per_program import Program, main_refs
 
 INVERTIBLE = ("cast", "reshape", "transpose", "div", "mul")
 

@@ -35,6 +35,9 @@ def pull_back(
         perm = op.attrs["perm"]
         back = tuple(perm.index(d) for d in range(len(perm)))
         return [b.op("transpose", cotangents[0], perm=back)]
+    if op.name == "reshape" and cotangents[0] is not None:
+        shape = op.operands[0].tile.shape
+        return [b.op("reshape", cotangents[0], shape=shape)]
     if op.name == "exp2" and cotangents[0] is not None and is_f32(op.result):
         return [_times(b, b.mul(cotangents[0], op.result), LN_2)]
     if op.name == "mul" and cotangents[0] is not None and is_f32(op.result):

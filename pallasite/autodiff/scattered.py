@@ -20,7 +20,6 @@ from jax import lax
 from pallasite.autodiff.backward_stages import save_block, saved_ref
 from pallasite.autodiff.backward_windows import block_count
 from pallasite.autodiff.overlaps import sum_of_overlaps
-from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.parse import parse_kernel
@@ -29,6 +28,7 @@ from pallasite.ir.types import DType, dtype_of
 from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.lower.per_program import Program
 from pallasite.target import Machine
 
 MOST_COLUMNS = 1024  # of the rows that one program adds up

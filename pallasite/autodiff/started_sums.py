@@ -5,11 +5,11 @@ starts at zero: what `acc` was before does not matter. Then the loop only accumu
 its reverse needs no order, and a loop around it that handed on `acc` hands on nothing.
 """
 
-from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.rewrite import producers_of, users_of, with_regions
 from pallasite.ir.roles import Cond, Loop, number_of
+from pallasite.passes.lower.per_program import Program
 
 
 def started_sums(program: Program) -> Program:

@@ -7,7 +7,6 @@ can be distributed over a grid (`backward_windows.py`).
 
 from dataclasses import dataclass, replace
 
-from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.nodes import Access, Block, BlockDim, Op, Span, Value, walk
 from pallasite.ir.rewrite import producers_of
@@ -15,6 +14,7 @@ from pallasite.ir.roles import Loop
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.affine import Affine, Forms
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.lower.per_program import Program
 from pallasite.passes.normal.derive_counters import with_counters
 
 

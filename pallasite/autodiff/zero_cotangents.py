@@ -8,10 +8,10 @@ removes what a reverse computes from such a cotangent, in which it is linear.
 
 from collections.abc import Container
 
-from pallasite.autodiff.per_program import Program
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.rewrite import Rewriter, map_ops
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.lower.per_program import Program
 
 # Zero if one of these operands is (None: any), whatever the others are.
 ZERO_BY = {"mul": None, "dot": None, "div": (0,)} | {

@@ -323,6 +323,8 @@ def _suits_cuda(kernel: Kernel) -> bool:
     """Whether `cuda` is the faster backend; asked of the normal form, because spelling
     is not to decide. The answer is kept, so that a cached kernel runs no passes."""
     from pallasite.passes.run import run
+    from pallasite.passes.schedule.whole_rows import whole_rows
+    from pallasite.target import GPUS
 
     if any(op.name in _FOR_CUDA for op in walk(kernel.body)):
         return True
@@ -330,7 +332,8 @@ def _suits_cuda(kernel: Kernel) -> bool:
     key = "\n".join(["suits cuda", code, kernel.text])
     kept = cache.load(key)
     if kept is None:
-        kept = b"yes" if _is_for_cuda(run(kernel)) else b""
+        rows = whole_rows(run(kernel), GPUS["h200"])  # on others, too
+        kept = b"yes" if _is_for_cuda(rows) else b""
         cache.store(key, kept)
     return bool(kept)
 
@@ -355,7 +358,8 @@ def _is_for_cuda(kernel: Kernel) -> bool:
         ops = list(walk(split_accesses(kernel).body))
     if not all(op.name in _ROW_OPS or rows[op.name].elementwise for op in ops):
         return False
-    arrays = [p.ref for p in kernel.params if p.ref.rank > 1]
+    # Of a column, each program accesses an element.
+    arrays = [p.ref for p in kernel.params if p.ref.rank > 1 and p.ref.shape[-1] > 1]
     if any(ref.shape[-1] * ref.dtype.bits % (8 * _ROW_BYTES) for ref in arrays):
         return False
     reductions = [op for op in ops if op.name == "reduce"]

@@ -5,7 +5,7 @@ of given types.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -45,7 +45,7 @@ OTHER_DTYPE = "use a real dtype: real and imaginary parts as two arrays"
 
 # Warpgroups (`plgpu.kernel`): the name of their axis, their number, the names of their
 # scratch, and the names of the cluster axes.
-Threads = tuple[str | None, int, tuple[str, ...], tuple[str, ...]]
+Threads = tuple[Hashable, int, tuple[str, ...], tuple[Hashable, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Request:
     cost_estimate: CostEstimate | None
     debug: bool
     metadata: Mapping[str, str] | None
-    axis_names: tuple[str | None, ...] = ()
+    axis_names: tuple[Hashable, ...] = ()
     partition: Any = None
     threads: Threads | None = None
 
@@ -306,7 +306,9 @@ def _trace_kernel(request: Request, bound: Bound, tree: Any):
     body = storing(request.kernel, request.name, at)
     grid = request.grid_spec.grid
     named = zip(request.axis_names, grid, strict=False)
-    axes = tuple((name, n) for name, n in named if name and isinstance(n, int))
+    axes = tuple(
+        (name, n) for name, n in named if name is not None and isinstance(n, int)
+    )
     thread_axis, count, *_ = request.threads or (None, 1)
     if thread_axis is not None:
         axes = (*axes, (thread_axis, count))

@@ -1,11 +1,13 @@
 """`plgpu.kernel`: thread blocks of warpgroups, scheduled by the author."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from pallasite import config
 from pallasite.calls.pallas_call import pallas_call
 from pallasite.errors import SpecError, UnsupportedError
 from pallasite.language.memory_spaces import MemorySpace, as_memory_ref
@@ -23,56 +25,55 @@ from pallasite.primitive import CheckedElsewhere
 MOST_WARPGROUPS = 8  # 1024 threads, the limit of a thread block
 
 
-def kernel(
-    body: Callable[..., None] | None = None,
-    out_shape: Any = None,
-    *,
-    out_type: Any = None,
-    scratch_shapes: Any = (),
-    scratch_types: Any = None,
-    compiler_params: Any = None,
-    grid: Sequence[int] = (),
-    grid_names: Sequence[str] = (),
-    cluster: Sequence[int] = (),
-    cluster_names: Sequence[str] = (),
-    num_threads: int | None = None,
-    thread_name: str | None = None,
-    interpret: Any = None,
-    name: str | None = None,
-    **mesh_options: Any,
-) -> Callable[..., Any]:
-    """Make a JAX function out of a kernel for thread blocks of warpgroups.
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The thread blocks of a kernel and their warpgroups, for `pl.kernel(mesh=...)` and
+    `pl.core_map`; the fields are arguments of `plgpu.kernel`."""
 
-    The body sees whole arrays in main memory. On a GPU the backend `cuda` compiles it;
-    elsewhere it runs in checked mode, which finds missing waits and fences.
+    grid: Sequence[int] = ()
+    grid_names: Sequence[Hashable] = ()
+    cluster: Sequence[int] = ()
+    cluster_names: Sequence[Hashable] = ()
+    num_threads: int | None = None
+    thread_name: Hashable = None
+    kernel_name: str | None = None
 
-    Args:
-        body: takes operand, output and scratch refs; omitted when used as a decorator.
-        out_shape: shape and dtype of the results (`out_type` is the newer spelling).
-        scratch_shapes: memory shared by the warpgroups of a thread block
-            (`scratch_types` is the newer spelling).
-        compiler_params: only `approx_math` is used, which allows inexact division.
-        grid, grid_names: the thread blocks, and axis names for `lax.axis_index`.
-        cluster, cluster_names: thread blocks that run concurrently and share copies
-            and barriers.
-        num_threads, thread_name: the warpgroups of a thread block.
-        interpret: a `pl.Checked` with the checks to make; True runs the emulation, for
-            kernels of one warpgroup.
-        name: the kernel's name.
-        mesh_options: none is supported.
+    def __post_init__(self) -> None:
+        for name in ("grid", "grid_names", "cluster", "cluster_names"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        _check_axes(self, user_location())
 
-    Returns:
-        A function from arrays to arrays.
-    """
-    at = user_location()
-    if mesh_options:
-        named = ", ".join(mesh_options)
-        raise UnsupportedError(
-            f"plgpu.kernel({named}=...) is not supported",
-            at=at,
-            fix="grid=, grid_names=, cluster=, num_threads= and thread_name= replace "
-            "a mesh; remove the others",
+    @property
+    def blocks(self) -> dict[Hashable, int]:
+        """The axes along which there are several thread blocks."""
+        names = (*self.grid_names, *self.cluster_names)
+        return dict(zip(names, (*self.grid, *self.cluster), strict=True))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As arguments of `kernel`."""
+        return dict(
+            grid=self.grid,
+            grid_names=self.grid_names,
+            cluster=self.cluster,
+            cluster_names=self.cluster_names,
+            num_threads=self.num_threads,
+            thread_name=self.thread_name,
+            kernel_name=self.kernel_name,
         )
+
+    @property
+    def shape(self) -> dict[Hashable, int]:
+        if self.num_threads is None:
+            return self.blocks
+        return {**self.blocks, self.thread_name: self.num_threads}
+
+
+def _check_axes(mesh: Mesh, at: Any) -> None:
+    """Reject axes without names, names without axes, and too many warpgroups."""
+    grid, grid_names = mesh.grid, mesh.grid_names
+    cluster, cluster_names = mesh.cluster, mesh.cluster_names
+    num_threads, thread_name = mesh.num_threads, mesh.thread_name
     for sizes, names, what in (
         (grid, grid_names, "grid"),
         (cluster, cluster_names, "cluster"),
@@ -84,7 +85,8 @@ def kernel(
                 at,
                 fix="one name per axis",
             )
-    axis_names = [*grid_names, *cluster_names, *([thread_name] if thread_name else [])]
+    axis_names = [*grid_names, *cluster_names]
+    axis_names += [] if thread_name is None else [thread_name]
     repeated = [name for name in axis_names if axis_names.count(name) > 1]
     if repeated:
         raise SpecError(
@@ -112,6 +114,71 @@ def kernel(
             at,
             fix="pass both, or neither",
         )
+
+
+def kernel(
+    body: Callable[..., None] | None = None,
+    out_shape: Any = None,
+    *,
+    out_type: Any = None,
+    scratch_shapes: Any = (),
+    scratch_types: Any = None,
+    compiler_params: Any = None,
+    grid: Sequence[int] = (),
+    grid_names: Sequence[Hashable] = (),
+    cluster: Sequence[int] = (),
+    cluster_names: Sequence[Hashable] = (),
+    num_threads: int | None = None,
+    thread_name: Hashable = None,
+    interpret: Any = None,
+    name: str | None = None,
+    kernel_name: str | None = None,
+    input_output_aliases: Mapping[int, int] | None = None,
+    cost_estimate: Any = None,
+    debug: bool = False,
+    **mesh_options: Any,
+) -> Callable[..., Any]:
+    """Make a JAX function out of a kernel for thread blocks of warpgroups.
+
+    The body sees whole arrays in main memory. On a GPU the backend `cuda` compiles it;
+    elsewhere it runs in checked mode, which finds missing waits and fences.
+
+    Args:
+        body: takes operand, output and scratch refs; omitted when used as a decorator.
+        out_shape: shape and dtype of the results (`out_type` is the newer spelling).
+        scratch_shapes: memory shared by the warpgroups of a thread block
+            (`scratch_types` is the newer spelling).
+        compiler_params: only `approx_math` is used, which allows inexact division.
+        grid, grid_names: the thread blocks, and axis names for `lax.axis_index`; any
+            hashable is a name, here and below.
+        cluster, cluster_names: thread blocks that run concurrently and share copies
+            and barriers.
+        num_threads, thread_name: the warpgroups of a thread block.
+        interpret: a `pl.Checked` with the checks to make; True runs the emulation, for
+            kernels of one warpgroup.
+        name: the kernel's name (`kernel_name` is the spelling of `Mesh`).
+        input_output_aliases, cost_estimate, debug: as for `pallas_call`.
+        mesh_options: none is supported.
+
+    Returns:
+        A function from arrays to arrays.
+    """
+    at = user_location()
+    if mesh_options:
+        named = ", ".join(mesh_options)
+        raise UnsupportedError(
+            f"plgpu.kernel({named}=...) is not supported",
+            at=at,
+            fix="remove it",
+        )
+    Mesh(
+        grid=grid,
+        grid_names=grid_names,
+        cluster=cluster,
+        cluster_names=cluster_names,
+        num_threads=num_threads,
+        thread_name=thread_name,
+    )
     out = out_shape if out_type is None else out_type
     scratch = scratch_shapes if scratch_types is None else scratch_types
 
@@ -129,7 +196,10 @@ def kernel(
                 grid=axes,
                 in_specs=jax.tree.map(lambda _: whole, list(args)),
                 out_specs=jax.tree.map(lambda _: whole, out, is_leaf=is_shaped),
-                name=name or name_of(fn),
+                name=name or kernel_name or name_of(fn),
+                input_output_aliases=input_output_aliases or {},
+                cost_estimate=cost_estimate,
+                debug=debug,
                 axis_names=(*grid_names, *cluster_names),
                 compiler_params={
                     "dimension_semantics": ("parallel",) * len(axes),
@@ -150,6 +220,8 @@ def _mode(interpret: Any) -> Any:
     """The mode to run in: native on GPUs, checked mode elsewhere."""
     if interpret or jax.default_backend() == "gpu":
         return interpret
+    if not isinstance(config.get("interpret"), str | None):
+        return None  # what `force_gpu_interpret_mode` asks for
     return CheckedElsewhere()
 
 
@@ -158,7 +230,7 @@ def _with_scratch(
     operands: int,
     results: int,
     scratch: Any,
-    thread_name: str | None,
+    thread_name: Hashable,
     at: Any,
 ) -> tuple[Callable[..., None], tuple[str, ...]]:
     """The body with its scratch allocated inside, per thread block; and its names.

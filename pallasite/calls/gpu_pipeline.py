@@ -6,7 +6,7 @@ memory, copies tracked by barriers, and waits.
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from pallasite import jaxcompat
 from pallasite.errors import SpecError, UnsupportedError
 from pallasite.language import gpu, gpu_memory
 from pallasite.language.helpers import when
+from pallasite.language.memory_spaces import as_axes
 from pallasite.language.refs import ds, run_scoped
 from pallasite.language.trace import location_of, user_location
 
@@ -44,7 +45,7 @@ class BlockSpec:
     index_map: Any
     transforms: tuple[Any, ...]
     delay_release: int
-    collective_axes: tuple[str, ...]
+    collective_axes: tuple[Hashable, ...]
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class BlockSpec:
         transforms: Any = (),
         delay_release: int = 0,
         collective_axes: Any = (),
+        oob_fill_mode: gpu_memory.OOBFillMode = gpu_memory.OOBFillMode.ZEROS,
         **more: Any,
     ):
         if more:
@@ -63,10 +65,8 @@ class BlockSpec:
                 at=user_location(),
                 fix="remove it",
             )
-        del memory_space
-        if isinstance(collective_axes, str):
-            collective_axes = (collective_axes,)
-        object.__setattr__(self, "collective_axes", tuple(collective_axes))
+        del memory_space, oob_fill_mode
+        object.__setattr__(self, "collective_axes", as_axes(collective_axes))
         object.__setattr__(self, "transforms", tuple(transforms))
         object.__setattr__(self, "block_shape", block_shape)
         object.__setattr__(self, "index_map", index_map)
@@ -378,7 +378,7 @@ class WarpSpecializedPipeline:
         compute = self.num_compute_wgs
         consumed = len(ins) if self.manual_consumed_barriers else 1
         free = gpu_memory.Barrier(num_arrivals=compute, num_barriers=steps.slots)
-        axes = tuple(sorted({axis for side in ins for axis in side.axes}))
+        axes = tuple(dict.fromkeys(axis for side in ins for axis in side.axes))
         if axes:  # a slot is free when no thread block reads it
             free = gpu_memory.ClusterBarrier(
                 collective_axes=axes, num_arrivals=compute, num_barriers=steps.slots

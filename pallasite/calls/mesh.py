@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallasite import jaxcompat
+from pallasite.calls import gpu_kernel
 from pallasite.calls.pallas_call import pallas_call
 from pallasite.errors import SpecError
 from pallasite.language.gpu import WarpMesh, run_warps
-from pallasite.language.memory_spaces import MemorySpace
+from pallasite.language.memory_spaces import MemorySpace, warpgroup_axis
 from pallasite.language.refs import run_scoped
 from pallasite.language.spec_trees import is_shaped
 from pallasite.language.specs import BlockSpec
@@ -163,7 +164,7 @@ def kernel(
     Args:
         body: the kernel; omitted when used as a decorator.
         out_shape: shape and dtype of the results (`out_type` is the newer spelling).
-        mesh: from `pltpu.create_tensorcore_mesh`.
+        mesh: from `pltpu.create_tensorcore_mesh`, or a `plgpu.Mesh`.
         scratch_shapes: memory per core (`scratch_types` is the newer spelling).
         compiler_params, interpret, cost_estimate, debug, name, metadata, backend,
             input_output_aliases: as for `pallas_call`.
@@ -190,6 +191,17 @@ def kernel(
             if out is None or any(map(jaxcompat.is_ref, operands)):
                 own = {**options, "name": name or name_of(fn)}
                 return _on_refs(fn, args, out, mesh, scratch, own)
+            if isinstance(mesh, gpu_kernel.Mesh):
+                taken = ("compiler_params", "interpret", "cost_estimate", "debug")
+                return gpu_kernel.kernel(
+                    fn,
+                    out,
+                    scratch_shapes=scratch,
+                    name=name,
+                    input_output_aliases=input_output_aliases,
+                    **mesh.options,
+                    **{option: options[option] for option in taken},
+                )(*args)
             whole = BlockSpec(memory_space=MemorySpace.ANY)
             # Cores of a mesh run concurrently: naming a mesh declares that.
             call_ = pallas_call(
@@ -247,7 +259,7 @@ def core_map(
     `pl.run_state`), whole in main memory. `pl.kernel` is the form with arguments.
 
     Args:
-        mesh: from `pltpu.create_tensorcore_mesh`.
+        mesh: from `pltpu.create_tensorcore_mesh`, or a `plgpu.Mesh`.
         scratch_shapes: memory per core, passed to the function as arguments.
         call: `compiler_params`, `interpret`, `cost_estimate`, `debug`, `name` and
             `metadata`, as for `pl.kernel`.
@@ -260,9 +272,18 @@ def core_map(
     def run(fn: Callable[..., None]) -> None:
         named = scratch_shapes if isinstance(scratch_shapes, Mapping) else {}
         memory = () if named else scratch_shapes
-        body = storing(lambda: run_scoped(fn, *memory, **named), name_of(fn), at)
+        threads, together = getattr(mesh, "thread_name", None), None
+        if threads is not None and shape[threads] > 1:
+            together = threads  # what is allocated here, they share
+        scoped = dict(named, collective_axes=together)
+        body = storing(lambda: run_scoped(fn, *memory, **scoped), name_of(fn), at)
         axes, no_arguments = tuple(shape.items()), jax.tree.structure(((), {}))
-        traced = trace(body, no_arguments, (), fn, axes, tuple(shape.values()))
+        grid = tuple(n for name, n in axes if threads is None or name != threads)
+        token = warpgroup_axis.set(together)
+        try:
+            traced = trace(body, no_arguments, (), fn, axes, grid)
+        finally:
+            warpgroup_axis.reset(token)
         refs = [c for c in traced.captured if jaxcompat.is_ref(c)]
 
         def with_own_refs(*mine: Any) -> None:

@@ -8,7 +8,7 @@ all its rules are in `primitive.py`.
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -77,7 +77,7 @@ def pallas_call(
     metadata: Mapping[str, str] | None = None,
     out_type: Any = _NOT_GIVEN,
     scratch_types: Any = None,
-    axis_names: tuple[str, ...] = (),
+    axis_names: tuple[Hashable, ...] = (),
     partition: bool | str | rule.Partition | None = None,
     _threads: Threads | None = None,
 ) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """Import rules for calls, branches, loops, program ids, prints and inner pipelines."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
 from typing import Any
 
@@ -398,7 +398,7 @@ def _axis_index(im: Importer, eqn: Any) -> Value:
     return im.captured(jax.lax.axis_index(name), **_place_in_mesh(name))
 
 
-def _place_in_mesh(name: str) -> dict[str, tuple[int, int, int]]:
+def _place_in_mesh(name: Hashable) -> dict[str, tuple[int, int, int]]:
     """A note for backends whose devices know their numbers: which part of it this is.
 
     How many devices there are, how many of them with the same place along the axis

@@ -5,7 +5,7 @@ A kernel of several warpgroups is imported once per warpgroup, each a region of 
 the roles. Which phase a warpgroup waits for next, it keeps in a bit per barrier.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
@@ -58,7 +58,7 @@ class Threads:
     shared: Builder  # ops before the roles
     names: Iterator[str]  # of what is allocated first
     # Axes of the cluster: which of the grid's they are, -1 being the last.
-    cluster: Mapping[str, int] = field(default_factory=dict[str, int])
+    cluster: Mapping[Hashable, int] = field(default_factory=dict[Hashable, int])
     memory: dict[Any, Value] = field(default_factory=dict[Any, Value])
     own: Builder = field(default_factory=Builder)  # at the start of the current role
     # By warp, -1 for the whole warpgroup: the parities of arrays of barriers.
@@ -83,7 +83,7 @@ class Threads:
             self.memory[variable] = ref
         return self.memory[variable]
 
-    def axes_of(self, im: Importer, names: Sequence[str]) -> tuple[int, ...]:
+    def axes_of(self, im: Importer, names: Sequence[Hashable]) -> tuple[int, ...]:
         """The grid's axes that a cluster's axes are, of those with several blocks."""
         for name in names:
             if name not in self.cluster:
@@ -91,7 +91,7 @@ class Threads:
                     f"{name!r} is not an axis of the cluster",
                     [
                         ("kernel", im.kernel_name),
-                        ("cluster_names", ", ".join(self.cluster) or "none"),
+                        ("cluster_names", tuple(self.cluster) or "none"),
                     ],
                     im.where,
                     "pass cluster= and cluster_names= to plgpu.kernel",
@@ -99,7 +99,7 @@ class Threads:
         axes = (self.cluster[name] for name in names)
         return tuple(a for a in axes if im.grid.sizes[a] != 1)
 
-    def blocks_along(self, im: Importer, names: Sequence[str]) -> int:
+    def blocks_along(self, im: Importer, names: Sequence[Hashable]) -> int:
         return prod(_size(im, a) for a in self.axes_of(im, names))
 
     def parity(self, barriers: Value) -> Value:
@@ -128,10 +128,10 @@ class Threads:
 
 def import_threads(
     im: Importer,
-    name: str | None,
+    name: Hashable,
     count: int,
     scratch: Sequence[str],
-    cluster: Sequence[str],
+    cluster: Sequence[Hashable],
     import_body: Callable[[], object],
 ) -> None:
     """Import a body once per warpgroup, as concurrent roles."""
@@ -157,7 +157,9 @@ def import_threads(
     if count == 1:
         im.builder.ops += regions[0].ops
     else:
-        names = tuple(f"{name} {number}" for number in range(count))
+        # A name that is no text may hold an address, which changes from run to run.
+        each = name if isinstance(name, str) else "warpgroup"
+        names = tuple(f"{each} {number}" for number in range(count))
         notes = {"cuda.names": names, "cuda.warpgroups": (1,) * count}
         im.builder.ops.append(
             Op("roles", attrs=notes, regions=tuple(regions), loc=im.where)

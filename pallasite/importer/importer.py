@@ -5,7 +5,7 @@ rules (`rules.py` lists the files). `pipeline_op.py` drives this for a whole cal
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +72,7 @@ class Importer:
         self.facts = Facts()  # of the integers imported so far
         self.builder = Builder(watch=self.facts.note_op)
         self.scopes: list[GridScope] = []
-        self.mesh_axes: dict[str, Value] = {}
+        self.mesh_axes: dict[Hashable, Value] = {}
         self.env: dict[Any, Value] = {}
         self.freed: set[Any] = set()  # variables of refs whose memory is gone
         self.hidden: dict[str, Value] = {}

@@ -5,7 +5,7 @@ body sees, and a body. The result is one `pipeline` op in the importer's current
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -260,7 +260,7 @@ def emit_pipeline_op(
     prefetch: Sequence[Value],
     import_body: Callable[[list[Value]], None],
     map_captures: Sequence[Sequence[Value] | None],
-    axis_names: Sequence[str | None] = (),
+    axis_names: Sequence[Hashable] = (),
     part: Part | None = None,
 ) -> None:
     """Append a `pipeline` op over `arrays` (one per binding).
@@ -284,7 +284,8 @@ def emit_pipeline_op(
             im.facts.note(index, Fact(0, max(known - 1, 0)))
         seen = GridScope(ids, tuple(grid))
         im.scopes.append(seen if part is None else part.seen(im, seen))
-        im.mesh_axes |= {n: i for n, i in zip(axis_names, ids, strict=False) if n}
+        named = zip(axis_names, ids, strict=False)
+        im.mesh_axes |= {name: i for name, i in named if name is not None}
         import_body(body_refs)
         im.scopes.pop()
         # Arrays captured by the body are windows too: the whole array at every step.

@@ -5,9 +5,10 @@ level. A *thread* here is a warpgroup, as in upstream's names.
 """
 
 import enum
+import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,9 +16,10 @@ import jax.numpy as jnp
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
-from pallasite.language import refs
+from pallasite.language import refs, specs
 from pallasite.language.gpu_memory import CopyPartition, OOBFillMode
 from pallasite.language.helpers import when
+from pallasite.language.memory_spaces import MemoryRef, MemorySpace, as_axes
 from pallasite.language.refs import flatten_views, kernel_primitive
 from pallasite.language.trace import trace, user_location
 
@@ -49,8 +51,11 @@ tensor_copy_p = _effect_primitive("async_copy_smem_to_tmem")
 tensor_wait_p = _effect_primitive("wait_tmem")
 
 
-def barrier_arrive(barrier: Any) -> None:
-    """Arrive once, as this warpgroup."""
+def barrier_arrive(barrier: Any, *, predicate: Any = None) -> None:
+    """Arrive once, as this warpgroup; where `predicate` is false, do nothing."""
+    if predicate is not None:
+        when(predicate)(lambda: barrier_arrive(barrier))
+        return
     flat, tree = flatten_views(barrier)
     barrier_arrive_p.bind(*flat, tree=tree)
 
@@ -72,9 +77,10 @@ def copy_gmem_to_smem(
     dst: Any,
     barrier: Any,
     *,
-    collective_axes: str | Sequence[str] | None = None,
+    collective_axes: Hashable | Sequence[Hashable] = None,
     leader_tracked: CopyPartition | None = None,
-    oob_mode: OOBFillMode = OOBFillMode.ZEROS,
+    oob_mode: OOBFillMode | None = OOBFillMode.ZEROS,
+    predicate: Any = None,
 ) -> None:
     """Start a copy into shared memory; `barrier` gets one arrival on completion.
 
@@ -86,19 +92,25 @@ def copy_gmem_to_smem(
             the first one's barrier counts the copies of all.
         oob_mode: elements outside the array are zeros in every mode; checked mode
             reports a copy that leaves the array with `PROMISE_IN_BOUNDS`.
+        predicate: where it is false, there is neither a copy nor an arrival.
     """
+    if predicate is not None:
+        more = dict(leader_tracked=leader_tracked, oob_mode=oob_mode)
+        axes = collective_axes
+        copy = functools.partial(copy_gmem_to_smem, src, dst, barrier, **more)
+        when(predicate)(lambda: copy(collective_axes=axes))
+        return
     if leader_tracked is not None and collective_axes is None:
         raise SpecError(
             "copy_gmem_to_smem: leader_tracked needs collective_axes",
             at=user_location(),
             fix="pass collective_axes, too",
         )
-    axes = (collective_axes,) if isinstance(collective_axes, str) else collective_axes
     flat, tree = flatten_views(src, dst, barrier)
     load_to_smem_p.bind(
         *flat,
         tree=tree,
-        axes=tuple(axes or ()),
+        axes=as_axes(collective_axes),
         first=leader_tracked,
         inside=oob_mode is OOBFillMode.PROMISE_IN_BOUNDS,
     )
@@ -186,7 +198,7 @@ def tcgen05_mma(
     b_scale: Any = None,
     a_sparse_metadata: Any = None,
     accumulate: bool | jax.Array = True,
-    collective_axis: str | None = None,
+    collective_axis: Hashable = None,
 ) -> None:
     """Start adding `a @ b` to tensor memory.
 
@@ -216,9 +228,15 @@ def tcgen05_mma(
         tcgen05_commit_arrive(barrier, collective_axis)
 
 
-def tcgen05_commit_arrive(barrier: Any, collective_axis: str | None = None) -> None:
+def tcgen05_commit_arrive(
+    barrier: Any, collective_axis: Hashable = None, *, predicate: Any = None
+) -> None:
     """Arrive once all earlier matmuls and copies into tensor memory have completed,
-    at the barriers of both thread blocks along `collective_axis`."""
+    at the barriers of both thread blocks along `collective_axis`; where `predicate` is
+    false, do nothing."""
+    if predicate is not None:
+        when(predicate)(lambda: tcgen05_commit_arrive(barrier, collective_axis))
+        return
     flat, tree = flatten_views(barrier)
     axes = () if collective_axis is None else (collective_axis,)
     tensor_commit_p.bind(*flat, tree=tree, axes=axes)
@@ -305,10 +323,14 @@ def set_max_registers(n: int, *, action: str) -> None:
 
 
 def async_prefetch(
-    ref: Any, *, collective_axes: Any = None, leader_tracked: Any = None
+    ref: Any,
+    *,
+    collective_axes: Any = None,
+    leader_tracked: Any = None,
+    predicate: Any = None,
 ) -> None:
     """A hint to prefetch what will be copied; does not change results."""
-    del ref, collective_axes, leader_tracked
+    del ref, collective_axes, leader_tracked, predicate
 
 
 def griddepcontrol_wait() -> None:
@@ -317,6 +339,49 @@ def griddepcontrol_wait() -> None:
 
 def griddepcontrol_launch_dependents() -> None:
     """Does nothing: later kernels start when this one has completed."""
+
+
+def TryClusterCancelResult(num_buffers: int | None = None) -> MemoryRef:
+    """Shared memory for what `try_cluster_cancel` finds: one result, or several."""
+    several = () if num_buffers is None else (num_buffers,)
+    return MemorySpace.SMEM((*several, CANCEL_BYTES), jnp.int8)
+
+
+CANCEL_BYTES = 16
+
+
+def try_cluster_cancel(
+    result_ref: Any, barrier: Any, *, collective_axes: Any = ()
+) -> None:
+    """Ask for the work of a thread block that has not started; `barrier` gets this
+    warpgroup's arrival once the answer is there.
+
+    The answer is always that there is none, as from a chip on which all have started:
+    each thread block does its own work (`dynamic_scheduling_loop`).
+
+    Args:
+        result_ref: from `TryClusterCancelResult`.
+        barrier: its phase ends when the answer is there.
+        collective_axes: the axes along which several ask together.
+    """
+    if tuple(result_ref.shape) != (CANCEL_BYTES,):
+        raise KernelTypeError(
+            f"the answer to try_cluster_cancel has {CANCEL_BYTES} bytes",
+            [("got", f"{result_ref.dtype}{list(result_ref.shape)}")],
+            user_location(),
+            "plgpu.TryClusterCancelResult(); index it if it holds several: ref.at[0]",
+        )
+    del collective_axes
+    barrier_arrive(barrier)
+
+
+def query_cluster_cancel(
+    result_ref: Any, grid_names: Sequence[Hashable]
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """What `try_cluster_cancel` was told: indices along the axes of the grid, which
+    mean something if the second result is true; here it is always false."""
+    del result_ref
+    return tuple(jnp.int32(0) for _ in grid_names), jnp.bool_(False)
 
 
 def layout_cast(x: Any, new_layout: Any) -> Any:
@@ -390,8 +455,7 @@ def nd_loop(
             fix="use tile sizes that divide the grid, one per axis",
         )
     counts = tuple(size // tile for size, tile in zip(grid, tiles, strict=True))
-    axes = collective_axes
-    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    axes = as_axes(collective_axes)
     first, programs = jnp.int32(0), 1
     for axis in axes:
         size = jax.lax.axis_size(axis)
@@ -491,7 +555,7 @@ class LoweringSemantics(enum.Enum):
 
 
 @dataclass(frozen=True)
-class CompilerParams:
+class CompilerParams(specs.CompilerParams):
     """Settings of upstream's compiler, ignored except for `approx_math`."""
 
     approx_math: bool = False
@@ -506,3 +570,7 @@ class CompilerParams:
     lowering_semantics: LoweringSemantics = LoweringSemantics.Lane
     skip_device_barrier: bool = False
     is_multi_process: bool = False
+
+    def replace(self, **changes: Any) -> "CompilerParams":
+        """The same settings with changes."""
+        return replace(self, **changes)

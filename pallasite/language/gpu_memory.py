@@ -3,7 +3,7 @@ memory, barriers and accumulators."""
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ import numpy as np
 
 from pallasite.errors import SpecError, UnsupportedError
 from pallasite.ir import types as T
-from pallasite.language.memory_spaces import MemoryRef, MemorySpace
+from pallasite.language.gpu_layouts import Transform
+from pallasite.language.memory_spaces import MemoryRef, MemorySpace, as_axes
 from pallasite.language.trace import user_location
 
 
@@ -26,7 +27,7 @@ class BarrierSpace:
     """
 
     arrivals: int
-    collective_axes: tuple[str, ...] = ()
+    collective_axes: tuple[Hashable, ...] = ()
     is_first_only: bool = False  # only the first thread block's barrier counts
     orders_tensor_core: bool = False
     value: str = "mbarrier"
@@ -60,7 +61,7 @@ def Barrier(
 
 def ClusterBarrier(
     *,
-    collective_axes: str | Sequence[str],
+    collective_axes: Hashable | Sequence[Hashable],
     num_barriers: int | Sequence[int] = 1,
     num_arrivals: int = 1,
     orders_tensor_core: bool = False,
@@ -75,8 +76,8 @@ def ClusterBarrier(
         orders_tensor_core: as for `Barrier`.
         leader_tracked: arrivals count only at the first thread block's barrier.
     """
-    axes = (collective_axes,) if isinstance(collective_axes, str) else collective_axes
-    space = BarrierSpace(num_arrivals, tuple(axes), leader_tracked, orders_tensor_core)
+    axes = as_axes(collective_axes)
+    space = BarrierSpace(num_arrivals, axes, leader_tracked, orders_tensor_core)
     return _barriers(num_barriers, space)
 
 
@@ -211,7 +212,7 @@ class StartedAt:
 
 
 @dataclass(frozen=True)
-class TilingTransform:
+class TilingTransform(Transform):
     """A tiled layout of shared memory. Does not change results."""
 
     tiling: tuple[int, ...]
@@ -221,7 +222,7 @@ SWIZZLES = (16, 32, 64, 128)  # in bytes; 16 means no swizzle
 
 
 @dataclass(frozen=True)
-class SwizzleTransform:
+class SwizzleTransform(Transform):
     """A swizzled layout of shared memory. Does not change results."""
 
     swizzle: int

@@ -1,5 +1,6 @@
 """Small helpers for kernel authors: when, loop, arithmetic on sizes."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, overload
@@ -10,7 +11,7 @@ import jax.ref
 import numpy as np
 from jax import lax
 
-from pallasite import jaxcompat
+from pallasite import config, jaxcompat
 from pallasite.errors import KernelTypeError
 from pallasite.language.trace import location_of, user_location
 
@@ -293,8 +294,15 @@ def max_contiguous(x: Any, values: Any) -> Any:
 
 
 def debug_checks_enabled() -> bool:
-    """Whether `pl.debug_check` is active: always."""
-    return True
+    """Whether `pl.debug_check` checks anything: yes, unless switched off."""
+    return config.get("debug_checks")
+
+
+def enable_debug_checks(
+    enable: bool = True,
+) -> contextlib.AbstractContextManager[None]:
+    """A `with` block in whose kernels `pl.debug_check` checks (or, False, does not)."""
+    return config.override(debug_checks=bool(enable))
 
 
 def reciprocal(x: Any, *, approx: bool = False, full_range: bool = True) -> jax.Array:

@@ -6,6 +6,7 @@ that an operand has no window. Each space carries its name in the IR.
 
 import enum
 import operator
+from collections.abc import Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -147,8 +148,16 @@ def as_memory_ref(spec: Any) -> MemoryRef | None:
 
 # --- memory private to one of several warpgroups ---
 
+
+def as_axes(given: Any) -> tuple[Hashable, ...]:
+    """The names of axes, of which one may be given alone; any hashable is a name."""
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
+
+
 # The warpgroup axis of the kernel being traced, if it has several warpgroups.
-warpgroup_axis: ContextVar[str | None] = ContextVar("warpgroup_axis", default=None)
+warpgroup_axis: ContextVar[Hashable | None] = ContextVar("warpgroup_axis", default=None)
 
 
 @dataclass(frozen=True)
@@ -164,8 +173,7 @@ class OwnSpace:
 
 def of_whom(memory: MemoryRef, collective_axes: Any) -> MemoryRef:
     """Scoped memory, shared by all warpgroups if they allocate it together."""
-    axis, axes = warpgroup_axis.get(), collective_axes
-    axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
+    axis, axes = warpgroup_axis.get(), as_axes(collective_axes)
     space = getattr(memory.memory_space, "value", None)
     if axis is None or axis in axes or space not in ("smem", "mbarrier", "tmem"):
         return memory

@@ -17,7 +17,7 @@ import jax.ref
 import numpy as np
 from jax.interpreters import mlir
 
-from pallasite import jaxcompat
+from pallasite import config, jaxcompat
 from pallasite.errors import KernelTypeError
 from pallasite.language.device_ids import DeviceIdType, first_given, place_of
 from pallasite.language.memory_spaces import (
@@ -427,7 +427,8 @@ def positional_fields(fmt: str) -> tuple[str, list[int | str]]:
 
 def debug_check(condition: Any, message: str) -> None:
     """Fail the call with `message` if `condition` is false in any program."""
-    debug_check_p.bind(jnp.asarray(condition, bool), message=message)
+    if config.get("debug_checks"):
+        debug_check_p.bind(jnp.asarray(condition, bool), message=message)
 
 
 def delay(nanos: Any) -> None:

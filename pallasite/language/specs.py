@@ -37,6 +37,11 @@ IndexMap = (
 )
 
 
+class CompilerParams:
+    """What the settings of all backends have in common: `pltpu.CompilerParams` and
+    others are such settings."""
+
+
 @dataclass(frozen=True)
 class Squeezed:
     """A block dimension of one element, hidden from the kernel (same as None)."""

@@ -10,6 +10,8 @@ from pallasite.passes.run import Step
 # Passes that have a description; others are listed if the grid, a block or the number
 # of matmuls changed.
 WHAT = {
+    "whole_rows": "steps along rows merged: blocks are whole rows",
+    "known_scans": "running sums and maxima recognised as scans",
     "choose_blocks": "blocks chosen for the chip",
     "merge_k_steps": "steps along k merged",
     "merge_k_rounds": "iterations of a loop along k merged",

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import config
 from pallasite import tpu as pltpu
+from pallasite.autodiff import backward
 from pallasite.autodiff.explain_grad import full_plan
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.sites import kernels_in
+from pallasite.target import Machine, chip
 
 
 def weighted(parts, rows) -> Any:
@@ -255,6 +258,8 @@ def test_rows_of_the_blocks_beside():
         "below_ref",
     ]
     assert "the same array as above_ref" in report.operands[1].why
+    # Another call of the same kernel has refs of its own.
+    assert len(pl.explain_grad(lambda x: neighbours(x))(x).operands) == 3
     gradient = jax.grad(lambda x: neighbours(x).sum())
     assert len(kernels_in(gradient, x)) == 2
 
@@ -266,10 +271,11 @@ def test_rows_of_the_blocks_beside():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_kept_for_the_next_step(dtype):
+def test_rows_kept_for_the_next_step(dtype, monkeypatch):
     args = operands(4, positions=32, dtype=dtype)
     (kernel,) = kernels_in(carried, *args)
-    by_name = {s.results[0].name: s.kernel for s in full_plan(kernel).steps}
+    made = full_plan(kernel, machine=Machine.usual(chip("h200")))
+    by_name = {step.results[0].name: step.kernel for step in made.steps}
     assert grid_of(by_name["d_x_ref"]) == (4,)
     assert "for" not in by_name["d_x_ref"].text
 
@@ -278,6 +284,7 @@ def test_rows_kept_for_the_next_step(dtype):
         y = sum(padded[n : n + len(x)] * w[n].astype(jnp.float32) for n in range(4))
         return y.astype(x.dtype)
 
+    monkeypatch.setattr(backward, "chip_for", lambda backend: chip("h200"))
     check(carried, reference, args, tolerance=3e-2 if dtype != "float32" else 1e-5)
 
 
@@ -290,6 +297,67 @@ def test_rows_of_a_matmul():
     text = kernel_of_x(run, args)
     assert "out[element" not in text and text.count("= dot") == 3
     check(run, reference, args, wanted=(0,))
+
+
+def convolved(x, w, by_rows):
+    """3x3, of nine shifted matmuls: an image, or a row of one, in each program."""
+    n, side, _, width = x.shape
+
+    def kernel(*refs):
+        *xs, w_ref, o_ref = refs
+        shape = o_ref.shape
+        total = jnp.zeros((w_ref.shape[3],), jnp.float32)
+        for dy, dx in np.ndindex(3, 3):
+            if by_rows:
+                part = xs[dy][pl.ds(dx, side - 2), :]
+            else:
+                part = xs[0][dy : dy + side - 2, dx : dx + side - 2, :]
+                part = part.reshape(-1, width)
+            total += jnp.dot(part, w_ref[dy, dx], preferred_element_type=jnp.float32)
+        o_ref[...] = total.reshape(shape).astype(o_ref.dtype)
+
+    row = lambda d: pl.BlockSpec(
+        (None, None, side, width), lambda i, y: (i, y + d, 0, 0)
+    )
+    image = pl.BlockSpec((None, side, side, width), lambda i: (i, 0, 0, 0))
+    shape = (n, side - 2, side - 2, w.shape[3])
+    out = pl.BlockSpec((None, *shape[1:]), lambda i: (i, 0, 0, 0))
+    if by_rows:
+        out = pl.BlockSpec((None, None, *shape[2:]), lambda i, y: (i, y, 0, 0))
+    specs = [row(0), row(1), row(2)] if by_rows else [image]
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(shape, x.dtype),
+        grid=(n, side - 2) if by_rows else (n,),
+        in_specs=[*specs, pl.BlockSpec(w.shape, lambda *_: (0, 0, 0, 0))],
+        out_specs=out,
+    )(*[x] * len(specs), w)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("by_rows", [True, False], ids=["rows", "images"])
+def test_shifts_are_of_what_is_multiplied(by_rows, dtype, monkeypatch):
+    """Products are added up in registers, and each is of all rows of a block."""
+    monkeypatch.setattr(backward, "chip_for", lambda backend: chip("h200"))
+    rng = np.random.default_rng(0)
+    x, w = (
+        jnp.asarray(rng.normal(size=size), dtype)
+        for size in [(2, 7, 7, 8), (3, 3, 8, 16)]
+    )
+    run = lambda x, w: convolved(x, w, by_rows)
+    with config.override(target="gpu:h200"):
+        kernels = pl.explain_grad(run)(x, w).kernels
+    (kernel,) = (k for k in kernels if k.outputs[0].ref.shape == x.shape)
+    assert kernel.text.count("= dot") == 9 and "pad %" not in kernel.text
+    assert "cond" not in kernel.text and grid_of(kernel)[0] == 2
+
+    def reference(x, w):
+        dims = ("NHWC", "HWIO", "NHWC")
+        wide = x.astype(jnp.float32), w.astype(jnp.float32)
+        y = jax.lax.conv_general_dilated(*wide, (1, 1), "VALID", dimension_numbers=dims)
+        return y.astype(x.dtype)
+
+    check(run, reference, [x, w], tolerance=3e-2 if dtype != "float32" else 1e-5)
 
 
 def test_the_derivative_of_a_gathered_sum():

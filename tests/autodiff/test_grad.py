@@ -227,7 +227,9 @@ def test_rules_inside_a_kernel_hold(name, tier):
     run = stored(tier == "functional", function)
     x = X.at[0].set(0)
     report = pl.explain_grad(run)(x)
-    assert {o.tier for o in report.operands} == {tier}
+    generated = {"kernel", "xla"}  # by backends, or by XLA on whole arrays
+    wanted = generated if tier == "kernel" else {tier}
+    assert {o.tier for o in report.operands} <= wanted
 
     def derivatives(f):
         def slope(x):

@@ -8,8 +8,8 @@ import pytest
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.autodiff.normal_program import in_phases
-from pallasite.autodiff.per_program import program_of
 from pallasite.ir.nodes import walk
+from pallasite.passes.lower.per_program import program_of
 from pallasite.passes.run import NORMAL, run
 from pallasite.sites import calls_in
 

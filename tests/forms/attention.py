@@ -163,7 +163,7 @@ EDGE = What(edge=True)
 LATENT = What(causal=True, depth=192, value_depth=128)
 
 # One window for every size would see all keys of a short sequence.
-WINDOWS = {"model": 1024, "cpu": 256, "tiny": 20}
+WINDOWS = {"model": 1024, "part": 256, "cpu": 256, "tiny": 20}
 
 
 def _add(name: str, what: What, **choices: Any) -> None:

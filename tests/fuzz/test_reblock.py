@@ -1,6 +1,6 @@
 """Random kernels mean the same with any blocks that they may have instead."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +19,8 @@ from pallasite.passes.schedule.loop_over_k import loop_over_k
 from pallasite.passes.schedule.reblock import cut, grow
 from pallasite.passes.schedule.separate_uses import separate_uses
 from pallasite.passes.schedule.tpu_blocks import for_tpu
+from pallasite.passes.schedule.whole_arrays import WholeArrays, on_whole_arrays
+from pallasite.passes.transform.batch import batch_kernel
 from pallasite.target import GPUS, TPUS, Memory
 from tests.fuzz.agreement import beyond_op_table, run_numpy, same
 from tests.fuzz.blocks import block_kernel
@@ -136,3 +138,43 @@ def test_other_kernels_mean_the_same(family: str):
         assert wrong is None, f"{wrong}\n{case!r}\n{texts}"
 
     for_random_kernels(family, check)
+
+
+def run_whole(made: WholeArrays, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """A kernel on whole arrays, by the numpy evaluator; batches in turn."""
+    if not made.batches:
+        return run_numpy(made.kernel, arrays)
+    (batch, *others), rest = made.batches, []
+    for n in range(batch.size):
+        one = [
+            x if d is None else x.take(n, d)
+            for x, d in zip(arrays, batch.inputs, strict=True)
+        ]
+        rest.append(run_whole(WholeArrays(made.kernel, tuple(others)), one))
+    columns = zip(*rest, strict=True)
+    return [np.stack(x, d) for x, d in zip(columns, batch.outputs, strict=True)]
+
+
+def check_whole(kernel: Kernel, arrays: Sequence[np.ndarray]) -> int:
+    made = on_whole_arrays(kernel)
+    if isinstance(made, str):
+        return 0
+    verify(made.kernel)
+    wanted = run_numpy(kernel, arrays)
+    for got, want in zip(run_whole(made, arrays), wanted, strict=True):
+        # A reduction of a row has another order; NaN is what programs read outside.
+        near = np.isclose(*(x.astype(np.float64) for x in (got, want)), 1e-5, 1e-5)
+        right = same(got, want) | np.isnan(want) | near
+        assert right.all(), f"{got}\nnot {want}\n{kernel.text}\n{made.kernel.text}"
+    return 1
+
+
+def test_maps_of_blocks_mean_the_same_on_whole_arrays():
+    counts = []
+    for seed in range(max(120 // SHARE, 40)):
+        case = block_kernel(Seeded(seed))
+        counts.append(check_whole(case.kernel, case.arrays))
+        batched = [np.stack([a, a + a]) for a in case.arrays]
+        kernel = batch_kernel(case.kernel, [True] * len(batched), 2)
+        counts.append(check_whole(kernel, batched))
+    assert sum(counts) > 2, counts

@@ -319,7 +319,7 @@ def test_refusals_say_what_is_wrong(body, error, message):
     [
         (dict(grid=(2,)), "same length"),
         (dict(num_threads=2), "must be given together"),
-        (dict(kernel_name="x"), "kernel_name"),
+        (dict(devices=(0,)), "devices="),
     ],
 )
 def test_options_that_do_not_fit(options, message):

@@ -255,7 +255,7 @@ def test_programs_with_lengths_of_their_own_are_split():
     np.testing.assert_allclose(result, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [8192, 512])
+@pytest.mark.parametrize("rows", [8192, 256])
 def test_blocks_are_divided_before_an_axis_is_split(rows):
     """Programs for fewer rows each need no second kernel."""
 

@@ -81,8 +81,8 @@ BECOMES = {
     "%r: i32[8] = select_n %p, %f, %m": "%m",
     "%e: i32[8] = neg %m\n%f: i32[8] = select_n %p, %e, %m\n"
     "%r: i32[8] = select_n %p, %m, %f": "%m",
-    "%e: i32[8] = neg %m\n%c: i32[8] = constant {value=3}\n%h: bool[8] = gt %m, %c\n"
-    "%f: i32[8] = select_n %h, %e, %m\n%d: i32[8] = constant {value=4}\n"
+    "%e: i32[8] = neg %m\n%c: i32[8] = constant {value=3}\n%g: bool[8] = gt %m, %c\n"
+    "%f: i32[8] = select_n %g, %e, %m\n%d: i32[8] = constant {value=4}\n"
     "%k: bool[8] = lt %m, %d\n%r: i32[8] = select_n %k, %f, %m": "%m",
     # casts
     "%r: f32[8,16] = cast %v {dtype=f32}": "%v",
@@ -351,6 +351,16 @@ def test_other_views_simplify():
 
 
 # --- control ---
+
+
+def test_padding_by_negative_numbers_is_a_slice():
+    z = "%z: f32 = constant {value=0.0}\n"
+    edges = "{low=(-1, 0), high=(-2, -3), interior=(0, 0)}"
+    text = shows(f"{z}%r: f32[5,13] = pad %v, %z {edges}")
+    assert "slice %v {starts=(1, 0), limits=(6, 13), strides=(1, 1)}" in text
+    assert "= pad" not in text
+    edges = "{low=(-1, 0), high=(1, 0), interior=(0, 0)}"
+    assert "= pad" in shows(f"{z}%r: f32[8,16] = pad %v, %z {edges}")
 
 
 def test_a_known_branch_is_inlined():

@@ -18,7 +18,7 @@ from pallasite.kernels.attention import AttentionConfig, attention
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.run import run
 from pallasite.passes.schedule import tpu_blocks
-from pallasite.passes.schedule.choose_blocks import for_threads
+from pallasite.passes.schedule.choose_blocks import blocks_of, for_threads
 from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.tpu_blocks import for_tpu
 from pallasite.sites import calls_in
@@ -243,6 +243,51 @@ def test_small_blocks_of_causal_attention_skip_as_large_ones(loop: bool):
     dots = [op.result.tile.shape for op in walk(new.body) if op.name == "dot"]
     assert dots.count((512, 512)) == 3
     assert len(dots) == 6
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_constants_do_not_tie_rows_to_columns(dtype):
+    """Square blocks, masked along k on both sides: zeros and starts are the same."""
+    n = 8
+
+    def kernel(x_ref, y_ref, o_ref, acc_ref):
+        k = pl.program_id(2)
+
+        @pl.when(k == 0)
+        def _():
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        inside = lambda d: k * n + lax.broadcasted_iota(jnp.int32, (n, n), d) < 20
+        x = jnp.where(inside(1), x_ref[...], 0)
+        y = jnp.where(inside(0), y_ref[...], 0)
+        acc_ref[...] += jnp.dot(x, y, preferred_element_type=jnp.float32)
+
+        @pl.when(k == pl.num_programs(2) - 1)
+        def _():
+            o_ref[...] = acc_ref[...].astype(o_ref.dtype)
+
+    call = pl.pallas_call(
+        kernel,
+        Shape((30, 40), dtype),
+        grid=(4, 5, 3),
+        in_specs=[
+            pl.BlockSpec((n, n), lambda i, j, k: (i, k)),
+            pl.BlockSpec((n, n), lambda i, j, k: (k, j)),
+        ],
+        out_specs=pl.BlockSpec((n, n), lambda i, j, k: (i, j)),
+        scratch_shapes=[pltpu.VMEM((n, n), jnp.float32)],
+    )
+    (found,) = calls_in(call, Shape((30, 20), dtype), Shape((20, 40), dtype))
+    old = run(found.kernel)
+    blocks = blocks_of(old)
+    assert blocks is not None
+    rows, _ = blocks.free
+    new = blocks.rewritten({rows: 16})
+    verify(new)
+    assert "out[16, 8]" in head(new)
+    arrays = random_arrays(old)
+    for got, want in zip(outputs(new, arrays), outputs(old, arrays), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_programs_are_not_merged_to_more_code_than_a_chip_takes(monkeypatch):

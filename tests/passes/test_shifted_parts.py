@@ -121,14 +121,60 @@ def test_blocks_of_operands_may_extend_past_the_end():
     np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
 
 
-def test_blocks_of_results_that_extend_past_the_end_stay():
+@pytest.mark.parametrize("rows, width, grid", [(30, 37, (8, 5)), (36, 33, (3, 3, 5))])
+def test_blocks_of_results_may_extend_past_the_end(rows, width, grid):
+    """No part is past the end: two writers of one part would be a race."""
+    shape = jax.ShapeDtypeStruct((rows, width), F32)
+    spec = pl.BlockSpec((ROWS, WIDTH), lambda i: (i, 0), fill=0.0)
+    out = pl.BlockSpec((ROWS, WIDTH), lambda i: (i, 0))
+    call = pl.pallas_call(
+        rolled, out_shape=shape, grid=(3,), in_specs=[spec, spec], out_specs=out
+    )
+    before = run(sites.kernels_in(call, shape, shape)[0])
+    after = subject.shifted_parts(before)
+    verify(after)
+    assert Pipeline.of(find_pipeline(after)).grid == grid
+    assert not analyze(after).sequential
+    x = np.random.default_rng(0).normal(size=(rows, width)).astype(np.float32)
+    one, two = (Walker(k, NumpyNumbers()).run([x, x + 1])[0] for k in (before, after))
+    np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
+
+
+def test_blocks_chosen_by_other_indices_stay_at_the_end():
     shape = jax.ShapeDtypeStruct((30, 37), F32)
-    spec = pl.BlockSpec((ROWS, WIDTH), lambda i: (i, 0))
+    spec = pl.BlockSpec((ROWS, WIDTH), lambda i: (2 - i, 0))
     call = pl.pallas_call(
         rolled, out_shape=shape, grid=(3,), in_specs=[spec, spec], out_specs=spec
     )
-    before = run(sites.kernels_in(call, shape, shape)[0])
+    before = sites.kernels_in(call, shape, shape)[0]
     assert subject.shifted_parts(before) is before
+
+
+@pytest.mark.parametrize("dtype", [F32, jnp.bfloat16])
+def test_parts_of_a_block_that_are_loaded_apart(dtype):
+    """A halo: the block that is read is larger than the one that is stored."""
+
+    def kernel(x_ref, o_ref):
+        x = x_ref[...]
+        around = x[:-2, 1:-1] + x[2:, 1:-1] + x[1:-1, :-2] + x[1:-1, 2:]
+        o_ref[...] = around - x[1:-1, 1:-1]
+
+    halo = (pl.Element(ROWS + 2, (1, 1)), pl.Element(WIDTH + 2, (1, 1)))
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((30, WIDTH), dtype),
+        grid=(3,),
+        in_specs=[pl.BlockSpec(halo, lambda i: (i * ROWS, 0), fill=0.0)],
+        out_specs=pl.BlockSpec((ROWS, WIDTH), lambda i: (i, 0)),
+    )
+    x = np.random.default_rng(0).normal(size=(30, WIDTH)).astype(dtype)
+    before = run(sites.kernels_in(call, jax.ShapeDtypeStruct(x.shape, dtype))[0])
+    after = subject.shifted_parts(before)
+    verify(after)
+    assert Pipeline.of(find_pipeline(after)).grid == (8, 5)
+    assert "gather" not in after.text
+    one, two = (Walker(k, NumpyNumbers()).run([x])[0] for k in (before, after))
+    np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
 
 
 def halves(x_ref, y_ref, o_ref):

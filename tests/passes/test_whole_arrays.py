@@ -157,9 +157,9 @@ def printing(x_ref, o_ref):
     [
         (halves, "a load takes a part of a block"),
         (columns, "it reduces another dimension than the last"),
-        (rolled, "a load takes a part of a block"),
+        (rolled, "'concatenate' is not elementwise"),
         (branching, "it has a 'cond'"),
-        (printing, "a load takes a part of a block"),
+        (printing, "'debug_print' is not elementwise"),
     ],
 )
 def test_what_is_no_map_says_why(body, reason):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from pallasite.backends.cuda import nvrtc
+from tests.share import share_of
 
 pytest.importorskip("jax.experimental.pallas.ops")
 
@@ -278,23 +279,26 @@ EACH = """
 """
 
 
-def outcomes(start: str, codes: dict[str, str], run_python: Callable[..., str]):
-    """Of all codes in one process, which imports JAX and upstream once."""
-    codes = {name: textwrap.dedent(code) for name, code in codes.items()}
+def check(
+    start: str, codes: dict[str, str], number: int, run_python: Callable[..., str]
+) -> None:
+    """The run's share of the codes, in one process: it imports upstream once."""
+    names = share_of(list(codes), number)
+    codes = {name: textwrap.dedent(codes[name]) for name in names}
     text = "".join(map(textwrap.dedent, (START, start, EACH)))
     printed = run_python("-c", f"{text}\nrun_each({codes!r})")
-    return json.loads(printed.splitlines()[-1])
+    assert json.loads(printed.splitlines()[-1]) == dict.fromkeys(codes, "ok")
 
 
 # One test each, not one per kernel: else every worker would start a process.
 def test_upstreams_kernels_are_right(run_python: Callable[..., str]):
-    assert outcomes("", KERNELS, run_python) == dict.fromkeys(KERNELS, "ok")
+    check("", KERNELS, 0, run_python)
 
 
 @pytest.mark.machine_only  # the test above traces them
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_their_cuda_text_is_right(run_python: Callable[..., str]):
-    assert outcomes(HOST, ON_HOST, run_python) == dict.fromkeys(ON_HOST, "ok")
+    check(HOST, ON_HOST, 1, run_python)
 
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs NVRTC")

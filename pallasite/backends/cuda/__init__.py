@@ -64,6 +64,7 @@ from pallasite.passes.optimise.unused import drop_unused
 from pallasite.passes.run import Pass
 from pallasite.passes.schedule.gpu_blocks import SHORT_TILE, Tiles, for_gpu
 from pallasite.passes.schedule.row_strips import row_strips
+from pallasite.passes.schedule.whole_rows import whole_rows
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
@@ -97,6 +98,7 @@ OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 def passes_for(chip: Gpu) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
     return (
+        Pass("whole_rows", partial(whole_rows, chip=chip)),
         Pass("own_inputs", own_inputs),
         Pass("matrix_units", write_out),
         Pass("split_accesses", split_accesses),

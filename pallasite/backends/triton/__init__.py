@@ -47,6 +47,7 @@ from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
 from pallasite.passes.optimise.guard_range import guard_range
 from pallasite.passes.optimise.hoist import hoist
+from pallasite.passes.optimise.known_scans import known_scans
 from pallasite.passes.optimise.sink_loads import sink_loads
 from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.run import Pass
@@ -54,6 +55,7 @@ from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.ordered_sums import ordered_sums
 from pallasite.passes.schedule.previous_blocks import previous_blocks
 from pallasite.passes.schedule.shifted_parts import shifted_parts
+from pallasite.passes.schedule.whole_rows import whole_rows
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.triton"
@@ -93,14 +95,18 @@ class TritonBackend:
 
     def passes(self, options: Options) -> Sequence[Pass]:
         params = options.compiler_params
+        chip = _chip(options)
         tuned = bool(params.get("num_warps") or params.get("num_stages"))
-        blocks = partial(for_gpu, chip=_chip(options), tuned=tuned)
-        fitted = partial(reload_operands, params=params, chip=_chip(options))
-        launch = partial(schedule_launch, params=params, chip=_chip(options))
+        blocks = partial(for_gpu, chip=chip, tuned=tuned)
+        fitted = partial(reload_operands, params=params, chip=chip)
+        launch = partial(schedule_launch, params=params, chip=chip)
+        rows = () if tuned else (Pass("whole_rows", partial(whole_rows, chip=chip)),)
         return (
-            Pass("check_types", partial(check_types, chip=_chip(options))),
+            *rows,
+            Pass("check_types", partial(check_types, chip=chip)),
             Pass("own_inputs", own_inputs),
             Pass("matrix_units", write_out),
+            Pass("known_scans", known_scans),
             Pass("ordered_sums", ordered_sums),
             Pass("previous_blocks", previous_blocks),
             Pass("shifted_parts", shifted_parts),

@@ -4,12 +4,12 @@ In: `dot` of an f32 tile and a bf16 one, as `exact_factors.py` leaves them. Out:
 the bf16 tile with three others that sum to the f32 one. Tensor cores multiply these,
 and they have no exact f32.
 
-Proof: f32 has 24 significant bits and bf16 has 8, so what three roundings to bf16
-leave, each of what the one before left, is nothing (for numbers below 2**-110, less
-than the smallest normal number). Products of bf16 are exact in f32, and a dot sums
-products in f32, in any order. Of infinity nothing is left. Where the bf16 side may be
-infinite, too, its products with the smaller pieces are not added to one that is not
-finite: they may have the other sign.
+Proof: f32 has 24 significant bits and bf16 has 8, so three pieces, each the first bits
+of what the one before left, are all of it (for numbers below 2**-110, but for less than
+the smallest normal number). Products of bf16 are exact in f32, and a dot sums products
+in f32, in any order. Of infinity nothing is left, of NaN NaN. Where the bf16 side may
+be infinite, too, its products with the smaller pieces are not added to one that is not
+finite, as they may have the other sign; so the first piece is rounded, which keeps NaN.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from pallasite.backends.triton.dots import FEW_PRODUCTS, SMALLEST
 from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.ir.rewrite import Rewriter, map_ops, users_of
 from pallasite.ir.roles import Dot
-from pallasite.ir.types import BF16, F32
+from pallasite.ir.types import BF16, F32, I32
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.exact_factors import EXACT, MOVES, is_bytes
 
@@ -79,22 +79,29 @@ def _is_of_bytes(dot: Op, b: Rewriter) -> bool:
 
 def _products(op: Op, b: Rewriter) -> list[Value]:
     """With each piece, the smallest first."""
+    of_bytes = _is_of_bytes(op, b)
     sides = (
-        _pieces(b, x) if x.type.dtype == F32 else [x] * PIECES for x in op.operands
+        _pieces(b, x, of_bytes) if x.type.dtype == F32 else [x] * PIECES
+        for x in op.operands
     )
     pairs = zip(*sides, strict=True)
     return [b.op("dot", *pair, **op.attrs) for pair in pairs][::-1]
 
 
-def _pieces(b: Rewriter, x: Value) -> list[Value]:
+def _pieces(b: Rewriter, x: Value, of_bytes: bool) -> list[Value]:
     """Tiles of bf16 that sum to an f32 one, the largest first."""
-    found = [b.cast(x, BF16)]
-    for _ in range(PIECES - 1):
-        taken = b.cast(found[-1], F32)
-        left = b.sub(x, taken)
-        x = b.select(b.op("is_finite", taken), left, b.like(0, left))
-        found.append(b.cast(x, BF16))
-    return found
+    first = _first_bits(b, x) if of_bytes else b.cast(b.cast(x, BF16), F32)
+    is_all = b.eq(x, first) if of_bytes else b.not_(b.op("is_finite", first))
+    left = b.select(is_all, b.like(0, x), b.sub(x, first))
+    second = _first_bits(b, left)
+    return [b.cast(piece, BF16) for piece in (first, second, b.sub(left, second))]
+
+
+def _first_bits(b: Rewriter, x: Value) -> Value:
+    """The numbers without the bits that bf16 does not have."""
+    bits = b.op("bitcast", x, dtype=I32)
+    kept = b.op("and", bits, b.like(-1 << 16, bits))
+    return b.op("bitcast", kept, dtype=F32)
 
 
 def _sum(b: Rewriter, values: list[Value]) -> Value:

@@ -23,6 +23,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Gather, Kernel, Op, Span, Value
 from pallasite.ir.opdef import table
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, users_of
+from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import DTYPES, I32, INDEX, RefType, TileType
 from pallasite.ops.decompose_gather import (
     REDUCTIONS,
@@ -35,6 +36,7 @@ from pallasite.ops.decompose_gather import (
 from pallasite.ops.decompose_tile import positions, take_range
 from pallasite.ops.formula import NotApplicable
 from pallasite.passes.analysis.carried import covers_whole
+from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots, constant_inputs
 from pallasite.target.chip import power_of_two
 
@@ -43,6 +45,7 @@ AT_ONCE = 1 << 14  # elements of the tile in which updates are compared with pos
 MOST_COMPARED = 1 << 26  # in all: about a millisecond
 FEW_COMPARED = 1 << 18  # beyond, memory is faster
 MEETING = 1 << 12  # updates compared with each other
+MOST_SCRATCH = 1 << 26  # bytes, of all programs
 MOST_GATHERED = 1 << 16  # bytes; the smallest GPU has 99 KiB of shared memory
 SECTOR = 32  # bytes that memory reads at least
 # Ops of a decomposition: one that takes every row apart is slow to compile (256 rows of
@@ -55,7 +58,9 @@ def flat_indices(kernel: Kernel) -> Kernel:
     """The kernel without gathers and scatters that have no short decomposition."""
     constant = _Constant(Roots(kernel), constant_inputs(kernel))
     stored = frozenset(_stored(kernel))
-    rewrite = partial(_flattened, constant=constant, stored=stored)
+    programs = prod(n or 1 for n in Pipeline.of(find_pipeline(kernel)).grid)
+    most = MOST_SCRATCH // max(programs, 1)
+    rewrite = partial(_flattened, constant=constant, stored=stored, most=most)
     new = map_ops(kernel, rewrite)
     return new if new is kernel else dead_code(new)
 
@@ -73,8 +78,9 @@ def _stored(kernel: Kernel) -> Iterator[Value]:
 
 
 def _flattened(
-    op: Op, b: Rewriter, constant: "_Constant", stored: frozenset[Value]
+    op: Op, b: Rewriter, constant: "_Constant", stored: frozenset[Value], most: int
 ) -> Sequence[Value] | Value | None:
+    """`most`: bytes that a program may have as scratch."""
     if op.name == "store":
         made = b.producer(op.operands[1], "scatter")
         if made is None or made.result not in stored or not _is_in_memory(made):
@@ -88,15 +94,15 @@ def _flattened(
     count = _decomposition_size(op)
     if count is not None and count <= MOST_OPS:
         return None
-    if op.name == "scatter" and _is_in_memory(op):
-        if op.result in stored:
+    if op.name == "scatter":
+        x, is_long = op.operands[0].tile, _is_in_memory(op)
+        if is_long and op.result in stored:
             return None  # the store does it
-        x = op.operands[0].tile
+        if not is_long or x.size * x.dtype.bytes > most:
+            return _scatter(b, op)
         scratch = b.op("alloc", type=RefType(x.shape, x.dtype))
         _updated(b, op, scratch)
         return b.load(scratch)
-    if op.name == "scatter":
-        return _scatter(b, op)
     held = held_bytes(op)
     if held > min(MOST_GATHERED, op.result.tile.size * SECTOR):
         picked = _picked(b, op, constant)

@@ -308,6 +308,20 @@ def cast(op: Op, b: Rewriter) -> Value | None:
     return None
 
 
+def cast_back(op: Op, b: Rewriter) -> Value | None:
+    """A tile that is widened, moved and narrowed again was only moved."""
+    moved = b.producer(op.operands[0])
+    if moved is None or moved.name not in ("reshape", "transpose", "slice"):
+        return None
+    wide = b.producer(moved.operands[0], "cast")
+    if wide is None:
+        return None
+    (source,), dtype = wide.operands, op.attrs["dtype"]
+    if source.tile.dtype != dtype or not _keeps_numbers(dtype, wide.result.tile.dtype):
+        return None
+    return b.op(moved.name, source, **moved.own_attrs)
+
+
 def _keeps_numbers(old: DType, new: DType) -> bool:
     """Whether a cast preserves every value, so that a following cast cannot tell.
 
@@ -455,6 +469,19 @@ def padding_alone(op: Op, b: Rewriter) -> Value | None:
     return b.op("broadcast_in_dim", filler, shape=op.result.type.shape, dims=())
 
 
+def cropped(op: Op, b: Rewriter) -> Value | None:
+    """Padding by negative numbers, as the derivative of padding has it, is a slice."""
+    x = op.operands[0]
+    low, high = op.attrs["low"], op.attrs["high"]
+    if any(op.attrs["interior"]) or max((*low, *high), default=1) > 0:
+        return None
+    if min((*low, *high)) == 0 or not op.result.type.size:
+        return None
+    limits = tuple(n + more for n, more in zip(x.type.shape, high, strict=True))
+    starts, strides = tuple(-n for n in low), (1,) * len(low)
+    return b.op("slice", x, starts=starts, limits=limits, strides=strides)
+
+
 def dynamic_slice(op: Op, b: Rewriter) -> Value | None:
     """Known starts, clamped as they would be at run time."""
     x, *starts = op.operands
@@ -515,6 +542,7 @@ PATTERNS: tuple[Pattern, ...] = (
     ("integer_pow", integer_pow),
     ("select_n", select),
     ("cast", cast),
+    ("cast", cast_back),
     ("ne", not_equal_zero),
     ("reshape", reshape),
     ("reshape", reshaped_broadcast),
@@ -526,6 +554,7 @@ PATTERNS: tuple[Pattern, ...] = (
     *((n, unchanged) for n in ("rev", "reduce", "pad")),
     ("concatenate", without_empty),
     ("pad", padding_alone),
+    ("pad", cropped),
     ("dynamic_slice", dynamic_slice),
     ("dynamic_update_slice", replaced_whole),
     *((name, without_index) for name in ("gather", "scatter")),

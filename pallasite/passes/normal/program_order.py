@@ -74,13 +74,22 @@ def _is_plain(kernel: Kernel, whole: Pipeline) -> bool:
 
 
 def _is_simple(whole: Pipeline) -> bool:
-    """Whether the maps are affine already, and count upwards."""
+    """Whether the maps are affine already, and count upwards, results along one axis.
+
+    Where each core has its axis, two of them number the blocks of a dimension.
+    """
+    shared = any(s.endswith("core_parallel") for s in whole.semantics)
     for each in whole.shown:
         forms = Forms(each.index_map.params)
         forms.add_ops(each.index_map.ops, loads_vary=False)
         for value in each.index_map.yields:
             affine = forms.of(value).affine
             if affine is None or any(c < 0 for c in affine.coeffs):
+                return False
+            moving = (
+                c and n != 1 for c, n in zip(affine.coeffs, whole.grid, strict=True)
+            )
+            if each.window.mode == "out" and sum(map(bool, moving)) > 1 and not shared:
                 return False
     return True
 

@@ -7,12 +7,12 @@ of each. A kernel is changed only if its blocks do not fit the chip or the estim
 gain is large; otherwise it stays as it is.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import ceil, prod
 
-from pallasite.ir.nodes import Kernel, Value, walk
-from pallasite.ir.rewrite import dead_code
+from pallasite.ir.nodes import Kernel, Op, Value, walk
+from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, producers_of
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place, loop_dims
 from pallasite.passes.normal.resized_code import CannotReblock
@@ -128,9 +128,41 @@ class Blocks:
 def blocks_of(kernel: Kernel, fills: bool = False) -> Blocks | None:
     # Dimensions tied only by dead code would separate at the first rewrite.
     found = loop_dims(dead_code(kernel))
+    if found is not None and any(dim.is_twice for dim in found.dims):
+        found = loop_dims(_with_own_constants(found.kernel))
     if found is None or found.refused or 0 in found.pipeline.grid:
         return None
     return Blocks(found, fills)
+
+
+def _with_own_constants(kernel: Kernel) -> Kernel:
+    """The kernel with a copy of tiles that only constants make, for each use.
+
+    One tile of zeros, used by the rows of one array and the columns of another, would
+    tie them; so would the start of a block, added to positions in both.
+    """
+    made = producers_of(kernel.body)
+
+    def filled(value: Value) -> Op | None:
+        op = made.get(value)
+        if op is None or value.is_ref or not value.tile.rank:
+            return None
+        is_scalar = op.name == "broadcast_in_dim" and not op.operands[0].tile.rank
+        return op if is_scalar or op.name in ("constant", "iota") else None
+
+    def own(op: Op, b: Rewriter) -> Sequence[Value] | None:
+        sources = [filled(v) for v in op.operands]
+        if op.regions or not any(sources):
+            return None
+        operands = list(op.operands)
+        for n, source in enumerate(sources):
+            if source is not None:
+                (operands[n],) = b.emit(source.name, *source.operands, **source.attrs)
+        results = tuple(Value(v.type, v.name) for v in op.results)
+        b.ops.append(op.with_(operands=tuple(operands), results=results))
+        return results
+
+    return dead_code(map_ops(kernel, own))
 
 
 def with_uses_apart(blocks: Blocks) -> Blocks:

@@ -772,6 +772,12 @@ def fewer_rows(kernel: Kernel) -> Kernel:
         return kernel  # one dimension can be split, but not after another
 
 
+def largest_tile(kernel: Kernel) -> float:
+    """Elements of the largest tile; infinite if the blocks of a kernel are unknown."""
+    blocks = blocks_of(kernel)
+    return inf if blocks is None else _largest(blocks, {})
+
+
 def _largest(blocks: Blocks, sizes: Sizes) -> int:
     """Elements of the largest tile."""
     shapes = (blocks.shape(v, sizes) for v in blocks.tiles)

@@ -26,6 +26,8 @@ from pallasite.passes.schedule.commuting_steps import commuting_steps, in_any_or
 from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.products_apart import apart
 from pallasite.passes.schedule.split_axis import Program, even_parts, split
+from pallasite.passes.schedule.summed_states import summed_states
+from pallasite.passes.schedule.whole_rows import ENOUGH, whole_rows
 from pallasite.target import Chip, Gpu, Host, Machine, chips
 
 GAIN = 1.5  # estimated, of a split that is made
@@ -34,7 +36,6 @@ GAIN_OF_PRODUCTS = 4.0
 # Of programs of which some have more to do than others, and of those at most so many
 # per core.
 GAIN_OF_EVEN, FEW = 1.15, 4
-ENOUGH = 3  # programs per core that load as fast as any number
 SMALL_BYTES = 1 << 22  # of states, for which any number of parts may have their own
 SOONER = 0.9  # fewer parts are chosen if that saves a tenth
 SERIAL_SECONDS = 5e-4  # of a kernel whose idle cores are worth a warning
@@ -108,6 +109,9 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
         if not any(_long_axes(kernel)):
             return Plan()
     if isinstance(chip, Gpu):
+        kernel = summed_states(whole_rows(kernel, chip))
+        if not any(_long_axes(kernel)):
+            return Plan()
         program = apart(kernel, chip)
         if program is not None:
             return Plan(program, "each product is computed once")

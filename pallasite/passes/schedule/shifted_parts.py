@@ -1,11 +1,12 @@
 """shifted_parts: blocks whose elements depend on their neighbours, computed in parts.
 
 In: a program that makes a large block from shifted copies of others: slices,
-concatenations and padding, as stencils, rolls and convolutions along time are written,
-and as their derivatives are. Smaller windows cannot split it, because a part needs
-elements of the next. Out: more programs, each of which makes a part of the block and
-loads what that part needs, where it lies: at the part's own position, or some elements
-beside it. The first of them also makes what is stored besides, if that is small.
+concatenations and padding, or loads of several parts of one block, as stencils, rolls
+and convolutions along time are written, and as their derivatives are. Smaller windows
+cannot split it, because a part needs elements of the next. Out: more programs, each of
+which makes a part of the block and loads what that part needs, where it lies: at the
+part's own position, or some elements beside it. The first of them also makes what is
+stored besides, if that is small.
 
 Proof: every element of the result is a function of its position. A slice adds a number
 to a position along a dimension; a concatenation chooses by it, and subtracts, as
@@ -17,18 +18,19 @@ program.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from math import prod
 
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import inline, is_elementwise
-from pallasite.ir.roles import Pipeline, Shown
+from pallasite.ir.rewrite import inline, is_elementwise, producers_of
+from pallasite.ir.roles import Pipeline, Shown, number_of
 from pallasite.passes.analysis.grid import analyze, find_pipeline, with_pipeline
 from pallasite.passes.analysis.memory import Roots, constant_inputs
 
-LARGE = 1 << 15  # elements of a block that is too large for one program
+LARGE = 1 << 13  # elements of a block that is too large for one program
 PART = 1 << 12  # elements of a part
 WIDEST = 256  # elements of a row of a part, if it can have as many rows
 BESIDE = 1 << 14  # elements of other tiles, which one of the programs stores whole
@@ -71,7 +73,7 @@ class _Along:
 def shifted_parts(kernel: Kernel) -> Kernel:
     """Programs for parts of blocks, where those are large and shifted."""
     names = {op.name for op in walk(kernel.body)}
-    if kernel.level != "tile" or not names & {"concatenate", "pad", "slice"}:
+    if kernel.level != "tile" or not names & {"concatenate", "pad", "slice", "load"}:
         return kernel
     if sum(op.name == "pipeline" for op in walk(kernel.body)) != 1:
         return kernel
@@ -98,6 +100,7 @@ class _Parts:
             raise _Whole
         if any(op.operands[1].tile.size > BESIDE for op in self.beside):
             raise _Whole
+        self.dim_of: dict[int, int] = {}
         if len({op.operands[0] for op in stores}) != len(stores):
             raise _Whole
         for op in body.ops:
@@ -107,6 +110,13 @@ class _Parts:
         for op in self.stores:
             self.check_store(Access.of(op))
         self.part = self.sizes()
+        self.counts = [-(-n // k) for n, k in zip(self.shape, self.part, strict=True)]
+        self.axes = [d for d, count in enumerate(self.counts) if count > 1]
+        if not self.axes or None in self.pipeline.grid:
+            raise _Whole
+        self.joined: dict[int, int] = {}
+        for op in self.stores:
+            self.check_edges(op.operands[0])
         self.known: dict[tuple[Value, tuple[_At, ...]], Value] = {}
 
     def is_shifted(self) -> bool:
@@ -114,14 +124,27 @@ class _Parts:
 
         Halves that change places are stored apart (`split_accesses.py`).
         """
-        return any(
+        if any(
             op.name in ("concatenate", "pad")
             and any(2 * x.tile.size > op.result.tile.size for x in op.operands)
             for op in self.made.values()
+        ):
+            return True
+        starts: dict[Value, set[tuple[int, ...]]] = {}
+        for op in self.made.values():
+            found = _starts(op)
+            if found is not None and op.result.tile.shape == self.shape:
+                starts.setdefault(op.operands[0], set()).add(found)
+        return any(
+            0
+            < max(abs(a - b) / n for a, b, n in zip(*pair, self.shape, strict=True))
+            < 1
+            for each in starts.values()
+            for pair in combinations(each, 2)
         )
 
     def check_store(self, access: Access) -> None:
-        """All of a block is stored, and it is inside its array."""
+        """All of a block is stored."""
         found = [each for each in self.pipeline.shown if each.block is access.ref]
         if not found or access.mask is not None or access.ref.ref.shape != self.shape:
             raise _Whole
@@ -129,11 +152,36 @@ class _Parts:
         whole = tuple(Span(0, n) for n in self.shape)
         if shown.window.mode != "out" or access.index != whole:
             raise _Whole
-        for n, dim in zip(shown.array.ref.shape, shown.window.dims, strict=True):
-            is_plain = dim.kind in ("blocked", "squeezed") and not any(dim.padding)
-            # Parts of a block at the edge would be past the end.
-            if not is_plain or n % dim.size:
+        for dim in shown.window.dims:
+            if dim.kind not in ("blocked", "squeezed") or any(dim.padding):
                 raise _Whole
+
+    def check_edges(self, block: Value) -> None:
+        """No part of a block at the edge of the array is past the end.
+
+        Parts of one block are counted up to there; those of a grid axis that chooses
+        the block become one axis with it (`joined`: its size, by axis).
+        """
+        (shown,) = (each for each in self.pipeline.shown if each.block is block)
+        kept = [n for n, dim in enumerate(shown.window.dims) if dim.kind == "blocked"]
+        yields, ids = shown.index_map.yields, shown.index_map.params
+        made = producers_of(shown.index_map)
+        for d in self.axes:
+            n, size = shown.array.ref.shape[kept[d]], self.shape[d]
+            if n % size == 0:
+                continue
+            index, ends = yields[kept[d]], -(-n // self.part[d])
+            if n < size and number_of(made, index) == 0 and len(self.stores) == 1:
+                self.counts[d] = ends
+                continue
+            if index not in ids:
+                raise _Whole
+            axis = ids.index(index)
+            if self.pipeline.grid[axis] != -(-n // size):
+                raise _Whole
+            if self.joined.setdefault(axis, ends) != ends or len(self.stores) > 1:
+                raise _Whole
+            self.dim_of[axis] = d
 
     def sizes(self) -> tuple[int, ...]:
         """The shape of a part: powers of two, the last dimension first, and last."""
@@ -151,21 +199,16 @@ class _Parts:
 
     def kernel(self) -> Kernel:
         old = self.pipeline
-        counts = [n // size for n, size in zip(self.shape, self.part, strict=True)]
-        self.axes = [d for d, count in enumerate(counts) if count > 1]
-        if not self.axes or None in old.grid:
+        if self.beside and self.joined:
             raise _Whole
-        ids = tuple(Value(v.type, v.name) for v in old.ids)
-        parts = tuple(Value(T.INDEX, "part") for _ in self.axes)
-        self.parts = dict(zip(self.axes, parts, strict=True))
         b = Builder(old.op.loc)
-        self.mapping: dict[Value, Value] = dict(zip(old.ids, ids, strict=True))
+        ids, self.mapping, self.parts = self.new_ids(b)
         self.starts = {
             d: b.mul(self.parts[d], b.index(self.part[d])) for d in self.axes
         }
         written = {op.operands[0] for op in self.stores}
         shown = [
-            self.window(each, counts) if each.block in written else self.same(each)
+            self.window(each) if each.block in written else self.same(each)
             for each in old.shown
         ]
         blocks = {s.block: n.block for s, n in zip(old.shown, shown, strict=True)}
@@ -175,14 +218,37 @@ class _Parts:
             b.loc = op.loc
             b.store(blocks[op.operands[0]], self.value(b, op.operands[1], here))
         if self.beside:
-            self.store_beside(b, list(parts))
-        body = Block((*ids, *parts, *(n.block for n in shown)), tuple(b.ops))
+            self.store_beside(b, list(self.parts.values()))
+        body = Block((*ids, *(n.block for n in shown)), tuple(b.ops))
+        more = [self.counts[d] for d in self.own_axes()]
         new = replace(
             old,
-            grid=(*old.grid, *(counts[d] for d in self.axes)),
-            semantics=(*old.semantics, *("parallel" for _ in self.axes)),
+            grid=(*(self.joined.get(a, n) for a, n in enumerate(old.grid)), *more),
+            semantics=(*old.semantics, *("parallel" for _ in more)),
         )
         return with_pipeline(self.old, new.showing(shown, body).to_op())
+
+    def own_axes(self) -> list[int]:
+        """The dimensions whose parts have a grid axis of their own."""
+        return [d for d in self.axes if d not in self.dim_of.values()]
+
+    def new_ids(
+        self, b: Builder
+    ) -> tuple[list[Value], dict[Value, Value], dict[int, Value]]:
+        """Grid indices, the old ones as functions of them, and the parts' numbers."""
+        ids = [Value(v.type, v.name) for v in self.pipeline.ids]
+        known: dict[Value, Value] = {}
+        parts: dict[int, Value] = {}
+        for axis, (old, new) in enumerate(zip(self.pipeline.ids, ids, strict=True)):
+            known[old] = new
+            if axis in self.joined:
+                d = self.dim_of[axis]
+                count = b.index(self.counts[d])
+                known[old], parts[d] = b.div(new, count), b.op("rem", new, count)
+        for d in self.own_axes():
+            parts[d] = Value(T.INDEX, "part")
+            ids.append(parts[d])
+        return ids, known, {d: parts[d] for d in self.axes}
 
     def store_beside(self, b: Builder, parts: Sequence[Value]) -> None:
         """Smaller tiles are stored whole, by the first part."""
@@ -208,7 +274,7 @@ class _Parts:
         """A window that stays for all parts."""
         return self.mapped(shown, lambda b, places, parts: places)
 
-    def window(self, shown: Shown, counts: Sequence[int]) -> Shown:
+    def window(self, shown: Shown) -> Shown:
         """A window on a part of the result."""
         dims = list(shown.window.dims)
         kept = [n for n, dim in enumerate(dims) if dim.kind == "blocked"]
@@ -218,7 +284,7 @@ class _Parts:
         def places(b: Builder, old: Sequence[Value], parts: Mapping[int, Value]):
             new = list(old)
             for d in self.axes:
-                first = b.mul(new[kept[d]], b.index(counts[d]))
+                first = b.mul(new[kept[d]], b.index(self.counts[d]))
                 new[kept[d]] = b.add(first, parts[d])
             return new
 
@@ -227,12 +293,12 @@ class _Parts:
         return self.mapped(shown, places)._replace(window=window, block=block)
 
     def mapped(self, shown: Shown, places: Callable[..., Sequence[Value]]) -> Shown:
-        ids = [Value(v.type, v.name) for v in self.pipeline.ids]
-        parts = {d: Value(T.INDEX, "part") for d in self.axes}
         b = Builder(self.pipeline.op.loc)
-        yields = places(b, inline(b, shown.index_map, ids), parts)
+        ids, known, parts = self.new_ids(b)
+        old = [known[v] for v in self.pipeline.ids]
+        yields = places(b, inline(b, shown.index_map, old), parts)
         block = Value(shown.block.type, shown.block.name)
-        index_map = b.block((*ids, *parts.values()), yields)
+        index_map = b.block(ids, yields)
         return shown._replace(index_map=index_map, block=block)
 
     # --- the elements of a part ---
@@ -410,6 +476,17 @@ class _Parts:
             size = 1 if at.axis is None else self.part[at.axis]
             index.append(At(first) if each.dim is None else Span(first, size))
         return b.load(ref, tuple(index), starts)
+
+
+def _starts(op: Op) -> tuple[int, ...] | None:
+    """Where a part of a tile or block begins, per dimension of the part."""
+    if op.name == "slice":
+        return op.attrs["starts"]
+    if op.name != "load":
+        return None
+    spans = [entry for entry in op.attrs["index"] if isinstance(entry, Span)]
+    found = tuple(span.start for span in spans if span.start is not None)
+    return found if len(found) == op.result.tile.rank else None
 
 
 def _with(places: tuple[_At, ...], axis: int, at: _At) -> tuple[_At, ...]:

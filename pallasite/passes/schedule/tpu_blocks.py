@@ -3,8 +3,9 @@
 A TPU runs one program after another, at a cost for each: blocks grow along dimensions
 in which programs are independent, steps along k are merged, and other consecutive steps
 are gathered into one program, as long as the estimate falls and everything fits.
-A loop of matmuls is also tried as steps of the grid (`loop_steps.py`). Kernels that
-gain little stay as they are, and blocks that do not fit are split.
+A loop of matmuls is also tried as steps of the grid (`loop_steps.py`), and a program of
+one row as a block of one row (`row_tiles.py`). Kernels that gain little stay as they
+are, and blocks that do not fit are split.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,7 @@ from pallasite.passes.schedule.gather_steps import (
 )
 from pallasite.passes.schedule.merge_k_steps import merge_k_steps
 from pallasite.passes.schedule.reblock import axis_of, cut, grow
+from pallasite.passes.schedule.row_tiles import row_tiles
 from pallasite.passes.schedule.unroll_rounds import MOST_ROUNDS, unroll_rounds
 from pallasite.passes.schedule.widen_steps import widen_steps
 from pallasite.target import Machine, Tpu
@@ -70,11 +72,11 @@ def for_tpu(kernel: Kernel, chip: Tpu, vmem_bytes: int | None = None) -> Kernel:
     if not fits:
         start = _cut_to_fit(start, limit)
     best = _largest(start, limit)
-    steps = loop_steps(start.kernel)
-    apart = None if steps is start.kernel else _Estimate.of(steps, chip)
-    if apart is not None and apart.fits(limit):
-        new = _largest(apart, limit)
-        best = new if best.seconds > GAIN * new.seconds else best
+    for apart in (loop_steps(start.kernel), row_tiles(start.kernel)):
+        other = None if apart is start.kernel else _Estimate.of(apart, chip)
+        if other is not None and other.fits(limit):
+            new = _largest(other, limit)
+            best = new if best.seconds > GAIN * new.seconds else best
     gains = not fits or start.seconds > GAIN * best.seconds
     return best.blocks.kernel if gains else kernel
 

@@ -17,7 +17,7 @@ import functools
 from dataclasses import dataclass
 from math import prod
 
-from pallasite.ir.nodes import Access, Kernel, Op, Value, walk
+from pallasite.ir.nodes import Access, Kernel, Value, walk
 from pallasite.ir.opdef import TILE
 from pallasite.ir.rewrite import is_elementwise
 from pallasite.ir.roles import Pipeline, Shown
@@ -33,7 +33,8 @@ from pallasite.target import Machine
 
 # Besides elementwise ops. Others (`pad`, `concatenate`) are cheap for a program that
 # keeps its block in registers; XLA computes them again for each element that uses them.
-_OPS = ("constant", "iota", "broadcast_in_dim", "reshape", "transpose")
+_OPS = ("constant", "iota", "broadcast_in_dim", "reshape", "transpose", "reduce")
+_OPS += ("load", "store")
 _LEAST_SAVED = 0.1  # of the bytes that a kernel and what makes its operands move
 _LONGEST_ROW = 1024  # that XLA keeps on chip from one reduction to the next
 
@@ -56,6 +57,9 @@ def on_whole_arrays(kernel: Kernel) -> WholeArrays | str:
     while (one := _unbatched(kernel)) is not None:
         batches.append(one)
         kernel = one.kernel
+    reason = _takes_parts(kernel)
+    if reason:
+        return reason
     try:
         made = _grown(kernel)
     except CannotReblock as error:
@@ -111,24 +115,22 @@ def _other_than_map(kernel: Kernel) -> str:
     if [op.name for op in kernel.body.ops if op.name != "constant"] != ["pipeline"]:
         return "it has scratch memory"
     for op in walk(find_pipeline(kernel).regions[-1]):
-        reason = _why_no_map(op)
-        if reason:
-            return reason
+        if op.regions:
+            return f"it has a {op.name!r}"
+        if op.name not in _OPS and not is_elementwise(op):
+            return f"{op.name!r} is not elementwise"
     return ""
 
 
-def _why_no_map(op: Op) -> str:
-    if op.name in ("load", "store"):
-        access = Access.of(op)
-        if not covers_whole(access.ref.ref.shape, access.index):
-            return f"a {op.name} takes a part of a block"
-    elif op.name == "reduce":
-        if op.attrs["axes"] != (op.operands[0].tile.rank - 1,):
+def _takes_parts(kernel: Kernel) -> str:
+    """The first op of a program that does not compute positions, or rows, alike."""
+    for op in find_pipeline(kernel).regions[-1].ops:
+        if op.name in ("load", "store"):
+            access = Access.of(op)
+            if not covers_whole(access.ref.ref.shape, access.index):
+                return f"a {op.name} takes a part of a block"
+        if op.name == "reduce" and op.attrs["axes"] != (op.operands[0].tile.rank - 1,):
             return "it reduces another dimension than the last"
-    elif op.regions:
-        return f"it has a {op.name!r}"
-    elif op.name not in _OPS and not is_elementwise(op):
-        return f"{op.name!r} is not elementwise"
     return ""
 
 

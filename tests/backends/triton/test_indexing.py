@@ -1,5 +1,7 @@
 """Gathers and scatters of values, and bitcasts between widths, on the simulator."""
 
+from importlib import import_module
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -262,6 +264,15 @@ def test_long_scatters_are_done_in_memory(name: str, kind: str, is_stored: bool)
     kernel = indexed(update, x, x, at.astype(np.int32), updates)
     assert "gpu.barrier" in assert_simulated(kernel, [x, at.astype(np.int32), updates])
     assert len(compiled(kernel)[1].scratch_results) == (not is_stored)
+
+
+def test_long_scatters_without_room_for_scratch_are_compared(monkeypatch):
+    module = import_module("pallasite.backends.triton.flat_indices")
+    monkeypatch.setattr(module, "MOST_SCRATCH", 1 << 10)
+    x, at = numbers((1000,)), np.arange(600, dtype=np.int32) * 3 - 5
+    add = lambda x, at: x.at[at].add(2.0, mode="drop") * 2
+    kernel = indexed(add, x, x, at)
+    assert "gpu.barrier" not in assert_simulated(kernel, [x, at])
 
 
 # --- bitcasts ---

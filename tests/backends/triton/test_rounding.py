@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import pallasite as pl
+from pallasite.passes.run import run
 from pallasite.sites import kernels_in
-from tests.backends.triton.harness import compiled
+from tests.backends.triton.harness import compiled, simulated
 
 ROUGH, EXACT = ("math.exp", "arith.divf"), ("__nv_expf", "tt.precise_divf")
 
@@ -81,3 +83,30 @@ def test_sums_carried_through_a_loop():
 def test_reductions_of_all_elements_move_none():
     text = text_of(lambda x: jnp.broadcast_to(x.sum(), x.shape), jnp.float32)
     assert "allow_reorder" in text and text.count('"tt.reduce"') == 1
+
+
+@pytest.mark.parametrize("of_bytes", [True, False])
+def test_pieces_of_f32_are_all_of_it(of_bytes: bool):
+    """Rows that ones select are what they were, to the bit; others are not finite."""
+    order = np.random.default_rng(0).permutation(32)
+    ones = np.eye(32, dtype=np.float32)[order]
+    bits = np.random.default_rng(1).integers(0, 1 << 32, (32, 64), np.uint32)
+    x = (bits & 0x7FFFFF | 0x3F800000 | bits & 0x80000000).view(np.float32)
+    x[:, :8] *= np.logspace(-30, 35, 8, dtype=np.float32)
+    x[3, 9], x[4, 10], x[5, 11] = np.inf, -np.inf, np.nan
+    if of_bytes:  # rounded to bf16 it would be infinite
+        x[6, 12] = np.finfo(np.float32).max
+
+    def kernel(order_ref, ones_ref, x_ref, o_ref):
+        hot = order_ref[...] == lax.broadcasted_iota(jnp.int32, (32, 32), 1)
+        hot = hot.astype(jnp.float32) if of_bytes else ones_ref[...].astype(jnp.float32)
+        o_ref[...] = jnp.dot(hot, x_ref[...], precision="highest")
+
+    call = pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    given = [order.astype(np.int32)[:, None], ones.astype(jnp.bfloat16), x]
+    (made,) = kernels_in(call, *given)
+    text, _ = compiled(run(made))
+    assert text.count("tt.dot") == 3
+    (got,) = simulated(run(made), given)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(got, ones @ x)

@@ -110,6 +110,22 @@ def test_orders_become_a_grid(code, grid):
     assert program_order(new) is new
 
 
+def test_two_axes_along_one_dimension_are_one():
+    code = """
+      %n: i32 = constant {value=2}
+      %t: i32 = mul %p, %n
+      %c: i32 = add %t, %q
+      %r: i32 = constant {value=0}
+    """
+    kernel = kernel_of(code, (2, 2))
+    new = program_order(kernel)
+    assert_same_meaning(kernel, new, checked=False)
+    assert "grid=(4,)" in new.text
+    # Each core of a TPU has its own part of such an axis.
+    cores = parse_kernel(kernel.text.replace('"arbitrary",', '"core_parallel",', 1))
+    assert program_order(cores) is cores
+
+
 def test_fewer_programs_than_blocks():
     """Two whole rows of blocks are a box; one row and a half are not."""
     kernel = kernel_of(FLAT, (8,))

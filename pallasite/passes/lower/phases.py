@@ -9,12 +9,12 @@ another, each with the code that it runs.
 
 from collections.abc import Iterator
 
-from pallasite.autodiff.per_program import Program
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.rewrite import inline, producers_of, substitute
 from pallasite.ir.roles import Cond, Loop
 from pallasite.passes.analysis.affine import fold_scalar
+from pallasite.passes.lower.per_program import Program
 
 MOST = 4  # iterations that are written out
 
