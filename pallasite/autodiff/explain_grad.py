@@ -13,7 +13,6 @@ from pallasite import config
 from pallasite.errors import NoBackwardKernel, SpecError
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.language.trace import user_location
-from pallasite.passes.schedule.whole_arrays import for_xla
 from pallasite.primitive import chip_for
 from pallasite.sites import calls_in
 
@@ -217,6 +216,8 @@ def full_plan(
 
 def _is_by_xla(made: "BackwardPlan", operand: int, backend: str | None) -> bool:
     """Whether all kernels that compute an operand's cotangent are XLA's operations."""
+    from pallasite.passes.schedule.whole_arrays import for_xla
+
     steps = [step for step in made.steps if made.targets[operand] in step.results]
     if backend or config.get("backend") or config.get("interpret"):
         return False

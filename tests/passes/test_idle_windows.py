@@ -83,6 +83,13 @@ def test_causal():
         }""")
 
 
+def test_an_axis_of_one_step_moves_nothing():
+    grid = {"grid=(4, 4)": "grid=(4, 1)"}
+    assert changed("%g: bool = le %j, %i", **grid) == "same"
+    loaded = "%d: i32 = load %n[%i] %g: bool = lt %j, %d"
+    assert changed(loaded, **grid) == "same"
+
+
 WINDOW = """
       %d: i32 = sub %i, %j
       %g1: bool = ge %d, %c0

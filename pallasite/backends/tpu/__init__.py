@@ -75,8 +75,11 @@ class TpuBackend:
         from pallasite.passes.lower.narrow_integers import narrow_integers
         from pallasite.passes.lower.place_windows import place_windows
         from pallasite.passes.normal.canonicalize import canonicalize
+        from pallasite.passes.normal.columns import columns
         from pallasite.passes.normal.consecutive_indices import consecutive_indices
         from pallasite.passes.normal.known_comparisons import known_comparisons
+        from pallasite.passes.normal.replicated import replicated
+        from pallasite.passes.normal.results_in_scratch import results_in_scratch
         from pallasite.passes.optimise.guard_bounds import guard_bounds
         from pallasite.passes.optimise.idle_windows import idle_windows
         from pallasite.passes.optimise.replicate_columns import replicate_columns
@@ -99,6 +102,10 @@ class TpuBackend:
             Pass("fetch_slices", partial(fetch_slices, chip=chip)),
             Pass("order_axes", order_axes),
             Pass("order_dims", order_dims),
+            # Statistics that were in results are columns now.
+            Pass("results_in_scratch", partial(results_in_scratch, least=2)),
+            Pass("replicated", replicated, if_changed=True),
+            Pass("columns", columns, if_changed=True),
             *self._blocks(options),
             Pass("replicate_columns", partial(replicate_columns, lanes=LANES)),
             Pass("known_comparisons", known_comparisons),

@@ -8,7 +8,8 @@ the first of them it is overwritten before anything reads it; so what they read 
 they wrote, and what is in the array after the last of them is the same.
 
 For backends that keep such state in registers, and for gradients; elsewhere an output
-block is on chip anyway, and a copy of it would only take room.
+block is on chip anyway, and a copy of it would only take room. TPUs keep statistics in
+all lanes, if they are scratch: there it is for results beside statistics.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,15 +29,18 @@ from pallasite.passes.analysis.step_table import StepTable
 from pallasite.passes.normal.order import order
 
 
-def results_in_scratch(kernel: Kernel) -> Kernel:
-    """The kernel with scratch for the results that its steps read back."""
+def results_in_scratch(kernel: Kernel, least: int = 1) -> Kernel:
+    """The kernel with scratch for the results that its steps read back.
+
+    `least`: it stays as it is if there are fewer such results.
+    """
     grids = [op for op in kernel.body.ops if op.name == "pipeline"]
     if kernel.level != "tile" or len(grids) != 1:
         return kernel
     whole = Pipeline.of(grids[0])
     axes = {each.block: _first_axis(kernel, whole, each) for each in whole.shown}
     found = {block: first for block, first in axes.items() if first is not None}
-    if not found:
+    if len(found) < least:
         return kernel
     allocs = Builder(whole.op.loc)
     scratch: dict[Value, Value] = {}

@@ -68,10 +68,9 @@ class _Standstill:
     def moving_axis(self, index_map: Block) -> int | None:
         """The fastest axis that moves a window, if its size is known."""
         used = {v for op in walk(index_map) for v in op.operands} | {*index_map.yields}
-        axes = [a for a, v in enumerate(index_map.params) if v in used]
-        if not axes or not self.whole.grid[axes[-1]]:
-            return None
-        return axes[-1]
+        sizes = enumerate(zip(index_map.params, self.whole.grid, strict=True))
+        axes = [a for a, (v, n) in sizes if v in used and n != 1]
+        return axes[-1] if axes and self.whole.grid[axes[-1]] else None
 
     def guards(self, ref: Value) -> list[Guard]:
         """The guards that cover all uses of a block; none if some use is unguarded."""

@@ -203,6 +203,39 @@ def test_kernels_with_larger_blocks_are_right(name: str):
         )
 
 
+def test_statistics_in_results_are_kept_as_those_in_scratch():
+    """Columns in all lanes, and one lane is stored to the results in the last step."""
+
+    def kernel(x_ref, top_ref, total_ref):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            top_ref[...] = jnp.full_like(top_ref, -jnp.inf)
+            total_ref[...] = jnp.zeros_like(total_ref)
+
+        x, old = x_ref[...].astype(jnp.float32), top_ref[...]
+        top = jnp.maximum(old, x.max(-1, keepdims=True))
+        grown = total_ref[...] * jnp.exp(old - top)
+        total_ref[...] = grown + jnp.exp(x - top).sum(-1, keepdims=True)
+        top_ref[...] = top
+
+    column = jax.ShapeDtypeStruct((24, 1), jnp.float32)
+    call = pl.pallas_call(
+        kernel,
+        out_shape=(column, column),
+        grid=(3, 3),
+        in_specs=[pl.BlockSpec((8, 128), lambda i, j: (i, j))],
+        out_specs=[pl.BlockSpec((8, 1), lambda i, j: (i, 0))] * 2,
+    )
+    x = jax.ShapeDtypeStruct((24, 384), jnp.bfloat16)
+    (found,) = kernels_in(call, x)
+    old = run(found)
+    new = Compiled(get("tpu"), old, Options(chip=TPUS["v6e"])).scheduled
+    assert "f32[32,128] = max" in new.text and "f32[32,1] = max" not in new.text
+    arrays = random_arrays(old)
+    for got, want in zip(simulated(old, arrays), emulated(old, arrays), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 def second_differences(rows: int, n: int, width: int) -> Kernel:
     """Of the block above, this one and the one below."""
     last = n // rows - 1

@@ -62,6 +62,12 @@ def test_sums_are_stored_once(end):
     assert results_in_scratch(new) is new
 
 
+def test_one_sum_beside_no_statistics_stays_where_it_is():
+    kernel = kernel_of()
+    assert results_in_scratch(kernel, least=2) is kernel
+    assert results_in_scratch(kernel, least=1) is not kernel
+
+
 def test_edge_blocks():
     kernel = kernel_of(size=21)
     assert_same_meaning(kernel, results_in_scratch(kernel), checked=False)

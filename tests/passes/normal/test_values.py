@@ -544,6 +544,40 @@ def test_order():
     )
 
 
+def test_order_of_products_and_starts():
+    """A product waits for the guarded start of its sum, and for no arithmetic."""
+    body = """
+        %acc: ref<f32[4,4] vmem> = alloc
+        FIRST
+        %i: i32 = load %n[0]
+        cond %i
+          branch () {}
+          branch () {
+            %z: f32[4,4] = constant {value=0.0}
+            store %acc[:, :] = %z
+          }
+        SECOND
+        %old: f32[4,4] = load %acc[:, :]
+        %s: f32[4,4] = add %old, %p
+        store %acc[:, :] = %s
+        store %o[:, :] = %s
+        """
+    product = """
+        %a: f32[4,4] = load %x[:, :]
+        %b: f32[4,4] = load %y[:, :]
+        %p: f32[4,4] = dot %a, %b
+            {contract=((1,), (0,)), batch=((), ()), dtype=f32, precision=None}
+        """
+    refs = "n: i32[1]", "x: f32[4,4]", "y: f32[4,4]", "o: f32[4,4]"
+    text = body.replace("FIRST", product).replace("SECOND", "")
+    late = body.replace("FIRST", "").replace("SECOND", product)
+    check(order, kernel(text, *refs), code(order(kernel(late, *refs))))
+    before = "%q: f32[4,4] = load %x[:, :] %e: f32[4,4] = exp %q"
+    text = text.replace("%i: i32", f"{before} store %o[:, :] = %e\n%i: i32")
+    new = code(order(kernel(text, *refs)))
+    assert new.index("= dot") < new.index("= exp")
+
+
 def test_scratch_read_through_a_mask_keeps_its_dimensions():
     """The mask decides per element, so one element cannot stand for all."""
     text = """
