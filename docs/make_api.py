@@ -11,6 +11,7 @@ import enum
 import importlib
 import inspect
 import textwrap
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -59,7 +60,10 @@ class Name:
 
     @property
     def home(self) -> str:
-        return getattr(self.value, "__module__", None) or ""
+        value = self.value
+        if isinstance(value, types.UnionType):  # where its members are
+            value = value.__args__[0]
+        return getattr(value, "__module__", None) or ""
 
 
 def tree(module: ModuleType) -> ast.Module:
