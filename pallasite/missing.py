@@ -90,6 +90,10 @@ class Missing:
         return f"<missing {self._module}.{self._name}>"
 
 
+# By module: the names that it refuses, and what to do instead.
+REFUSED: dict[str, Mapping[str, str]] = {}
+
+
 def names(
     module: str, known: Mapping[str, str], decorators: Collection[str] = ()
 ) -> Callable[[str], Any]:
@@ -97,6 +101,8 @@ def names(
 
     `decorators`: those that make decorators of functions.
     """
+
+    REFUSED[module] = known
 
     def getattr_(name: str) -> Any:
         if name in known:

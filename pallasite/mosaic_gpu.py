@@ -81,6 +81,7 @@ from pallasite.language.gpu_memory import Barrier as Barrier
 from pallasite.language.gpu_memory import ClusterBarrier as ClusterBarrier
 from pallasite.language.gpu_memory import CopyPartition as CopyPartition
 from pallasite.language.gpu_memory import OOBFillMode as OOBFillMode
+from pallasite.language.gpu_memory import RefUnion as RefUnion
 from pallasite.language.gpu_memory import SwizzleTransform as SwizzleTransform
 from pallasite.language.gpu_memory import TilingTransform as TilingTransform
 from pallasite.language.gpu_memory import find_swizzle as find_swizzle
@@ -90,7 +91,7 @@ GMEM = MemorySpace.GMEM
 SMEM = SharedMemory()
 TMEM = TensorMemory()
 REGS = MemorySpace.REGS
-GPUMesh = Mesh
+GPUMesh, GPUCompilerParams, GPUMemorySpace = Mesh, CompilerParams, MemorySpace
 ACC = WGMMAAccumulatorRef = Accumulator()
 
 
@@ -109,11 +110,24 @@ def set_gpu_interpret_mode(params: Any = None) -> None:
 
 __getattr__ = missing.names(
     "pallasite.mosaic_gpu",
-    missing.hints(
-        "PipelinePipeline RefUnion as_torch_kernel barrier_test im2col_ref "
-        "inline_mgpu mma transform_ref wait_gmem_to_smem "
-        "GPUCompilerParams GPUMemorySpace",
-        "use pl.pallas_call and BlockSpecs, which run everywhere",
+    missing.hints("transform_ref", "use ref.transpose(...), ref.reshape(...)")
+    | missing.hints(
+        "PipelinePipeline", "start one emit_pipeline after the other has ended"
+    )
+    | missing.hints("as_torch_kernel", "call the kernel with arrays from jax.dlpack")
+    | missing.hints(
+        "barrier_test", "plgpu.barrier_wait; no backend polls barriers, only waits"
+    )
+    | missing.hints("im2col_ref", "copy a window's rows, one copy_gmem_to_smem each")
+    | missing.hints(
+        "inline_mgpu",
+        "its code is for upstream's compiler, which does not run here: use jnp, lax "
+        "and plgpu operations",
+    )
+    | missing.hints(
+        "mma wait_gmem_to_smem",
+        "kernels for GPUs before Hopper: pl.pallas_call and jnp.dot run there; on "
+        "later ones plgpu.wgmma, and copies with barriers",
     )
     | missing.hints(
         "PeerMemRef SemaphoreSignal SemaphoreType alloc_semaphore async_store_smem "

@@ -20,7 +20,7 @@ from pallasite.calls.emit_pipeline import (
 from pallasite.calls.mesh import TensorCoreMesh as TensorCoreMesh
 from pallasite.calls.mesh import create_tensorcore_mesh as create_tensorcore_mesh
 from pallasite.checking import InterpretParams as InterpretParams
-from pallasite.errors import UnsupportedError
+from pallasite.errors import SpecError, UnsupportedError
 from pallasite.importer.seeded_random import prng_random_bits as prng_random_bits
 from pallasite.importer.seeded_random import prng_seed as prng_seed
 from pallasite.importer.seeded_random import stateful_bernoulli as stateful_bernoulli
@@ -56,6 +56,7 @@ from pallasite.language.remote import async_remote_copy as async_remote_copy
 from pallasite.language.remote import core_barrier as core_barrier
 from pallasite.language.remote import get_barrier_semaphore as get_barrier_semaphore
 from pallasite.language.remote import make_async_remote_copy as make_async_remote_copy
+from pallasite.language.sparse_core import bitcast as bitcast_columns
 from pallasite.language.specs import PrefetchScalarGridSpec as PrefetchScalarGridSpec
 from pallasite.language.sub_byte import join_bits as join_bits
 from pallasite.language.sub_byte import pack_fp6 as pack_fp6
@@ -182,14 +183,30 @@ def roll(
     return jnp.take_along_axis(x, source, axis=axis)
 
 
-def bitcast(x: Any, ty: Any) -> jax.Array:
-    """The same bits as another type; a width change resizes the second-last dim."""
+def bitcast(x: Any, ty: Any, dim: int = -2) -> jax.Array:
+    """The same bits as another type; a width change resizes a dimension, the last or,
+    by default, the one before it."""
+    rank = len(x.shape)
+    if not rank - 2 <= dim % max(rank, 1) < rank or dim < -rank:
+        raise SpecError(
+            f"bitcast cannot resize dimension {dim}",
+            [("got", jax.typeof(x).str_short())],
+            fix="dim=-2, or -1 for arrays of one dimension",
+        )
     from pallasite.emulation.emulate import bitcast_rows
     from pallasite.ir import types as T
 
     before, after = T.dtype_of(x.dtype), T.dtype_of(ty)
     assert before is not None and after is not None
     shape = list(x.shape)
+    if x.shape[dim] * before.bits % after.bits:
+        raise SpecError(
+            f"{x.shape[dim]} elements of {x.dtype} are no whole number of {ty}",
+            [("got", jax.typeof(x).str_short()), ("dim", dim)],
+            fix="pad that dimension, or choose the other one",
+        )
+    if dim % rank == rank - 1:
+        return bitcast_columns(x, ty)
     if before.bits != after.bits:
         shape[-2] = shape[-2] * before.bits // after.bits
     source = T.TileType(tuple(x.shape), before)

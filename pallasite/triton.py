@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from pallasite import config
-from pallasite.backends.triton import TARGET as CUSTOM_CALL_TARGET_NAME
 from pallasite.errors import SpecError
 from pallasite.language import specs
 from pallasite.language.helpers import dot as dot
@@ -134,7 +133,8 @@ def get_gpu_info() -> GpuInfo:
             f"no GPU is known by the name {kind!r}",
             fix="PALLASITE_TARGET=h200 names one where there is none",
         )
-    return _generation(int(device.compute_capability.replace(".", "")), None)
+    capability = getattr(device, "compute_capability", "")  # "9.0"
+    return _generation(int(capability.replace(".", "")), None)
 
 
 def is_gpu_device() -> bool:
@@ -142,4 +142,12 @@ def is_gpu_device() -> bool:
     return jax.default_backend() == "gpu"
 
 
-__all__ = ["CUSTOM_CALL_TARGET_NAME", "CompilerParams", "multiple_of"]
+def __getattr__(name: str) -> Any:
+    if name == "CUSTOM_CALL_TARGET_NAME":  # a backend, loaded when it is used
+        from pallasite.backends.triton import TARGET
+
+        return TARGET
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["CompilerParams", "multiple_of"]

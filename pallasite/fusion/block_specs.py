@@ -46,8 +46,11 @@ def make_scalar_prefetch_handler(*path: Any) -> Callable[..., Any]:
     return pick
 
 
-def block_spec_with_prefetch(block_specs: Any, refs: Sequence[Any]) -> Any:
-    """The specs with index maps that receive `refs` after the grid indices."""
+def block_spec_with_prefetch(
+    block_specs: Any, scalar_prefetch_smem_refs: Sequence[Any]
+) -> Any:
+    """The specs with index maps that receive these refs after the grid indices."""
+    refs = scalar_prefetch_smem_refs
 
     def with_refs(spec: Any) -> Any:
         index_map = getattr(spec, "index_map", None)

@@ -6,6 +6,7 @@ the caller wants; elsewhere it receives trivial ones.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -165,6 +166,8 @@ def fuse(
     resolve_fusion_dtypes: bool = True,
     debug: bool = False,
     strict_mode: bool = True,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
 ) -> Any:
     """Fuse what a function does around its one `fusible` into that `fusible`.
 
@@ -173,20 +176,29 @@ def fuse(
         resolve_fusion_dtypes: without effect, as there are no special dtypes here.
         debug: print what there is to fuse.
         strict_mode: as for `pull_block_spec`; the kernel passes it on.
+        static_argnums, static_argnames: arguments that `f` gets as they are, as for
+            `jax.jit`.
 
     Returns:
         A function of the same arguments, or a decorator if `f` is not given.
     """
     if f is None:
-        return functools.partial(fuse, debug=debug, strict_mode=strict_mode)
+        more = dict(static_argnums=static_argnums, static_argnames=static_argnames)
+        return functools.partial(fuse, debug=debug, strict_mode=strict_mode, **more)
+    static = _static_names(f, static_argnums, static_argnames)
 
     @functools.wraps(f)
     def fused(*args: Any, **kwargs: Any) -> Any:
-        flat, tree = jax.tree.flatten((args, kwargs))
+        known = [n in static for n in range(len(args))]
+        traced = [None if k else a for a, k in zip(args, known, strict=True)]
+        constant = {name: x for name, x in kwargs.items() if name in static}
+        named = {name: x for name, x in kwargs.items() if name not in static}
+        flat, tree = jax.tree.flatten((traced, named))
 
         def run(*leaves: Any) -> Any:
-            own_args, own_kwargs = jax.tree.unflatten(tree, leaves)
-            return f(*own_args, **own_kwargs)
+            mine, own_named = jax.tree.unflatten(tree, leaves)
+            own = (a if k else x for a, k, x in zip(args, known, mine, strict=True))
+            return f(*own, **own_named, **constant)
 
         graph, out_tree = Graph.of(run, *flat)
         if debug:
@@ -195,6 +207,20 @@ def fuse(
         return jax.tree.unflatten(out_tree, _fuse(graph, flat, strict_mode, f))
 
     return fused
+
+
+def _static_names(
+    f: Any, numbers: int | Sequence[int] | None, names: str | Sequence[str] | None
+) -> set[int | str]:
+    """Static arguments by position and by name: one that is either is both."""
+    if numbers is None and names is None:
+        return set()
+    known = list(inspect.signature(f).parameters)
+    given = (numbers,) if isinstance(numbers, int) else tuple(numbers or ())
+    words = (names,) if isinstance(names, str) else tuple(names or ())
+    places = {n % len(known) for n in given}
+    places |= {known.index(word) for word in words if word in known}
+    return {*places, *words, *(known[n] for n in places)}
 
 
 def _fuse(graph: Graph, args: Sequence[Any], strict: bool, f: Any) -> list[Any]:

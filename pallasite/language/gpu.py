@@ -251,10 +251,27 @@ def async_copy_smem_to_tmem(
     tensor_copy_p.bind(*flat, tree=tree, axes=axes)
 
 
-def async_load_tmem(src: Any, *, layout: Any = None) -> jax.Array:
-    """Load tensor memory. Call `wait_load_tmem` before overwriting it."""
+def async_load_tmem(src: Any, *, layout: Any = None, reduce: str | None = None) -> Any:
+    """Load tensor memory. Call `wait_load_tmem` before overwriting it.
+
+    With `reduce` ("max", "min", "absmax" or "absmin"), returns the value and what it
+    reduces to along its last dimension.
+    """
     del layout
-    return src[...]
+    value = src[...]
+    if reduce is None:
+        return value
+    if reduce not in _TENSOR_REDUCTIONS:
+        raise SpecError(
+            f"async_load_tmem cannot reduce by {reduce!r}",
+            at=user_location(),
+            fix=f"one of {', '.join(_TENSOR_REDUCTIONS)}",
+        )
+    sizes = jnp.abs(value) if reduce.startswith("abs") else value
+    return value, _TENSOR_REDUCTIONS[reduce](sizes, axis=-1)
+
+
+_TENSOR_REDUCTIONS = dict(max=jnp.max, min=jnp.min, absmax=jnp.max, absmin=jnp.min)
 
 
 def async_store_tmem(ref: Any, value: Any) -> None:

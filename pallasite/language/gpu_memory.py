@@ -3,7 +3,7 @@ memory, barriers and accumulators."""
 
 import enum
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,6 +179,50 @@ class TensorMemory:
         memory = MemorySpace.TMEM(shape, dtype)
         space = TensorSpace(bool(collective), bool(packed))
         return MemoryRef(memory.shape, memory.dtype, space)
+
+
+@jax.tree_util.register_pytree_node_class
+class RefUnion:
+    """Groups of refs of which a kernel uses one after another.
+
+    Upstream gives them the same memory, and leaves undefined what a ref holds after
+    another one was written. Here each has its own, so that no use is undefined, and a
+    thread block needs the sum of their sizes, not the largest.
+
+    In the kernel the groups are elements: `first, (second, third) = union_ref`.
+    """
+
+    def __init__(self, *refs: Any):
+        self.refs = refs
+        found = {
+            getattr(ref.memory_space, "value", None)
+            for ref in jax.tree.leaves(refs)
+            if isinstance(ref, MemoryRef)
+        }
+        if found - {"smem", "tmem"} or len(found) > 1:
+            raise SpecError(
+                "the refs of a RefUnion are in one memory space, plgpu.SMEM or "
+                "plgpu.TMEM",
+                [("got", ", ".join(sorted(map(str, found))))],
+                user_location(),
+                "give each memory space a RefUnion of its own",
+            )
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.refs)
+
+    def __getitem__(self, group: int) -> Any:
+        return self.refs[group]
+
+    def tree_flatten(self) -> Any:
+        return self.refs, None
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "RefUnion":
+        del aux
+        made = object.__new__(cls)
+        made.refs = tuple(children)
+        return made
 
 
 class Accumulator:

@@ -220,9 +220,9 @@ def cdiv(a: Any, b: Any) -> Any:
     return -jnp.floor_divide(-a, b)
 
 
-def align_to(x: int, alignment: int) -> int:
-    """`x` rounded up to a multiple of `alignment`."""
-    return cdiv(x, alignment) * alignment
+def align_to(a: int, alignment: int) -> int:
+    """`a` rounded up to a multiple of `alignment`."""
+    return cdiv(a, alignment) * alignment
 
 
 def next_power_of_2(x: int) -> int:
@@ -299,10 +299,10 @@ def debug_checks_enabled() -> bool:
 
 
 def enable_debug_checks(
-    enable: bool = True,
+    new_val: bool = True,
 ) -> contextlib.AbstractContextManager[None]:
     """A `with` block in whose kernels `pl.debug_check` checks (or, False, does not)."""
-    return config.override(debug_checks=bool(enable))
+    return config.override(debug_checks=bool(new_val))
 
 
 def reciprocal(x: Any, *, approx: bool = False, full_range: bool = True) -> jax.Array:

@@ -587,7 +587,7 @@ def sync_copy(src_ref: Any, dst_ref: Any, *, add: bool = False) -> None:
 
 
 def semaphore_signal(
-    sem: Any,
+    sem_or_view: Any,
     inc: Any = 1,
     *,
     device_id: Any = None,
@@ -597,13 +597,13 @@ def semaphore_signal(
     """Add to a semaphore: this core's, another core's, or another device's.
 
     Args:
-        sem: the semaphore, named as this core's own.
+        sem_or_view: the semaphore, named as this core's own.
         inc: how much to add.
         device_id: the target device, as in `make_async_remote_copy`; default: this one.
         device_id_type: the kind of `device_id`.
         core_index: the target core in the mesh of cores; default: this one.
     """
-    flat, tree = flatten_views(sem)
+    flat, tree = flatten_views(sem_or_view)
     inc = jnp.asarray(inc, jnp.int32)
     device = None
     if device_id is not None:
@@ -619,23 +619,23 @@ def semaphore_signal(
         sem_signal_p.bind(inc, *flat, tree=tree)
 
 
-def semaphore_wait(sem: Any, value: Any = 1, *, decrement: bool = True) -> None:
+def semaphore_wait(sem_or_view: Any, value: Any = 1, *, decrement: bool = True) -> None:
     """Wait until a semaphore is at least `value`, then subtract it.
 
     Args:
-        sem: a semaphore of this core.
+        sem_or_view: a semaphore of this core.
         value: the count to wait for.
         decrement: False leaves the semaphore unchanged.
     """
-    flat, tree = flatten_views(sem)
+    flat, tree = flatten_views(sem_or_view)
     sem_wait_p.bind(jnp.asarray(value, jnp.int32), *flat, tree=tree)
     if not decrement:
-        semaphore_signal(sem, value)
+        semaphore_signal(sem_or_view, value)
 
 
-def semaphore_read(sem: Any) -> jax.Array:
+def semaphore_read(sem_or_view: Any) -> jax.Array:
     """The count of a semaphore."""
-    flat, tree = flatten_views(sem)
+    flat, tree = flatten_views(sem_or_view)
     return sem_read_p.bind(*flat, tree=tree)
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +115,7 @@ def trace(
     tree: Any,
     avals: Sequence[Any],
     author: Callable[..., Any],
-    axes: Sequence[tuple[str, int]] = (),
+    axes: Sequence[tuple[Hashable, int]] = (),
     grid: Sequence[Any] | None = None,
     whole: Sequence[Any] = (),
     role: tuple[str, str] | None = None,

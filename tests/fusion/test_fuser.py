@@ -223,6 +223,22 @@ def test_functions_around_a_fusible_run_in_its_kernel():
     assert seen[-1] is False
 
 
+@pytest.mark.parametrize(
+    "static", [dict(static_argnums=2), dict(static_argnames=("how",))]
+)
+def test_static_arguments_are_what_they_are(static):
+    matmul = fuser.fusible(functools.partial(matmul_of_fusions, fused=[]))
+    w = array(48, 32, seed=4)
+
+    @functools.partial(fuser.fuse, **static)
+    def f(x, w, how):
+        assert how == "relu"
+        return jax.nn.relu(matmul(x, w))
+
+    for got in (f(X, w, "relu"), f(X, w=w, how="relu")):
+        np.testing.assert_allclose(got, jax.nn.relu(X @ w), 1e-5, 1e-5)
+
+
 def test_a_custom_fusion_passes_blocks_by_its_own_rules():
     @fuser.custom_fusion
     def double(x):

@@ -138,4 +138,7 @@ def test_generations_of_gpus(monkeypatch):
     monkeypatch.setenv("PALLASITE_TARGET", "v5e")
     with pytest.raises(SpecError, match="no GPU is known by the name"):
         plt.get_gpu_info()
+    assert plt.CUSTOM_CALL_TARGET_NAME == "__gpu$xla.gpu.triton"
+    with pytest.raises(AttributeError, match="no attribute 'Absent'"):
+        _ = plt.Absent
     assert plt.is_gpu_device() == (jax.default_backend() == "gpu")

@@ -13,25 +13,14 @@ import pytest
 from pallasite import mosaic_gpu as plgpu
 from pallasite.errors import UnsupportedError
 from pallasite.missing import Missing
+from tests.language import upstream_names
 
 UPSTREAM = pathlib.Path(jax.__file__).parent / "experimental/pallas/mosaic_gpu.py"
-DOCS = pathlib.Path(__file__).parents[2] / "docs/compat.md"
-
-
-def upstreams_names() -> list[str]:
-    """Read from its source: importing it needs what only GPU packages bring."""
-    found: list[str] = []
-    for node in ast.parse(UPSTREAM.read_text()).body:
-        if isinstance(node, ast.ImportFrom):
-            found += [alias.asname for alias in node.names if alias.asname]
-        elif isinstance(node, ast.Assign):
-            found += [t.id for t in node.targets if isinstance(t, ast.Name)]
-    return sorted({name for name in found if not name.startswith("_")})
 
 
 @pytest.mark.skipif(not UPSTREAM.exists(), reason="JAX without pallas.mosaic_gpu")
 def test_every_name_of_upstream_is_here_or_refused():
-    names = upstreams_names()
+    names = upstream_names.names_in_source("pallas.mosaic_gpu")
     assert len(names) > 80
     absent = [name for name in names if not hasattr(plgpu, name)]
     assert not absent, absent
@@ -39,9 +28,15 @@ def test_every_name_of_upstream_is_here_or_refused():
     for name in refused:
         with pytest.raises(UnsupportedError, match=f"{name} is not supported"):
             getattr(plgpu, name)(1)(lambda: None)()  # one of them decorates
-    text = DOCS.read_text()
-    unlisted = [name for name in refused if f"`{name}`" not in text]
-    assert not unlisted, f"refused, and docs/compat.md does not say so: {unlisted}"
+
+
+def test_the_table_of_refused_names_is_that_of_the_package():
+    begin, end = upstream_names.MARKS
+    written = upstream_names.PAGE.read_text().split(begin)[1].split(end)[0]
+    assert written == upstream_names.table(), "run the script with --write"
+    words = {word for _, word, _ in upstream_names.rows()}
+    assert "absent" not in words
+    assert "works" in words
 
 
 def test_settings_of_upstreams_compiler_are_accepted():

@@ -283,7 +283,8 @@ def test_layouts_are_values():
     typed = plgpu.ShapeDtypeStruct((64, 8), f32, plgpu.Layout.WGMMA)
     assert typed.layout.reduce(1).layout is plgpu.Layout.WGMMA
     params = plgpu.CompilerParams(approx_math=True).replace(max_concurrent_steps=3)
-    assert params.approx_math
+    assert params.approx_math and isinstance(params, plgpu.GPUCompilerParams)
+    assert plgpu.GPUMemorySpace.GMEM is plgpu.GMEM
     block = plgpu.BlockSpec((8, 8), oob_fill_mode=plgpu.OOBFillMode.UNDEFINED)
     assert block.block_shape == (8, 8)
     assert plgpu.TMEM((128, 8), f32, layout=plgpu.TMEMLayout.M64_COLLECTIVE_LAYOUT(8))
@@ -314,6 +315,67 @@ def test_a_layout_is_printed_while_the_kernel_is_traced(capsys):
     printed = capsys.readouterr().out
     assert "x: float32[16, 24]\n" in printed
     assert "buffer: float32[8, 32] in smem, swizzled by 128 bytes\n" in printed
+
+
+# --- memory ---
+
+
+def in_turn(x_ref, o_ref, union):
+    whole, (left, right) = union
+    assert union[1][0] is left
+    whole[...] = x_ref[...]
+    doubled = whole[...] * 2
+    left[...] = doubled[:8]
+    right[...] = doubled[8:]
+    o_ref[...] = jnp.concatenate([right[...], left[...]])
+
+
+IN_TURN = plgpu.kernel(
+    in_turn,
+    out_type=S(X.shape, f32),
+    scratch_types=[
+        plgpu.RefUnion(plgpu.SMEM(X.shape, f32), [plgpu.SMEM((8, 24), f32)] * 2)
+    ],
+)
+
+
+def test_refs_of_a_union_are_used_in_turn():
+    np.testing.assert_array_equal(IN_TURN(X), np.roll(X, 8, 0) * 2)
+
+
+@needs_compiler
+def test_refs_of_a_union_on_the_host(tmp_path):
+    got = on_host(IN_TURN, (X,), tmp_path)
+    np.testing.assert_array_equal(got, np.roll(X, 8, 0) * 2)
+
+
+def test_a_union_is_in_one_memory_space():
+    with pytest.raises(SpecError, match="are in one memory space"):
+        plgpu.RefUnion(plgpu.SMEM((8,), f32), plgpu.TMEM((128, 8), f32))
+
+
+@pytest.mark.parametrize("how", ["max", "min", "absmax", "absmin"])
+def test_loads_of_tensor_memory_that_reduce(how):
+    def kernel(x_ref, o_ref, rows_ref, tensor):
+        plgpu.async_store_tmem(tensor, x_ref[...])
+        plgpu.commit_tmem()
+        o_ref[...], rows_ref[...] = plgpu.async_load_tmem(tensor, reduce=how)
+        plgpu.wait_load_tmem()
+
+    x = np.random.default_rng(1).normal(size=(128, 16)).astype(np.float32)
+    got, rows = plgpu.kernel(
+        kernel,
+        out_type=(S(x.shape, f32), S((128,), f32)),
+        scratch_types=[plgpu.TMEM(x.shape, f32)],
+    )(x)
+    np.testing.assert_array_equal(got, x)
+    sizes = np.abs(x) if how.startswith("abs") else x
+    np.testing.assert_array_equal(rows, getattr(sizes, how[-3:])(-1))
+
+
+def test_reductions_that_tensor_memory_lacks():
+    with pytest.raises(SpecError, match="cannot reduce by 'sum'"):
+        plgpu.async_load_tmem(jnp.ones((4, 4)), reduce="sum")
 
 
 # --- upstream's interpreter ---

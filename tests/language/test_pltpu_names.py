@@ -9,7 +9,7 @@ import pytest
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.errors import KernelTypeError, UnsupportedError
+from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.missing import Missing
 
 REFUSED = {
@@ -43,6 +43,34 @@ def test_fields_of_upstream_settings_are_here():
         theirs = set(getattr(module, name).__dataclass_fields__)
         ours = set(getattr(pltpu, name).__dataclass_fields__)
         assert not theirs - ours, (name, theirs - ours)
+
+
+# --- bits as another type ---
+
+
+@pytest.mark.parametrize("mode", [True, False, pl.Checked()])
+def test_bits_as_another_type_along_either_dimension(mode):
+    x = np.random.default_rng(0).integers(-9, 9, (8, 6), dtype=np.int32)
+
+    def kernel(x_ref, o_ref, rows_ref):
+        narrow = pltpu.bitcast(x_ref[...], jnp.int16, dim=-1)
+        o_ref[...] = pltpu.bitcast(narrow, jnp.int32, 1) + 1
+        rows_ref[...] = narrow
+
+    types = [jax.ShapeDtypeStruct(x.shape, jnp.int32)]
+    types += [jax.ShapeDtypeStruct((8, 12), jnp.int16)]
+    got, narrow = pl.pallas_call(kernel, types, interpret=mode)(x)
+    np.testing.assert_array_equal(got, x + 1)
+    np.testing.assert_array_equal(narrow, x.view(np.int16))
+
+
+def test_bits_that_do_not_fit():
+    with pytest.raises(SpecError, match="cannot resize dimension 0"):
+        pltpu.bitcast(jnp.ones((2, 4, 4)), jnp.int16, 0)
+    with pytest.raises(SpecError, match="cannot resize dimension -2"):
+        pltpu.bitcast(jnp.ones(4), jnp.int16)
+    with pytest.raises(SpecError, match="3 elements of int16 are no whole number"):
+        pltpu.bitcast(jnp.ones((4, 3), jnp.int16), jnp.int32, -1)
 
 
 # --- bytes made of two and four bits ---

@@ -34,6 +34,7 @@ from pallasite.passes.schedule.loop_over_k import why_not_in_rounds
 from pallasite.passes.schedule.loop_over_rows import loop_over_rows
 from pallasite.passes.schedule.merge_k_steps import merge_k_steps
 from pallasite.passes.schedule.separate_uses import SMALL
+from pallasite.passes.schedule.widen_steps import widen_steps
 from pallasite.target import Gpu, Machine, physical
 
 # Shares of an SM's resources: the rest is for addresses, masks and data in flight.
@@ -50,6 +51,7 @@ EDGE_ROWS, EDGE_COLUMNS = 20, 28
 GAIN, GAIN_OF_GROWTH = 1.25, 1.05
 # Two warpgroups instead of one alone: while one computes, the other multiplies.
 GAIN_OF_WARPGROUPS = 1.08
+GAIN_OF_STEPS = 1.05
 LEAST_LAUNCHES = 2  # a kernel that takes no longer than these is not worth optimising
 # Full-precision f32 matmuls do not use tensor cores: each thread holds the whole depth
 # of its part in registers, and deeper ones are several times slower.
@@ -111,11 +113,16 @@ class Tiles:
     def elements(self, shape: Sequence[int]) -> int:
         return prod(physical(shape) if self.padded else shape)
 
-    def in_registers(self, shape: Sequence[int]) -> int:
-        """Elements of a result, or of what is multiplied with its rows."""
+    def in_registers(self, shape: Sequence[int], rows: int) -> int:
+        """Elements of a result, or of what is multiplied with its rows.
+
+        `rows`: of all results, some of which are held transposed.
+        """
         if self.padded or not shape:
             return self.elements(shape)
-        return whole(shape[0], self.rows) * prod(shape[1:])
+        if rows not in shape:
+            return whole(shape[0], self.rows) * prod(shape[1:])
+        return whole(rows, self.rows) * (prod(shape) // rows)
 
     def is_too_large(self, rows: int, columns: int) -> bool:
         """Whether threads have no registers for a result."""
@@ -154,9 +161,8 @@ def for_gpu(
     if not blocks.dots:
         return _without_products(blocks, chip, tuned)
     products = _products(blocks, chip, tiles)
-    joined = None if tuned else _joined(products)
-    if joined is not None:
-        products = joined
+    if not tuned:
+        products = _joined(products) or _wider_steps(products) or products
     if products.seconds({}) is None and products.best() == inf:
         made = _rows_in_loops(products.blocks)
         if made is not None:
@@ -247,6 +253,22 @@ def _narrow_steps(products: "_WithProducts") -> "_WithProducts | None":
     return _WithProducts(narrow, products.chip, products.tiles)
 
 
+def _wider_steps(products: "_WithProducts") -> "_WithProducts | None":
+    """The same work with steps of more elements, where that gains enough."""
+    blocks = products.blocks
+    if not blocks.fills or products.shares_core:
+        return None
+    try:
+        made = blocks_of(canonicalize(widen_steps(blocks.kernel, STEP)), blocks.fills)
+    except CannotReblock:
+        return None
+    if made is None or _loads_less(made.kernel, blocks.kernel):
+        return None
+    wide = _WithProducts(made, products.chip, products.tiles)
+    own = products.seconds({}) or products.best()
+    return wide if own > GAIN_OF_STEPS * wide.best() else None
+
+
 def _batches_apart(blocks: Blocks) -> Blocks:
     """One matmul of each batch per program, where programs can be split so.
 
@@ -331,9 +353,11 @@ class _WithProducts:
             if own is not None and own < self._gain(sizes) * best:
                 continue
             try:
-                return self._deeper(self.blocks.rewritten(sizes), sizes)
+                made = self.blocks.rewritten(sizes)
             except CannotReblock:
                 continue  # one dimension can be split, but not after another
+            if not _loads_less(made, self.blocks.kernel):
+                return self._deeper(made, sizes)
         return self._smallest() if own is None else self.blocks.kernel
 
     def best(self) -> float:
@@ -346,20 +370,22 @@ class _WithProducts:
         shrinks = any(n < dim.size for dim, n in sizes.items() if self._is_side(dim))
         grows = all(n > dim.size for dim, n in sizes.items())
         if grows and warpgroups(self._rows({})) < warpgroups(self._rows(sizes)):
-            return GAIN_OF_WARPGROUPS if self._is_alone else GAIN
+            return GAIN if self.shares_core else GAIN_OF_WARPGROUPS
         return GAIN if shrinks or not self._is_one_product else GAIN_OF_GROWTH
 
     @cached_property
-    def _is_alone(self) -> bool:
-        """Whether a program of one warpgroup leaves no room for a second one."""
+    def shares_core(self) -> bool:
+        """Whether a program of one warpgroup leaves room for a second one."""
+        if warpgroups(self._rows({})) > 1:
+            return False
         of_thread = self._register_bytes({}) // (4 * WARPGROUP)
         sides = [side.value for dot in self.blocks.dots for side in dot.sides]
         loaded = [v for v in dict.fromkeys(sides) if _is_loaded(v, self._made)]
         bytes_ = sum(v.tile.size * v.tile.dtype.bytes for v in loaded)
         most = self.tiles.of_shared_thread
         if most is None or of_thread > most:
-            return True
-        return 2 * self.tiles.stages * bytes_ > SHARED_SHARE * self.chip.shared.bytes
+            return False
+        return 2 * self.tiles.stages * bytes_ <= SHARED_SHARE * self.chip.shared.bytes
 
     @cached_property
     def _is_one_product(self) -> bool:
@@ -482,9 +508,10 @@ class _WithProducts:
 
     def _register_bytes(self, sizes: Sizes) -> int:
         """Registers for results of matmuls, and for operands that are kept there."""
+        rows = self._rows(sizes)
         return max(
             sum(
-                self.tiles.in_registers(self.blocks.shape(v, sizes)) * width
+                self.tiles.in_registers(self.blocks.shape(v, sizes), rows) * width
                 for v, width in held
             )
             for held in self.in_registers
@@ -633,6 +660,18 @@ def _at_once(block: Block) -> list[list[Op]]:
         dots for op in block.ops for region in op.regions for dots in _at_once(region)
     ]
     return [[*own, *dots] for dots in inner if dots] or [own]
+
+
+def _loads_less(new: Kernel, old: Kernel) -> bool:
+    """Whether a matmul has two computed operands, one of which had been loaded: it is
+    filled where steps are skipped."""
+
+    def loads(kernel: Kernel) -> bool:
+        made = producers_of(kernel.body)
+        dots = [Dot.of(op) for op in walk(kernel.body) if op.name == "dot"]
+        return all(any(_is_loaded(s.value, made) for s in d.sides) for d in dots)
+
+    return loads(old) and not loads(new)
 
 
 def _is_loaded(value: Value, made: Mapping[Value, Op]) -> bool:
