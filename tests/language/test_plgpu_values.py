@@ -157,6 +157,21 @@ def test_reductions_keep_the_dtype(name, dtype):
     np.testing.assert_allclose(*map(np.float32, (got, want)), rtol=1e-2)
 
 
+@needs_compiler
+@pytest.mark.parametrize("name", ["sum", "max", "min", "prod"])
+def test_reductions_on_the_host(name, tmp_path):
+    def kernel(x_ref, o_ref, buffer, barrier):
+        plgpu.copy_gmem_to_smem(x_ref, buffer, barrier)
+        plgpu.barrier_wait(barrier)
+        o_ref[...] = getattr(plgpu, name)(buffer[...], 1)
+
+    x = np.asarray(np.sign(X) if name == "prod" else X * 4, np.int32)
+    scratch = [plgpu.SMEM(x.shape, jnp.int32), plgpu.Barrier()]
+    function = plgpu.kernel(kernel, out_type=S((16,), jnp.int32), scratch_types=scratch)
+    got = on_host(function, (x,), tmp_path)
+    np.testing.assert_array_equal(got, getattr(np, name)(x, 1))
+
+
 def test_small_integers_do_not_grow():
     assert plgpu.sum(jnp.ones((4, 4), jnp.int8), 0).dtype == jnp.int8
     assert plgpu.max(jnp.ones((4, 4)), (0, 1), keepdims=True).shape == (1, 1)
