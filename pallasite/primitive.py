@@ -520,11 +520,13 @@ def _launch(name: str, call: Call, chip: Chip | None = None) -> base.Launch:
     options = replace(call.options, chip=chip or accelerator(backend))
     compiled = base.begun(backend, call.kernel, options)
     others = base.lowered_after(call.kernel) if name == "cuda" else ()
+    calls = [replace(call, kernel=k, flowing=f, equal=()) for k, f in others]
     compiled.beside = [
-        base.begun(backend, kernel, options, keep=True)
-        for kernel in others
-        if base.defaults("cuda", kernel)[0] == name
-        and planned(replace(call, kernel=kernel), "cuda", chip=chip).program is None
+        base.begun(backend, other.kernel, options, keep=True)
+        for other in calls
+        if base.defaults("cuda", other.kernel)[0] == name
+        and on_arrays(other, "cuda", chip) is None
+        and planned(other, "cuda", chip=chip).program is None
     ]
     if config.get("dump"):
         compiled.texts()  # producing them writes the dumps

@@ -45,7 +45,7 @@ from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
 from pallasite.autodiff.unrounded import unrounded
 from pallasite.autodiff.zero_cotangents import without
-from pallasite.backends.base import lowered_together
+from pallasite.backends.base import Together, lowered_together
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value, walk
@@ -127,8 +127,7 @@ def keeping(
     )
     if made is None:
         return None
-    steps = (made.forward, *made.backward.steps)
-    lowered_together([step.kernel for step in steps])
+    _note_together(made.forward.kernel, made.backward)
     arrays: dict[Value, Any] = dict(zip(made.backward.primals, primals, strict=True))
     names = _names(call.partition, made.backward)
     arrays |= _run(call, made.forward, arrays, names, set())
@@ -169,7 +168,7 @@ def cotangents(
         there = (*keeps.results, *keeps.kept)
     else:
         made, there, kept = plan(call.kernel, wanted, known, machine), (), ()
-        lowered_together([call.kernel, *(step.kernel for step in made.steps)])
+        _note_together(call.kernel, made)
     arrays: dict[Value, Any] = dict(zip(made.primals, primals, strict=True))
     arrays |= dict(zip(there, kept, strict=True))
     arrays |= {ref: cotangents[n] for n, ref in made.seeds.items()}
@@ -191,6 +190,12 @@ def cotangents(
         if ref in arrays:
             found[n] = arrays[ref].astype(primals[n].dtype)
     return found
+
+
+def _note_together(forward: Kernel, made: BackwardPlan) -> None:
+    """Note what is lowered soon after a forward kernel."""
+    steps = [Together(s.kernel, s.taking(made.flowing)) for s in made.steps]
+    lowered_together([Together(forward, ()), *steps])
 
 
 def _run_plain(call: Any, kernel: Kernel, operands: Sequence[Any]) -> list[Any]:

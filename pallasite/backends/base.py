@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -227,22 +227,29 @@ class Compiled(Mapping[str, Any]):
 
 
 # Kernels that are lowered soon after another one, and what of them is begun.
-_after: dict[Kernel, Sequence[Kernel]] = {}
+_after: dict[Kernel, "Sequence[Together]"] = {}
 _begun: dict[tuple[str, Kernel, str], Compiled] = {}
 MOST_BEGUN = 64
 
 
-def lowered_together(kernels: Sequence[Kernel]) -> None:
+class Together(NamedTuple):
+    """A kernel, and the operands of it that XLA has just computed."""
+
+    kernel: Kernel
+    flowing: tuple[int, ...]
+
+
+def lowered_together(kernels: Sequence[Together]) -> None:
     """Note kernels that are lowered one after another, as those of a derivative.
 
     With the first that is launched, the others are begun (`stored_launch`).
     """
     while len(_after) > MOST_BEGUN:
         _after.pop(next(iter(_after)))
-    _after.update((kernel, kernels[n + 1 :]) for n, kernel in enumerate(kernels))
+    _after.update((each.kernel, kernels[n + 1 :]) for n, each in enumerate(kernels))
 
 
-def lowered_after(kernel: Kernel) -> Sequence[Kernel]:
+def lowered_after(kernel: Kernel) -> Sequence[Together]:
     return _after.get(kernel, ())
 
 

@@ -1,6 +1,7 @@
 """Launches of GPU kernels are kept on disk: what was made before needs no passes."""
 
 import os
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -100,13 +101,19 @@ def test_kernels_that_are_lowered_together_are_begun_with_the_first(monkeypatch)
     def kernel(x_ref, o_ref):
         o_ref[...] = jnp.dot(x_ref[...], x_ref[...])
 
-    def squares(*operands):
-        return [pl.pallas_call(kernel, out_shape=x)(x) for x in operands]
+    def scaled(x_ref, y_ref, o_ref):
+        o_ref[...] = jnp.dot(x_ref[...], x_ref[...]) * y_ref[...]
+
+    def squares(x, y):
+        first = pl.pallas_call(scaled, out_shape=x)(x, x + 1)
+        return first, pl.pallas_call(kernel, out_shape=y)(y)
 
     monkeypatch.setattr(nvrtc, "compile_ptx", compile_ptx)
     sizes = [jax.ShapeDtypeStruct((n, n), jnp.bfloat16) for n in (64, 128)]
-    calls = list(calls_in(squares, *sizes))
-    base.lowered_together([each.kernel for each in calls])
+    first, last = calls_in(squares, *sizes)
+    # Which operands XLA has just computed is each kernel's own.
+    calls = [replace(first, flowing=(1,)), last]
+    base.lowered_together([base.Together(c.kernel, c.flowing) for c in calls])
     begun = list[int]()
     for each in calls:
         assert choose(each, "cuda", chip=GPUS["h200"]).backend == "cuda"
