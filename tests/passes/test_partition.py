@@ -8,10 +8,11 @@ import pytest
 import pallasite as pl
 from benchmarks.partitioning import matmul
 from pallasite import tpu as pltpu
+from pallasite.autodiff.equal_operands import with_operands
 from pallasite.passes.analysis.partition import derive, pull_back_rule
 from pallasite.passes.transform.shard import shard
 from pallasite.sharding.custom_call import AxisSplit, _is_even, place, shardy_text
-from pallasite.sites import kernels_in
+from pallasite.sites import calls_in, kernels_in
 from tests.passes.parts import assert_parts_agree
 from tests.zoo import all_cases
 
@@ -49,6 +50,31 @@ def test_most_of_the_zoo_can_be_cut():
     ]
     cut = [kernel for kernel in kernels if derive(kernel).splittable]
     assert len(cut) >= 0.6 * len(kernels), f"{len(cut)} of {len(kernels)}"
+
+
+@pytest.mark.parametrize("reversed_", [False, True])
+def test_several_windows_on_one_array(reversed_):
+    """Blocks beside a program's own are of other devices, whichever window is last."""
+    maps = [lambda i: (jnp.maximum(i - 1, 0), 0), lambda i: (i, 0)]
+    maps = maps[::-1] if reversed_ else maps
+
+    def add(x_ref, y_ref, o_ref):
+        o_ref[...] = x_ref[...] + 2 * y_ref[...]
+
+    def run(x):
+        return pl.pallas_call(
+            add,
+            out_shape=x,
+            grid=(STEPS,),
+            in_specs=[pl.BlockSpec((ROWS, COLUMNS), m) for m in maps],
+            out_specs=pl.BlockSpec((ROWS, COLUMNS), lambda i: (i, 0)),
+        )(x, x)
+
+    (call,) = calls_in(run, jnp.zeros((STEPS * ROWS, COLUMNS)))
+    kernel, _ = with_operands(call)
+    assert len(kernel.inputs) == 1
+    assert derive(kernel).inputs[0].axes[0] is None
+    assert_parts_agree(kernel, random_arrays(kernel), rtol=1e-5, atol=1e-5)
 
 
 # --- sums ---

@@ -14,7 +14,7 @@ from math import lcm
 
 import numpy as np
 
-from pallasite.ir.nodes import Kernel, Value
+from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.affine import Affine
 from pallasite.passes.analysis.block_table import evaluate_map
@@ -144,7 +144,11 @@ class _Derivation:
         self.info: GridInfo = analyze(kernel)
         self.grid = self.pipeline.grid
         arrays = self.pipeline.arrays
-        self.window_of = {a: n for n, a in enumerate(arrays)}
+        self.windows_of: dict[Value, list[int]] = {}
+        for number, array in enumerate(arrays):
+            self.windows_of.setdefault(array, []).append(number)
+        for array in {v for op in walk(self.pipeline.body) for v in op.operands}:
+            self.windows_of.pop(array, None)  # programs see all of it besides
         self.block_of = dict(zip(arrays, self.pipeline.blocks, strict=True))
 
     def rule(self) -> PartitionRule:
@@ -170,9 +174,13 @@ class _Derivation:
     # --- arrays ---
 
     def follows(self, param: Value) -> tuple[_Follows | None, ...]:
-        number = self.window_of.get(param)
-        if number is None:
-            return (None,) * len(param.ref.shape)
+        """What each dimension follows in all windows on an array."""
+        nothing = (None,) * param.ref.rank
+        each = [self.shown(param, n) for n in self.windows_of.get(param, ())]
+        same = (fs[0] if len({*fs}) == 1 else None for fs in zip(*each, strict=True))
+        return tuple(same) if each else nothing
+
+    def shown(self, param: Value, number: int) -> tuple[_Follows | None, ...]:
         window = self.pipeline.windows[number]
         found: list[_Follows | None] = []
         position = 0  # among the index map's yields
@@ -186,11 +194,11 @@ class _Derivation:
         return tuple(found)
 
     def whole(self, param: Value) -> tuple[bool, ...]:
-        number = self.window_of.get(param)
-        if number is None:
-            return (True,) * len(param.ref.shape)
-        dims = self.pipeline.windows[number].dims
-        return tuple(d.size >= n for d, n in zip(dims, param.ref.shape, strict=True))
+        windows = [self.pipeline.windows[n] for n in self.windows_of.get(param, ())]
+        return tuple(
+            all(w.dims[d].size >= n for w in windows)
+            for d, n in enumerate(param.ref.shape)
+        )
 
     def match(
         self, number: int, position: int, size: int, block: int
