@@ -152,6 +152,11 @@ def block_count(dim: BlockDim, n: int) -> int | None:
     return -(-n // dim.size) if dim.kind == "blocked" and dim.size else None
 
 
+def index_count(dim: BlockDim, n: int) -> int | None:
+    """How many indices a dimension has, if that is known; others are clamped."""
+    return n + sum(dim.padding) if dim.kind == "element" else block_count(dim, n)
+
+
 @dataclass(frozen=True)
 class Built:
     """A kernel and the refs of the program that its operands stand for."""

@@ -19,7 +19,7 @@ from math import prod
 
 import numpy as np
 
-from pallasite.autodiff.backward_windows import block_count, only, place
+from pallasite.autodiff.backward_windows import index_count, only, place
 from pallasite.autodiff.moved_tiles import Along, MovedTiles, NotMoved
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import (
@@ -354,18 +354,27 @@ class _Gather:
         if view is not None:
             dim = view.attrs["window"].dims[d]
             index = self.number(view.operands[1 + d])
-            count = block_count(dim, self.ref.ref.shape[d])
-            if dim.kind in ("blocked", "squeezed"):
-                index = np.clip(index, 0, (count or 1) - 1)
-                start = index * (dim.size if dim.kind == "blocked" else 1)
-            elif dim.kind == "element":
-                start = index - dim.padding[0]
-            else:
+            count = index_count(dim, self.ref.ref.shape[d])
+            if count is None:
                 raise NotMoved
+            index = np.clip(index, 0, max(count, 1) - 1)
+            start = index * (dim.size if dim.kind == "blocked" else 1)
+            start = start - dim.padding[0]
         if entry is not None:
-            fixed, operand = entry[0].start, entry[1]
-            start = start + (self.number(operand) if operand is not None else fixed)
+            fixed, operand = entry
+            if operand is None:
+                return start + fixed.start
+            # A start is clamped so that what is accessed fits.
+            shown = self.shown_size(op, d)
+            last = shown - (fixed.size if isinstance(fixed, Span) else 1)
+            start = start + np.clip(self.number(operand), 0, last)
         return start
+
+    def shown_size(self, op: Op, d: int) -> int:
+        """The elements along a dimension of the result that an addition may access."""
+        view = self.made.get(op.operands[0])
+        size = None if view is None else view.attrs["window"].dims[d].size
+        return self.ref.ref.shape[d] if size is None else size
 
     def number(self, value: Value) -> np.ndarray:
         found = self.table.of(value)

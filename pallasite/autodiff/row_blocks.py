@@ -36,6 +36,9 @@ LINEAR = (
     "add",
     "sub",
 )
+# Ops that are finite where their operands are.
+FINITE = ("cast", "neg", "abs", "sign", "add", "sub", "mul", "max", "min", "slice")
+FINITE += ("pad", "concatenate", "select_n", "tanh", "logistic", "erf", "sin", "cos")
 
 
 def row_blocks(program: Program) -> Program:
@@ -327,7 +330,26 @@ class _Rows:
             return here(op.operands[0])
         if op.name in ("add", "sub"):
             return all(map(here, op.operands))
-        return op.name == "mul" and any(map(here, op.operands))
+        one, two = op.operands if op.name == "mul" else (None, None)
+        pairs = ((one, two), (two, one))
+        return any(v and w and here(v) and self.is_finite(w, d) for v, w in pairs)
+
+    def is_finite(self, value: Value, d: int) -> bool:
+        """Whether what is computed beyond a tile's rows is finite if its rows are.
+
+        There are zeros for what is loaded: their logarithm or reciprocal is not.
+        """
+        op = self.made.get(value)
+        if op is None or not value.tile.shape:
+            return True  # it is the same for all rows
+        if op.name == "broadcast_in_dim":
+            (x,), dims = op.operands, op.attrs["dims"]
+            if d not in dims or x.tile.shape[dims.index(d)] == 1:
+                return True
+            return self.is_finite(x, dims.index(d))
+        if op.name in ("load", "constant", "iota"):
+            return True
+        return op.name in FINITE and all(self.is_finite(v, d) for v in op.operands)
 
 
 _RULES: dict[str, Callable[[_Rows, Op, int, int], Value]] = {

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallasite.autodiff.backward_stages import save_block, saved_ref
-from pallasite.autodiff.backward_windows import block_count
+from pallasite.autodiff.backward_windows import index_count
 from pallasite.autodiff.overlaps import sum_of_overlaps
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
@@ -182,10 +182,9 @@ class _Scatter:
                 if dim.kind not in ("blocked", "element", "squeezed"):
                     return None
                 start = b.as_index(index)
-                count = block_count(dim, n)
-                if count is not None and self.forms.of(index).affine is None:
-                    # As the window that the program was shown.
-                    start = b.clamp(b.index(0), start, b.index(count - 1))
+                count = index_count(dim, n)
+                if count is not None:  # as the window that the program was shown
+                    start = self.clamped(b, start, count - 1)
                 if dim.kind == "blocked":
                     start = b.mul(start, b.index(dim.size))
                 elif dim.padding[0]:
@@ -198,7 +197,10 @@ class _Scatter:
                 found.append((start, 1))
                 continue
             entry, operand = next(entries)
-            inner = self.inner(b, entry, operand, number == 0 and view is None)
+            shown = self.ref.ref.shape[number]
+            if view is not None:
+                shown = view.attrs["window"].dims[number].size
+            inner = self.inner(b, entry, operand, shown, number == 0 and view is None)
             if inner is None:
                 return None
             first, size = inner
@@ -207,7 +209,12 @@ class _Scatter:
         return found
 
     def inner(
-        self, b: Builder, entry: Any, operand: Value | None, may_gather: bool
+        self,
+        b: Builder,
+        entry: Any,
+        operand: Value | None,
+        shown: int,
+        may_gather: bool,
     ) -> tuple[Value, int] | None:
         if isinstance(entry, Gather):
             assert operand is not None
@@ -216,9 +223,22 @@ class _Scatter:
         if isinstance(entry, Span) and entry.stride != 1:
             return None
         assert isinstance(entry, (At, Span))
-        start = b.index(entry.start or 0) if operand is None else operand
         size = entry.size if isinstance(entry, Span) else 1
-        return b.as_index(start), size
+        if operand is None:
+            return b.index(entry.start or 0), size
+        return self.clamped(b, b.as_index(operand), shown - size), size
+
+    def clamped(self, b: Builder, start: Value, last: int) -> Value:
+        """A start as accesses clamp it; unchanged where it is known to be inside."""
+        self.note(b.ops)
+        form = self.forms.of(start).affine
+        if form is not None and form.const is not None:
+            sizes = zip(form.coeffs, self.program.sizes, strict=True)
+            ends = [c * (n - 1) for c, n in sizes]
+            low, high = (form.const + sum(f(e, 0) for e in ends) for f in (min, max))
+            if low >= 0 and high <= last:
+                return start
+        return b.clamp(b.index(0), start, b.index(last))
 
     def note(self, ops: Iterable[Op]) -> None:
         self.forms.add_ops(ops)

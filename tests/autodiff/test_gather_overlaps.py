@@ -372,3 +372,57 @@ def test_the_derivative_of_a_gathered_sum():
         got, want = (jax.jit(f(slope(g), (0, 1)))(*args) for g in (run, reference))
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a, b, 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("offsets", [(0, 8), (-4, 4), (0, 4, 8)], ids=str)
+def test_starts_past_an_edge_are_clamped(offsets):
+    """A slice that would reach outside begins where it fits, so its cotangent does."""
+    rows, block, length = 32, 8, 8 if offsets == (0, 8) else 12
+
+    def pieces(load, i):
+        parts = [load(i * block + start)[-block:] for start in offsets]
+        return sum(jnp.sin(n * part) for n, part in enumerate(parts, 1))
+
+    def run(x):
+        def kernel(x_ref, o_ref):
+            load = lambda start: x_ref[pl.ds(start, length), :]
+            o_ref[...] = pieces(load, pl.program_id(0))
+
+        whole = pl.BlockSpec(x.shape, lambda i: (0, 0))
+        out = pl.BlockSpec((block, x.shape[1]), lambda i: (i, 0))
+        grid = (rows // block,)
+        return pl.pallas_call(kernel, x, grid=grid, in_specs=[whole], out_specs=out)(x)
+
+    def reference(x):
+        fits = lambda start: min(max(start, 0), rows - length)
+        load = lambda start: x[fits(start) : fits(start) + length]
+        return jnp.concatenate([pieces(load, i) for i in range(rows // block)])
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(rows, 5)), jnp.float32)
+    check(run, reference, [x], wanted=(0,))
+
+
+@pytest.mark.parametrize("padding", [(0, 0), (2, 3)], ids=str)
+def test_windows_that_begin_before_the_array_are_clamped(padding):
+    block, start = 8, -4
+
+    def run(x):
+        def kernel(x_ref, o_ref):
+            o_ref[...] = jnp.sin(x_ref[2:])
+
+        shown = pl.Element(block + 2, padding), pl.Element(x.shape[1])
+        return pl.pallas_call(
+            kernel,
+            out_shape=x,
+            grid=(x.shape[0] // block,),
+            in_specs=[pl.BlockSpec(shown, lambda i: (i * block + start, 0))],
+            out_specs=pl.BlockSpec((block, x.shape[1]), lambda i: (i, 0)),
+        )(x)
+
+    def reference(x):
+        starts = [max(i * block + start, 0) + 2 for i in range(x.shape[0] // block)]
+        padded = jnp.pad(x, (padding, (0, 0)))
+        return jnp.concatenate([jnp.sin(padded[at : at + block]) for at in starts])
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(32, 5)), jnp.float32)
+    check(run, reference, [x], wanted=(0,))

@@ -73,6 +73,12 @@ def padded(x, w):
     return before * x + jnp.pad(x[4:], ((0, 4), (0, 0))) * w[3:]
 
 
+def logarithmic(x, w):
+    """Beyond a sequence there are zeros, whose logarithm is not finite."""
+    scaled = x * jnp.log(x * x)
+    return jnp.pad(scaled[:-2], ((2, 0), (0, 0))) * w[:1] + x
+
+
 def operands(dtype):
     rng = np.random.default_rng(0)
     shapes = (2, LENGTH, WIDTH), (4, WIDTH)
@@ -86,7 +92,7 @@ def grids(run, args):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
-@pytest.mark.parametrize("body", [causal, activated, padded])
+@pytest.mark.parametrize("body", [causal, activated, padded, logarithmic])
 def test_blocks_of_rows_are_programs(body, dtype):
     run, reference = call(body)
     args = operands(dtype)

@@ -42,6 +42,12 @@ def carried(x, gain):
     return lax.fori_loop(0, 3, lambda n, y: y * 0.5 + x.max() + n, x) + gain
 
 
+def while_small(x, gain):
+    """How often it runs, a number of the row says."""
+    small = lambda state: jnp.abs(state[0]).max() < 10
+    return lax.while_loop(small, lambda s: (s[0] * 2 + gain, s[1] + 1), (x, 0))[0]
+
+
 def one_row(function, dtype=F32, squeezed=False):
     """The kernel of a function of a row and of what is the same for all rows."""
     block = (None if squeezed else 1, WIDTH)
@@ -73,7 +79,9 @@ def assert_same(new, kernel):
 
 
 @pytest.mark.parametrize("squeezed", [False, True])
-@pytest.mark.parametrize("function", [softmax, gated_norm, in_order, carried])
+@pytest.mark.parametrize(
+    "function", [softmax, gated_norm, in_order, carried, while_small]
+)
 def test_rows_are_a_dimension(function, squeezed: bool):
     kernel = one_row(function, squeezed=squeezed)
     new = row_tiles(kernel)

@@ -181,7 +181,9 @@ class FormWalk(ABC):
                 self.yielded(b, v, target)
                 for v, target in zip(loop.inits, op.results, strict=True)
             )
-            condition = self.block(loop.condition, loop.condition.yields)
+            # It is one bool, whatever its operands have become.
+            tests = [Value(v.type, v.name) for v in loop.condition.yields]
+            condition = self.block(loop.condition, tests)
             regions = (condition, self.block(loop.body, op.results))
         else:
             operands = tuple(self.full(b, v) for v in op.operands)

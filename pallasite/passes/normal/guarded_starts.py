@@ -131,10 +131,11 @@ class _Starts:
     def joined(self, block: Block) -> Block:
         """Two guards, of which one starts an accumulator, as one branch."""
         ops = list(block.ops)
-        for n, one in enumerate(block.ops):
-            if not _is_guard(one):
+        for one in block.ops:
+            if not _is_guard(one) or one not in ops:  # in a branch already
                 continue
-            other = next((op for op in block.ops[n + 1 :] if not is_pure(op)), one)
+            after = ops[ops.index(one) + 1 :]
+            other = next((op for op in after if not is_pure(op)), one)
             if not _is_guard(other) or not self.exclude(one, other):
                 continue
             regions = (other.regions[1], one.regions[1])

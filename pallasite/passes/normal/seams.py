@@ -73,6 +73,8 @@ def _positions(which: Value, truth: bool, b: Rewriter) -> tuple[int, int, int] |
         return None
     d = iota.attrs["dim"]
     n = which.tile.shape[d]
+    if n - 1 > iota.result.tile.dtype.limits[1]:
+        return None  # numbers of few bits begin again
     # Where `position < limit`, or not.
     limit = number + (name in ("le", "gt"))
     below = (name in ("lt", "le")) == truth

@@ -14,6 +14,7 @@ from pallasite.ir.verify import verify
 from pallasite.passes.normal.guarded_starts import guarded_starts
 from pallasite.passes.normal.normalize import normalize
 from pallasite.sites import kernels_in
+from tests.passes.normal.meaning import assert_same_meaning
 
 KERNEL = """\
 kernel @k(%x: ref<f32[4,8] any>, %o: ref<f32[4] any>) outputs 1 {
@@ -328,3 +329,16 @@ def test_two_guards_of_which_one_holds(first, later, op, nothing):
 def test_other_guards_stay(first, later, op):
     before, after = guards(first, later, op)
     assert after is before
+
+
+def test_a_guard_is_joined_once():
+    """Of three in turn, the last overwrites what the branch of the first two stored."""
+    start, end = GUARDS.index("      cond %w"), GUARDS.index("      %later")
+    third = GUARDS[start:end]
+    text = GUARDS.replace("    }\n}\n", f"{third}    }}\n}}\n")
+    text = text.replace("FIRST", "eq %i, %0").replace("LATER", "gt %i, %0")
+    before = parse_kernel(text.replace("OP", "add"))
+    verify(before)
+    after = guarded_starts(before)
+    assert after.text.count("cond ") == 2
+    assert_same_meaning(before, after)

@@ -59,6 +59,19 @@ OTHERS = {
 }
 
 
+def test_numbers_that_begin_again_stay():
+    """An int8 counts to 127: the 128th position, -128, is less than 2 again."""
+
+    def kernel(x_ref, o_ref):
+        at = jax.lax.broadcasted_iota(jnp.int8, x_ref.shape, 1)
+        o_ref[...] = jnp.where(at < 2, 0, jnp.roll(x_ref[...], 2, 1))
+
+    for width, stays in ((128, False), (129, True)):
+        x = jax.ShapeDtypeStruct((5, width), jnp.float32)
+        before = run(kernels_in(pl.pallas_call(kernel, out_shape=x), x)[0])
+        assert (seams(before) is before) == stays
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_stay(name):
     before = kernel_of(OTHERS[name])
