@@ -195,9 +195,15 @@ def test_mosaic_is_the_default_on_tpu():
 
 
 def test_derivatives_and_vmap_take_the_default_too():
-    loss = lambda x: double(x).sum()
+    def grams(x_ref, o_ref):
+        o_ref[...] = jnp.dot(x_ref[...], x_ref[...].T)
+
+    out = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    loss = lambda x: pl.pallas_call(grams, out_shape=out)(x).sum()
     assert TRITON in lowered(jax.grad(loss), X)
     assert TRITON in lowered(jax.vmap(double), X[None])
+    # A derivative that only maps elements is fused with what is around it.
+    assert TRITON not in lowered(jax.grad(lambda x: double(x).sum()), X)
 
 
 @pytest.mark.parametrize("way", [{"interpret": True}, {"backend": "interpret"}])

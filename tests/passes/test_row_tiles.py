@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import pallasite as pl
+from pallasite import tpu as pltpu
 from pallasite.ir.nodes import walk
 from pallasite.ir.verify import verify
 from pallasite.passes.run import run
@@ -117,8 +118,20 @@ def test_other_tiles_stay():
     def product(x_ref, o_ref):
         o_ref[0] = jnp.dot(x_ref[...], jnp.ones((128, 128)))[0]
 
+    def nested(x_ref, o_ref):
+        def inner(y_ref, z_ref):
+            z_ref[...] = y_ref[...] + x_ref[0, 0]
+
+        spec = pl.BlockSpec((1, 64), lambda j: (0, j))
+        steps = (x_ref[0, 0].astype(jnp.int32),)
+        pltpu.emit_pipeline(inner, grid=steps, in_specs=[spec], out_specs=[spec])(
+            x_ref, o_ref
+        )
+        o_ref[0, :] *= x_ref[0, :].max()
+
     heads = kernel_of(plain, (None, 16, 128))
     blocks = kernel_of(plain, (1, 128), (8, 128))
     products = kernel_of(product, (1, 128), (8, 128))
-    for kernel in (heads, blocks, products):
+    pipelines = kernel_of(nested, (1, 128), (8, 128))
+    for kernel in (heads, blocks, products, pipelines):
         assert row_tiles(kernel) is kernel

@@ -38,9 +38,10 @@ def test_what_masked_blocks_compute_for_nothing_is_in_an_estimate_for_a_gpu():
     assert full[0] > 1.6 * causal[0]
 
 
-def test_a_warpgroup_that_is_alone_multiplies_and_computes_in_turns():
-    alone, two = (attention(n, 256, masks.Causal()) for n in (64, 128))
-    assert alone.estimate > 1.3 * two.estimate
+def test_rows_of_one_warpgroup_are_merged_for_two():
+    """One that is alone would multiply and compute in turns."""
+    rows = [attention(n, 256, masks.Causal()).estimate for n in (64, 128)]
+    assert rows[0] == pytest.approx(rows[1], rel=0.1)
 
 
 def test_few_programs_leave_multiprocessors_idle():

@@ -148,7 +148,11 @@ def _packings(kernel: Kernel) -> list[Packing]:
         turned = dims == {0} and param.ref.dtype.name not in TRANSPOSABLE
         columns = param.ref.shape[-2 if turned else -1]
         added = -columns % max(1, LINE // width)
-        by_blocks = all(user.name == "block_view" for user in users[param])
+        # Columns that are appended are zero, as what is past the edge must be then.
+        by_blocks = all(
+            user.name == "block_view" and not user.attrs["window"].fill
+            for user in users[param]
+        )
         if turned or (added and by_blocks):
             found.append(Packing(operand, turned, added if by_blocks else 0))
     return found
@@ -192,13 +196,16 @@ def factors_before(kernel: Kernel, chip: Gpu) -> Kernel:
     constant, found = constant_inputs(kernel), list[Packing]()
     products = dict[Value, Value]()
     for operand, param in enumerate(kernel.inputs):
-        blocks = [s.block for s in pipeline.shown if s.array is param]
+        shown = [s for s in pipeline.shown if s.array is param]
+        blocks = [s.block for s in shown]
         loads = [op for block in blocks for op in users[block]]
         if param not in constant or {*users[param]} != {pipeline.op} or not loads:
             continue
         scaled = [op for load in loads for v in load.results for op in users[v]]
         numbers = {_times(op, made) for op in scaled}
         plain = all(op.name == "load" and not op.attrs["mask"] for op in loads)
+        # XLA does not multiply what is read past the edge.
+        plain &= not any(s.window.fill for s in shown)
         (number,) = numbers if plain and len(numbers) == 1 else (None,)
         if number is None or not any(_is_right(op.result, users) for op in scaled):
             continue

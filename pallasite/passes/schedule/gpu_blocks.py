@@ -265,6 +265,8 @@ def _wider_steps(products: "_WithProducts") -> "_WithProducts | None":
     if made is None or _loads_less(made.kernel, blocks.kernel):
         return None
     wide = _WithProducts(made, products.chip, products.tiles)
+    if wide._stages({}) < 2:  # a step is not loaded during the one before
+        return None
     own = products.seconds({}) or products.best()
     return wide if own > GAIN_OF_STEPS * wide.best() else None
 

@@ -37,7 +37,8 @@ def row_tiles(kernel: Kernel) -> Kernel:
     grids = [op for op in kernel.body.ops if op.name == "pipeline"]
     if kernel.level != TILE or kernel.aliases or len(grids) != 1:
         return kernel
-    if any(op.name == "dot" for op in walk(Pipeline.of(grids[0]).body)):
+    others = ("dot", "pipeline")
+    if any(op.name in others for op in walk(Pipeline.of(grids[0]).body)):
         return kernel
     blocked = _with_blocks_of_rows(kernel)
     places = _places(blocked)
