@@ -144,7 +144,8 @@ def _row(calls: Sequence[Row]) -> Row:
         return {"failed": failed[0], **row}
     for key in ("cycles", "counted"):
         each = [call.get(key) for call in calls]
-        row[key] = sum(each) if all(each) else None
+        known = [n for n in each if n]
+        row[key] = sum(known) if len(known) == len(each) else None
     return row
 
 

@@ -515,6 +515,18 @@ def _lowered_for(ctx: Any, platform: str | None) -> Chip | None:
     return chip_of_device(device.device_kind) if family == platform else None
 
 
+def _is_one_kernel_of(name: str, call: Call, chip: Chip | None) -> bool:
+    """Whether a GPU's call will be one kernel of this backend, as far as is known."""
+    try:
+        return (
+            base.defaults("cuda", call.kernel)[0] == name
+            and on_arrays(call, "cuda", chip) is None
+            and planned(call, "cuda", chip=chip).program is None
+        )
+    except PallasError:  # raised again when the call itself is lowered
+        return False
+
+
 def _launch(name: str, call: Call, chip: Chip | None = None) -> base.Launch:
     backend = base.get(name)
     options = replace(call.options, chip=chip or accelerator(backend))
@@ -524,9 +536,7 @@ def _launch(name: str, call: Call, chip: Chip | None = None) -> base.Launch:
     compiled.beside = [
         base.begun(backend, other.kernel, options, keep=True)
         for other in calls
-        if base.defaults("cuda", other.kernel)[0] == name
-        and on_arrays(other, "cuda", chip) is None
-        and planned(other, "cuda", chip=chip).program is None
+        if _is_one_kernel_of(name, other, chip)
     ]
     if config.get("dump"):
         compiled.texts()  # producing them writes the dumps

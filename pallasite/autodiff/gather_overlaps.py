@@ -363,7 +363,7 @@ class _Gather:
         if entry is not None:
             fixed, operand = entry
             if operand is None:
-                return start + fixed.start
+                return start + (fixed.start or 0)
             # A start is clamped so that what is accessed fits.
             shown = self.shown_size(op, d)
             last = shown - (fixed.size if isinstance(fixed, Span) else 1)

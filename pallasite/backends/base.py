@@ -9,6 +9,7 @@ turns a Launch into a call.
 """
 
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -230,6 +231,7 @@ class Compiled(Mapping[str, Any]):
 _after: dict[Kernel, "Sequence[Together]"] = {}
 _begun: dict[tuple[str, Kernel, str], Compiled] = {}
 MOST_BEGUN = 64
+_begun_lock = threading.Lock()  # of both; JAX lowers in several threads
 
 
 class Together(NamedTuple):
@@ -244,9 +246,10 @@ def lowered_together(kernels: Sequence[Together]) -> None:
 
     With the first that is launched, the others are begun (`stored_launch`).
     """
-    while len(_after) > MOST_BEGUN:
-        _after.pop(next(iter(_after)))
-    _after.update((each.kernel, kernels[n + 1 :]) for n, each in enumerate(kernels))
+    with _begun_lock:
+        while len(_after) > MOST_BEGUN:
+            _after.pop(next(iter(_after)))
+        _after.update((each.kernel, kernels[n + 1 :]) for n, each in enumerate(kernels))
 
 
 def lowered_after(kernel: Kernel) -> Sequence[Together]:
@@ -258,11 +261,12 @@ def begun(
 ) -> Compiled:
     """A kernel on its way, maybe begun before; `keep`: it is asked for again."""
     key = backend.name, kernel, repr(options)
-    made = _begun.pop(key, None) or Compiled(backend, kernel, options)
-    if keep:
-        while len(_begun) >= MOST_BEGUN:
-            _begun.pop(next(iter(_begun)))
-        _begun[key] = made
+    with _begun_lock:
+        made = _begun.pop(key, None) or Compiled(backend, kernel, options)
+        if keep:
+            while len(_begun) >= MOST_BEGUN:
+                _begun.pop(next(iter(_begun)))
+            _begun[key] = made
     return made
 
 

@@ -55,7 +55,7 @@ def _summed_axes(kernel: Kernel, ref: Value) -> tuple[int, ...] | None:
     is_sum = all(op.name == "reduce" and op.attrs["kind"] == "sum" for op in sums)
     if not olds or not sums or not is_sum or len(found) != 1:
         return None
-    (axes,) = found
+    axes = found.pop() or ()
     return axes if any(ref.ref.shape[d] > 1 for d in axes) else None
 
 
