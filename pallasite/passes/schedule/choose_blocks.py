@@ -12,7 +12,7 @@ from functools import cached_property
 from math import ceil, prod
 
 from pallasite.ir.nodes import Kernel, Op, Value, walk
-from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, producers_of
+from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place, loop_dims
 from pallasite.passes.normal.resized_code import CannotReblock
@@ -141,17 +141,16 @@ def _with_own_constants(kernel: Kernel) -> Kernel:
     One tile of zeros, used by the rows of one array and the columns of another, would
     tie them; so would the start of a block, added to positions in both.
     """
-    made = producers_of(kernel.body)
 
-    def filled(value: Value) -> Op | None:
-        op = made.get(value)
+    def filled(value: Value, b: Rewriter) -> Op | None:
+        op = b.producer(value)
         if op is None or value.is_ref or not value.tile.rank:
             return None
         is_scalar = op.name == "broadcast_in_dim" and not op.operands[0].tile.rank
         return op if is_scalar or op.name in ("constant", "iota") else None
 
     def own(op: Op, b: Rewriter) -> Sequence[Value] | None:
-        sources = [filled(v) for v in op.operands]
+        sources = [filled(v, b) for v in op.operands]
         if op.regions or not any(sources):
             return None
         operands = list(op.operands)
