@@ -30,6 +30,7 @@ from pallasite.errors import (
     ChipMemoryError,
     CompileError,
     FallbackWarning,
+    PallasError,
     PerformanceWarning,
     SpecError,
     UnknownBackendError,

@@ -16,6 +16,7 @@ from pallasite.ir.verify import verify
 from pallasite.kernels import masks
 from pallasite.kernels.attention import AttentionConfig, attention
 from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.normalize import normalize
 from pallasite.passes.run import run
 from pallasite.passes.schedule import tpu_blocks
 from pallasite.passes.schedule.choose_blocks import blocks_of, for_threads
@@ -24,6 +25,9 @@ from pallasite.passes.schedule.tpu_blocks import for_tpu
 from pallasite.sites import calls_in
 from pallasite.target import GPUS, TPUS, Memory
 from tests.backends.triton.test_blocks import matmul
+from tests.fuzz.agreement import run_numpy
+from tests.fuzz.choices import Seeded
+from tests.fuzz.generate import random_kernel
 from tests.passes.test_reblock import COPY, OWN, head, parsed, rows
 from tests.passes.test_same_meaning import outputs
 from tests.zoo import all_cases
@@ -327,3 +331,16 @@ def random_arrays(kernel: Kernel) -> list[np.ndarray]:
             draw = rng.integers(0, 2 if ref.dtype.is_bool else 3, ref.shape)
         arrays.append(draw.astype(ref.dtype.np))
     return arrays
+
+
+@pytest.mark.parametrize(
+    ("family", "seed"), [("tiles", 20132), ("control", 20088), ("memory", 20115)]
+)
+def test_random_kernels_keep_the_rules(family: str, seed: int):
+    """Of a broadcast scalar with a new name, and of masks of one element."""
+    case = random_kernel(Seeded(seed), family)
+    new = for_tpu(normalize(case.kernel), TPUS["v6e"])
+    verify(new)
+    wanted = run_numpy(case.kernel, case.arrays)
+    for a, b in zip(run_numpy(new, case.arrays), wanted, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -232,8 +232,11 @@ class _Rows(FormWalk):
             return self.kept(b, op)
         entries[place] = Span(0, 1), None
 
+        accessed = access.value or op.result
+
         def tile(value: Value) -> Value:
-            is_scalar = not value.type.shape and value is not access.value
+            """A scalar mask stays one for tiles; one element becomes a row of one."""
+            is_scalar = not value.type.shape and bool(accessed.type.shape)
             return self.full(b, value) if is_scalar else self.row(b, value)
 
         made = self.accessed(b, op, entries, tile)
