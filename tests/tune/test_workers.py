@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,6 +84,15 @@ def test_children_that_hang_or_crash_are_replaced(count: int, monkeypatch):
         assert workers.probe(calls) == said  # known: no child is asked
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Handled, although a shell's background jobs are started to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_waits_for_what_children_say_last(pipe: Path):
     """It comes while the main thread waits, as it does from a terminal."""
     hanging, waits = call("hangs"), threading.Event()
