@@ -84,6 +84,15 @@ def covers_whole(shape: Sequence[int], index: Sequence[object]) -> bool:
     )
 
 
+def accesses_whole(op: Op, *names: str) -> bool:
+    """Whether an op is a load or store of all of a ref, in order, without a mask."""
+    if op.name not in (names or ("load", "store")) or op.attrs.get("mask"):
+        return False
+    access = Access.of(op)
+    whole = covers_whole(access.ref.ref.shape, access.index)
+    return whole and not access.index_operands
+
+
 class _Reader:
     """Walks code looking for a read of something not yet overwritten."""
 

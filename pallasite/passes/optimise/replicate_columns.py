@@ -13,7 +13,7 @@ of blocks, and ops that no rule here covers, stay.
 from collections.abc import Sequence
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, full_index, walk
+from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.rewrite import dead_code, users_of
 from pallasite.ir.roles import Loop
@@ -50,7 +50,7 @@ class _Columns:
                 for value in op.operands:
                     if value.type.shape == op.result.type.shape:
                         self._join(value, op.result)
-            elif op.name in ("load", "store") and _is_whole(op, op.operands[0]):
+            elif _is_whole(op):
                 tile = op.result if op.results else op.operands[1]
                 if op.operands[0].ref.space == "vmem":
                     self._join(op.operands[0], tile)
@@ -298,13 +298,9 @@ def _scratch(kernel: Kernel, columns: _Columns) -> set[Value]:
         if op.name == "alloc"
         and op.result.ref.space == "vmem"
         and columns.has(op.result, _DTYPES)
-        and all(_is_whole(user, op.result) for user in users[op.result])
+        and all(_is_whole(user) for user in users[op.result])
     }
 
 
-def _is_whole(op: Op, ref: Value) -> bool:
-    if op.name not in ("load", "store"):
-        return False
-    access = Access.of(op)
-    whole = access.index == full_index(ref.ref.shape) and access.mask is None
-    return whole and access.ref is ref
+def _is_whole(op: Op) -> bool:
+    return op.name in ("load", "store") and Access.of(op).is_whole
