@@ -84,6 +84,17 @@ def covers_whole(shape: Sequence[int], index: Sequence[object]) -> bool:
     )
 
 
+def accesses_all(op: Op) -> bool:
+    """Whether a load or store, unmasked, is of a whole ref as a tile of its shape."""
+    if op.name not in ("load", "store") or op.attrs.get("mask"):
+        return False
+    access = Access.of(op)
+    shape = access.ref.ref.shape
+    fixed = not access.index_operands and covers_whole(shape, access.index)
+    tile = op.result if op.name == "load" else access.value
+    return fixed and tile is not None and tile.type.shape == shape
+
+
 class _Reader:
     """Walks code looking for a read of something not yet overwritten."""
 
