@@ -180,7 +180,7 @@ class Worker:
 
 
 def same_bits(one: Any, two: Any) -> bool:
-    """Whether two results are equal to the last bit, NaNs too. Compared on the device."""
+    """Whether two results on a device are equal to the last bit, NaNs too."""
     import jax
     from jax import lax
 
