@@ -35,7 +35,7 @@ from pallasite.ir.rewrite import (
 from pallasite.ir.roles import Pipeline, number_of
 from pallasite.ir.types import I32
 from pallasite.ops.neutral import neutral
-from pallasite.passes.analysis.carried import accesses_whole
+from pallasite.passes.analysis.carried import covers
 from pallasite.passes.analysis.memory import MAIN_MEMORY, VIEWS
 from pallasite.passes.analysis.old_elements import MERGES
 
@@ -131,7 +131,7 @@ class _Starts:
             unchanged = not any(uses(op, ref) for op in ops[ops.index(load) + 1 : n])
             if on_chip and unchanged:
                 after = (op for op in ops[n + 1 :] if uses(op, ref))
-                if accesses_whole(next(after, select), "store"):
+                if covers(next(after, select), "store"):
                     return start
         return None
 
@@ -185,13 +185,13 @@ class _Starts:
             if (
                 add.name not in MERGES
                 or len(storing) != 1
-                or not accesses_whole(storing[0], "store")
+                or not covers(storing[0], "store")
             ):
                 continue
             value, ref = Access.of(storing[0]).value, storing[0].operands[0]
             same = ref is load.operands[0] is store.operands[0]
             same = same and ref.ref.space not in MAIN_MEMORY
-            whole = accesses_whole(load, "load") and accesses_whole(store, "store")
+            whole = covers(load, "load") and covers(store, "store")
             terms = {*add.operands} == {load.result, value}
             if same and whole and terms and Access.of(store).value is add.result:
                 return later
@@ -204,7 +204,8 @@ class _Starts:
         is_sum = made is not None and made.name == "dot" and add.name == "add"
         number = 0.0 if is_sum else _nothing(add)
         start = Builder(op.loc)
-        start.store(load.operands[0], start.constant(number, value.tile))
+        zero = start.constant(number, value.tile)
+        start.store(load.operands[0], zero, store.attrs["index"])
         regions = [Block(), start.block()]
         started = op.with_(regions=tuple(regions if later == 0 else regions[::-1]))
         return [started, load, add, store]
@@ -214,13 +215,13 @@ class _Starts:
         made = self.made.get(case)
         if made is None or len(self.users[case]) != 1:
             return None
-        if accesses_whole(made, "load"):
+        if covers(made, "load"):
             return _Start(case, made)
         if made.name not in MERGES or other not in made.operands:
             return None
         loads = [v for v in made.operands if v is not other]
         load = self.made.get(loads[0]) if loads else None
-        if load is None or not accesses_whole(load, "load"):
+        if load is None or not covers(load, "load"):
             return None
         return _Start(case, load, made) if len(self.users[load.result]) == 1 else None
 

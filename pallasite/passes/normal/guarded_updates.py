@@ -17,7 +17,7 @@ from operator import is_
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import clone, dead_code, users_of, uses, with_regions
-from pallasite.passes.analysis.carried import accesses_whole
+from pallasite.passes.analysis.carried import covers
 from pallasite.passes.analysis.memory import MAIN_MEMORY, VIEWS
 
 
@@ -66,7 +66,7 @@ class _Updates:
     def store_of(self, ops: Sequence[Op], n: int, result: Value) -> Op | None:
         """The store of a result to all of a ref that nothing uses before it."""
         users = self.users[result]
-        if len(users) != 1 or not accesses_whole(users[0], "store"):
+        if len(users) != 1 or not covers(users[0], "store"):
             return None
         (store,) = users
         ref = store.operands[0]
@@ -81,7 +81,7 @@ class _Updates:
         made = {v: op for op in before for v in op.results}
         for region in cond.regions if len(cond.regions) == 2 else ():
             loads = [made.get(v) for v in region.yields]
-            if not region.ops and all(o and accesses_whole(o, "load") for o in loads):
+            if not region.ops and all(o and covers(o, "load") for o in loads):
                 found = [op for op in loads if op is not None]
                 if all(self.is_unchanged(before, load) for load in found):
                     return found
@@ -91,7 +91,7 @@ class _Updates:
         """Whether nothing stores to what a load read before the branch."""
         ref = load.operands[0]
         after = before[before.index(load) + 1 :]
-        return not any(uses(op, ref) and not accesses_whole(op, "load") for op in after)
+        return not any(uses(op, ref) and not covers(op, "load") for op in after)
 
     def guarded(self, ops: Sequence[Op], cond: Op, stores: Sequence[Op]) -> Op:
         loads = self.idle(ops[: ops.index(cond)], cond)

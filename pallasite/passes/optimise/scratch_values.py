@@ -10,8 +10,9 @@ then accumulate directly in the final destination, or finish sums strip by strip
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pallasite.ir.nodes import Access, Block, Kernel, Op, Value
+from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.rewrite import substitute, users_of
+from pallasite.passes.analysis.carried import accesses_all
 
 
 def scratch_values(kernel: Kernel) -> Kernel:
@@ -44,8 +45,7 @@ def _is_value(body: Block, ref: Value, users: Sequence[Op]) -> bool:
         bool(here)
         and len(here) == len(users)
         and here[0].name == "store"
-        and all(op.name in ("load", "store") for op in here)
-        and all(Access.of(op).is_whole for op in here)
+        and all(map(accesses_all, here))
     )
 
 

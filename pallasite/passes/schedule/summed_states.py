@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pallasite.ir.nodes import Access, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, producers_of, users_of
 from pallasite.ir.roles import number_of
-from pallasite.passes.analysis.carried import accesses_whole
+from pallasite.passes.analysis.carried import accesses_all
 
 
 def summed_states(kernel: Kernel) -> Kernel:
@@ -31,7 +31,7 @@ def _summed_axes(kernel: Kernel, ref: Value) -> tuple[int, ...] | None:
     """The dimensions along which all of it is summed before anything else is done."""
     made, users = producers_of(kernel.body), users_of(kernel.body)
     uses = [op for op in walk(kernel.body) if ref in op.operands]
-    if not all(map(accesses_whole, uses)):
+    if not all(map(accesses_all, uses)):
         return None
     olds = set[Op]()
     for store in (op for op in uses if op.name == "store"):
