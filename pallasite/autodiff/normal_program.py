@@ -20,6 +20,7 @@ from pallasite.passes.normal.seams import seams
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.run import NORMAL, run
 from pallasite.passes.schedule.gpu_blocks import fewer_rows
+from pallasite.passes.schedule.joined_windows import joined_windows
 from pallasite.passes.schedule.previous_blocks import previous_blocks
 from pallasite.passes.schedule.whole_rows import whole_rows
 from pallasite.target import Machine
@@ -31,7 +32,8 @@ def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     normal = run(kernel, NORMAL)
     kernel, gpu = seams(results_in_scratch(normal)), machine.gpu is not None
     if gpu:
-        kernel = previous_blocks(kernel)  # its many programs run in any order
+        # Its many programs run in any order, and load shifted copies where they lie.
+        kernel = joined_windows(previous_blocks(kernel))
     if kernel is not normal:
         kernel = run(kernel, NORMAL)  # rules for scratch apply to these, too
     kernel = whole_rows(kernel, machine.gpu)
