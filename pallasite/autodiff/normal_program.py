@@ -4,7 +4,6 @@ import functools
 
 from pallasite.autodiff.adjoining_loops import merge_adjoining
 from pallasite.autodiff.flat_loops import flat_loops
-from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.reverse_activity import facts_of
 from pallasite.autodiff.started_sums import started_sums
@@ -61,12 +60,11 @@ def expected_cotangents(kernel: Kernel, machine: Machine) -> tuple[bool, ...]:
     kernel, program = normal_program(kernel, machine)
     outputs = kernel.outputs
     floats = tuple(ref.ref.dtype.is_float for ref in outputs)
-    body = narrow_carries(program.body)
-    sums = len(plain_sums(body, outputs).scales)
+    sums = len(plain_sums(program.body, outputs).scales)
 
     def is_plain(ref: Value) -> bool:
         others = [other for other in outputs if other is not ref]
-        return len(plain_sums(body, others).scales) == sums
+        return len(plain_sums(program.body, others).scales) == sums
 
     if not sums or len(outputs) == 1:
         return floats

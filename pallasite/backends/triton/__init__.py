@@ -48,6 +48,7 @@ from pallasite.passes.optimise.guard_bounds import guard_bounds
 from pallasite.passes.optimise.guard_range import guard_range
 from pallasite.passes.optimise.hoist import hoist
 from pallasite.passes.optimise.known_scans import known_scans
+from pallasite.passes.optimise.one_hots import one_hot_reads
 from pallasite.passes.optimise.sink_loads import sink_loads
 from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.run import Pass
@@ -113,6 +114,7 @@ class TritonBackend:
             Pass("joined_windows", joined_windows),
             Pass("shifted_parts", shifted_parts),
             Pass("split_accesses", split_accesses),
+            Pass("one_hots", one_hot_reads),
             Pass("sums_of_products", sums_of_products),
             Pass("exact_factors", exact_factors),
             Pass("loop_steps", loop_steps),
