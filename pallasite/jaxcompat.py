@@ -535,6 +535,31 @@ def flag(name: str) -> Any:
     return getattr(jax.config, name)
 
 
+def kept_arguments(ctx: Any, values: Sequence[Any]) -> frozenset[int]:
+    """Which of a lowering rule's values are arguments that the program must not change.
+
+    The caller has not donated them. Programs that are exported, or that a partitioner
+    asks for, become part of others, whose values may then be overwritten.
+    """
+    from jax.interpreters import mlir
+
+    context = ctx.module_context.axis_context
+    whole = isinstance(context, mlir.ShardingContext) and context.num_devices == 1
+    found = set[int]()
+    for number, value in enumerate(values if whole and not is_export(ctx) else ()):
+        block = value.owner
+        function = block.owner.operation if isinstance(block, mlir.ir.Block) else None
+        if function is None or function.name != "func.func":
+            continue
+        attributes = function.attributes
+        if mlir.ir.StringAttr(attributes["sym_name"]).value != "main":
+            continue
+        given = attributes["arg_attrs"][list(block.arguments).index(value)]
+        if "jax.buffer_donor" not in given and "tf.aliasing_output" not in given:
+            found.add(number)
+    return frozenset(found)
+
+
 def stream_for_imports(device: Any) -> int | None:
     """The GPU stream on which memory that is passed to JAX must be ready."""
     if device.platform == "cpu":

@@ -44,6 +44,7 @@ from pallasite.passes.transform.batch import (
     changed_operands,
     maps_a_grid_size,
 )
+from pallasite.runtime.ffi import lower_unaliased
 from pallasite.sharding.rule import Partition
 from pallasite.target import CHIPS, Chip, Host, chip, chip_of_device, host, named
 
@@ -125,7 +126,9 @@ def interpret_mode(given: Any, at: Any) -> bool | Checked:
 
 
 call_p = jaxcompat.Primitive("pallasite_call")
-call_p.multiple_results = True
+# What JAX lowers calls as; it keeps what equal ones become.
+lowered_p = jaxcompat.Primitive("pallasite_call")
+call_p.multiple_results = lowered_p.multiple_results = True
 
 
 def bind_call(call: Call, operands: Sequence[Any]) -> list[Any]:
@@ -148,6 +151,7 @@ def bind_call(call: Call, operands: Sequence[Any]) -> list[Any]:
 
 
 @call_p.def_effectful_abstract_eval
+@lowered_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, call: Call) -> tuple[list[Any], set[Any]]:
     outputs = result_types(call, avals)
     return outputs, {jaxcompat.debug_effect()} if _prints(call.kernel) else set()
@@ -715,11 +719,12 @@ def _report_once() -> None:
     jaxcompat.keep_out_of_callback_log(CheckError)
 
 
-mlir.register_lowering(call_p, functools.partial(_lower, None))
-for _platform in base.DEFAULTS:
-    mlir.register_lowering(
-        call_p, functools.partial(_lower, _platform), platform=_platform
-    )
+mlir.register_lowering(
+    call_p, functools.partial(lower_unaliased, lowered_p), cacheable=False
+)
+for _platform in (None, *base.DEFAULTS):
+    _rule = functools.partial(_lower, _platform)
+    mlir.register_lowering(lowered_p, _rule, platform=_platform)
 
 
 # --- vmap ---

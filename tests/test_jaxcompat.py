@@ -478,3 +478,27 @@ def test_tokens_that_jax_waits_for_at_exit_are_known_by_name():
     tokens = vars(dispatch.RuntimeTokenSet())
     names = ("current_tokens", "output_runtime_tokens")
     assert all(isinstance(tokens[name], dict) for name in names)
+
+
+def test_arguments_that_the_caller_keeps(monkeypatch):
+    import pallasite as pl
+
+    found, ask = [], jaxcompat.kept_arguments
+    watch = lambda ctx, values: found.append(ask(ctx, values)) or found[-1]
+    monkeypatch.setattr(jaxcompat, "kept_arguments", watch)
+
+    def body(x_ref, y_ref, o_ref):
+        o_ref[...] = x_ref[...] + y_ref[...]
+
+    x = jnp.ones((8, 128))
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    call = pl.pallas_call(body, shape, input_output_aliases={0: 0}, interpret=True)
+    looped = lambda x, y: jax.lax.fori_loop(0, 3, lambda _, x: call(x, y), x)
+    for function, donated in (
+        (call, ()), (call, 0), (lambda x, y: call(x, y + 1), 1), (looped, ()),
+        (lambda x, y: jax.jit(call)(x, y), ()),
+    ):  # fmt: skip
+        jax.jit(lambda x, y, f=function: f(x, y), donate_argnums=donated).lower(x, x)
+    assert found == [{0, 1}, {1}, {0}, set(), set()]
+    jax.export.export(jax.jit(lambda x, y: call(x, y)))(x, x)
+    assert found[-1] == set()

@@ -19,6 +19,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from pallasite import jaxcompat
+from pallasite.passes.transform.unaliased import unaliased
 
 Launch = Any  # pallasite.backends.base.Launch, which is a layer above this one
 Program = Any  # pallasite.passes.schedule.split_axis.Program
@@ -77,6 +78,22 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
     found = made[:results]
     pairs = zip(found, ctx.avals_out, packed.avals_out, strict=False)
     return [_converted(ctx, *each) for each in pairs]
+
+
+def lower_unaliased(lowered: Any, ctx: Any, *operands: Any, call: Any) -> Sequence[Any]:
+    """Lower a call without aliases of operands that XLA would copy for them.
+
+    Args:
+        lowered: the primitive that lowers what is left.
+        ctx: JAX's lowering context.
+        *operands: the call's operands as MLIR values.
+        call: its parameter (`primitive.Call`).
+    """
+    if call.kernel.aliases:
+        kept = jaxcompat.kept_arguments(ctx, operands)
+        call = replace(call, kernel=unaliased(call.kernel, kept))
+    bind = functools.partial(lowered.bind, call=call)
+    return mlir.lower_fun(bind, multiple_results=True)(ctx, *operands)
 
 
 def _lower_in_forms(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
