@@ -23,6 +23,7 @@ from pallasite.autodiff.backward_windows import (
     Built,
     Parts,
     Placement,
+    apart,
     build,
     only,
     place,
@@ -243,11 +244,12 @@ def _run(
         jnp.sum(x, axis=tuple(range(x.ndim - ref.ref.rank))) if parts > 1 else x
         for x, ref, parts in zip(results, step.results, step.parts, strict=True)
     ]
-    # An operand that two stages add to gets both sums.
-    return {
-        ref: arrays[ref] + x if ref in arrays and ref not in step.changing else x
-        for ref, x in zip(step.results, whole, strict=True)
-    }
+    found: dict[Value, Any] = {}
+    for ref, x in zip(step.results, whole, strict=True):
+        # An operand that is added to in two places, or by two stages, gets both sums.
+        before = found.get(ref, None if ref in step.changing else arrays.get(ref))
+        found[ref] = x if before is None else before + x
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -643,9 +645,9 @@ def _check_lost(program: Program, made: Reversed) -> None:
 def _repeats_products(stage: Program, results: Sequence[Value]) -> bool:
     """Whether the kernels of a stage would compute some matmul more than once."""
     refs = Roots(stage.body).written(stage.body)
-    chains = groups([place(stage, ref) for ref in results if ref in refs])
-    parts = [only(stage, [p.ref for p in chain]) for chain in chains]
-    return sum(map(_products, parts)) > _products(only(stage, results))
+    stage, placed, _ = apart(stage, [place(stage, r) for r in results if r in refs])
+    parts = [only(stage, [p.ref for p in chain]) for chain in groups(placed)]
+    return sum(map(_products, parts)) > _products(only(stage, [p.ref for p in placed]))
 
 
 def _products(stage: Program) -> int:
@@ -684,6 +686,7 @@ def _kernels(
     refs = Roots(stage.body).written(stage.body)
     mine = [place(stage, ref) for ref in results if ref in refs]
     mine = [replace(p, changes=p.ref in changing) for p in mine]
+    stage, mine, same = (stage, mine, {}) if changing else apart(stage, mine)
     built, pending = [], list[tuple[Program, list[Placement]]]()
     if sums.machine.cores > 1 and not changing:
         is_gpu = sums.machine.gpu is not None
@@ -708,7 +711,7 @@ def _kernels(
         one = build(program, f"{stage.name}_{names}", group, order, parts)
         if prod(program.sizes) < sums.machine.enough_programs:
             one = replace(one, kernel=carried_axis(one.kernel))
-        built.append(one)
+        built.append(replace(one, results=tuple(same.get(r, r) for r in one.results)))
     return built
 
 

@@ -22,6 +22,7 @@ from pallasite.ir.types import INDEX, RefType
 from pallasite.passes.analysis.affine import moving_axes
 from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.intervals import HIGHEST, LOWEST, Facts
+from pallasite.passes.normal.affine_numbers import affine_numbers
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.guarded_updates import guarded_updates
 from pallasite.passes.normal.narrow_windows import narrow_windows
@@ -46,7 +47,9 @@ def loop_steps(kernel: Kernel) -> Kernel:
     if merged is nested:
         return kernel
     new = narrow_windows(merged)
-    return order(guarded_updates(new)) if _moves_all(new) else kernel
+    if not _moves_all(new):
+        return kernel
+    return order(affine_numbers(guarded_updates(new)))
 
 
 def _suits(loop: Loop) -> bool:

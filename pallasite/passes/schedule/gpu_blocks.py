@@ -267,8 +267,10 @@ def _wider_steps(products: "_WithProducts") -> "_WithProducts | None":
     wide = _WithProducts(made, products.chip, products.tiles)
     if wide._stages({}) < 2:  # a step is not loaded during the one before
         return None
-    own = products.seconds({}) or products.best()
-    return wide if own > GAIN_OF_STEPS * wide.best() else None
+    own, new = products.seconds({}), wide.seconds({})
+    if own is None or new is None:  # sides may grow without wider steps, too
+        own, new = products.best(), wide.best()
+    return wide if own > GAIN_OF_STEPS * new else None
 
 
 def _batches_apart(blocks: Blocks) -> Blocks:
@@ -564,7 +566,8 @@ class _WithProducts:
         if is_exact and self._register_bytes(sizes) > EXACT_BYTES:
             return None
         waves = ceil(self.blocks.programs(sizes) / self.chip.cores)
-        work = sum(self._work(dot, sizes) for dot in self.blocks.dots)
+        runs = self.blocks.runs
+        work = sum(runs[d.op] * self._work(d, sizes) for d in self.blocks.dots)
         steps = self.blocks.steps
         wanted = self.tiles.stages
         if self._is_one_product:

@@ -99,6 +99,21 @@ def test_two_steps_of_64_keys_are_one_of_128():
     assert found == rings(scheduled("causal grid, column statistics"))
 
 
+def test_a_thin_path_leaves_steps_as_deep_as_they_were():
+    """Its second product runs once, so fewer steps do not save any of it."""
+    found = rings(scheduled("LoRA: a second, thin path"))
+    assert {ring.split(",", 1)[1] for ring in found[:2]} == {"128,64]", "64,128]"}
+
+
+def test_merged_queries_skip_keys_after_them():
+    """Of 64 queries each, in a loop over 128 keys up to a rounded quotient."""
+    grid, loop = map(
+        scheduled, ("causal grid, column statistics", "fori loop, flat program order")
+    )
+    assert rings(loop) == rings(grid)
+    assert loop.count(" = for ") == grid.count(" = for ")
+
+
 @pytest.mark.parametrize(
     "name, step",
     [
