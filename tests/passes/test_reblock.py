@@ -496,8 +496,9 @@ def test_merged_rows_do_not_grow():
         grow(cut(parsed(MERGED), (1, 1), 4), (1, 1), 2)
 
 
-def skipping_matmul(condition):
+def skipping_matmul(condition, depth=8):
     """A matmul whose programs skip some of their steps."""
+    last = 32 // depth - 1
 
     def kernel(x_ref, y_ref, o_ref, acc_ref):
         i, k = pl.program_id(0), pl.program_id(1)
@@ -510,7 +511,7 @@ def skipping_matmul(condition):
         def _():
             acc_ref[...] += x_ref[...] @ y_ref[...]
 
-        @pl.when(k == 3)
+        @pl.when(k == last)
         def _():
             o_ref[...] = acc_ref[...]
 
@@ -518,10 +519,10 @@ def skipping_matmul(condition):
     call = pl.pallas_call(
         kernel,
         out_shape=shape,
-        grid=(4, 4),
+        grid=(4, last + 1),
         in_specs=[
-            pl.BlockSpec((8, 8), lambda i, k: (i, k)),
-            pl.BlockSpec((8, 32), lambda i, k: (k, 0)),
+            pl.BlockSpec((8, depth), lambda i, k: (i, k)),
+            pl.BlockSpec((depth, 32), lambda i, k: (k, 0)),
         ],
         out_specs=pl.BlockSpec((8, 32), lambda i, k: (i, 0)),
         scratch_shapes=[pltpu.VMEM((8, 32), jnp.float32)],
@@ -538,15 +539,16 @@ def test_programs_that_skip_by_a_remainder_are_not_merged():
 
 
 @pytest.mark.parametrize(
-    "condition",
+    "condition, depth",
     [
-        lambda i, k: k < (i + 3) // 2,
-        lambda i, k: k >= jnp.maximum(3 * i - 5, 0) // 3,
-        lambda i, k: (k >= jnp.maximum(i - 1, 0)) & (k <= i),
+        (lambda i, k: k < pl.cdiv((i + 1) * 8, 16), 16),
+        (lambda i, k: k < (i + 1) * 8 // 4, 4),
+        (lambda i, k: k >= jnp.maximum(i * 8 - 11, 0) // 8, 8),
+        (lambda i, k: (k >= jnp.maximum(i - 1, 0)) & (k <= i), 8),
     ],
 )
-def test_programs_that_skip_by_rounded_numbers_are_merged(condition):
-    kernel = skipping_matmul(condition)
+def test_programs_that_skip_by_rounded_numbers_are_merged(condition, depth):
+    kernel = skipping_matmul(condition, depth)
     new = grow(kernel, (0, 0), 2, fills=True)
     verify(new)
     assert new.text.count("cond") == kernel.text.count("cond")

@@ -2,21 +2,21 @@
 
 In: quotients, remainders, minima and choices of grid indices, such as the `cdiv((i + 1)
 * n, n)` that ends a causal loop, or the sum `i // n * n + i % n` of a flat number that
-was taken apart. Out: `i + 1`, `i`. A number may not be affine while a comparison with
-it has an affine line between true and false, as `j < cdiv((i + 1) * 64, 128)` has: then
-what is compared are the sides of the line, `128 j < 64 i + 64`. Proof: by enumeration,
-both are equal at every step. What is written as an affine form already stays as it is.
+was taken apart. Out: `i + 1`, `i`. Where such a number is compared with another index,
+`j < cdiv((i + 1) * n, m)`, the comparison may be one of positions, `j * m < i * n + n`,
+although the number is none. Proof: by enumeration, both are equal at every step. What
+is written as an affine form already stays as it is.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import product
+from math import gcd
 
 import numpy as np
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
-from pallasite.ir.rewrite import producers_of, substitute
+from pallasite.ir.nodes import Block, Kernel, Value, walk
+from pallasite.ir.rewrite import substitute
 from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.affine import Affine, Forms
@@ -27,8 +27,8 @@ from pallasite.passes.normal.narrow_windows import affine_value
 
 # What may be affine although its operands are not, or not known to be.
 _NUMBERS = ("div", "rem", "min", "max", "clamp", "select_n", "add", "sub", "mul")
-# Comparisons, and whether they hold where the left side is less.
-_BELOW = {"lt": True, "le": True, "gt": False, "ge": False}
+_COMPARED = ("lt", "le", "gt", "ge")
+_Sizes = Mapping[int, set[int]]  # of the blocks that an axis counts
 
 
 def affine_numbers(kernel: Kernel) -> Kernel:
@@ -38,7 +38,7 @@ def affine_numbers(kernel: Kernel) -> Kernel:
         return kernel
     whole = Pipeline.of(grids[0])
     maps = [_written_so(each, each.params, whole.grid) for each in whole.maps]
-    body = _written_so(whole.body, whole.ids, whole.grid)
+    body = _written_so(whole.body, whole.ids, whole.grid, _sizes(whole))
     pairs = zip((*maps, body), (*whole.maps, whole.body), strict=True)
     if all(new is old for new, old in pairs):
         return kernel
@@ -46,114 +46,79 @@ def affine_numbers(kernel: Kernel) -> Kernel:
     return canonicalize(with_pipeline(kernel, new))
 
 
+def _sizes(whole: Pipeline) -> _Sizes:
+    found: dict[int, set[int]] = {axis: {1} for axis in range(len(whole.grid))}
+    for index_map, window in zip(whole.maps, whole.windows, strict=True):
+        for value, dim in zip(index_map.yields, window.dims, strict=False):
+            if value in index_map.params and dim.kind == "blocked":
+                found[index_map.params.index(value)].add(dim.size)
+    return found
+
+
 def _written_so(
-    block: Block, ids: Sequence[Value], grid: Sequence[int | None]
+    block: Block,
+    ids: Sequence[Value],
+    grid: Sequence[int | None],
+    sizes: _Sizes | None = None,
 ) -> Block:
-    found = [op for op in walk(block) if op.name in (*_NUMBERS, *_BELOW)]
-    if not found:
+    found = [op for op in walk(block) if op.name in (*_NUMBERS, *_COMPARED)]
+    if not any(op.name in _NUMBERS for op in found):
         return block
     table, forms = StepTable(ids, grid), Forms(ids)
     table.add_ops(block.ops)
     forms.add_ops(block.ops)
+
+    def is_affine(value: Value) -> bool:
+        form = forms.of(value).affine
+        return form is not None and form.const is not None
+
     b, same = Builder(), dict[Value, Value]()
-    lines = _Lines(block, table, forms)
     for op in found:
-        b.loc = op.loc
-        if op.name in _BELOW:
-            test = lines.written(b, op, ids)
-            same |= {} if test is None else {op.result: test}
-            continue
         numbers = table.of(op.result)
-        known = _known(forms, op.result) is not None
-        if numbers is None or known or op.result.tile != INDEX:
+        if numbers is None:
             continue
-        affine = fitted(numbers)
-        if affine is not None:
-            same[op.result] = affine_value(b, affine, ids)
+        b.loc = op.loc
+        if op.name in _COMPARED:
+            if sizes is not None and not all(map(is_affine, op.operands)):
+                compared = _compared(b, numbers, ids, sizes)
+                same |= {} if compared is None else {op.result: compared}
+        elif op.result.tile == INDEX and not is_affine(op.result):
+            affine = fitted(numbers)
+            if affine is not None:
+                same[op.result] = affine_value(b, affine, ids)
     if not same:
         return block
     new = substitute(block, same)
     return Block(block.params, (*b.ops, *new.ops), new.yields)
 
 
-def _known(forms: Forms, value: Value) -> Affine | None:
-    """The affine form of a number, if all of it is known."""
-    affine = forms.of(value).affine
-    return None if affine is None or affine.const is None else affine
-
-
-class _Lines:
-    """Affine lines between the steps at which comparisons hold and the others."""
-
-    def __init__(self, block: Block, table: StepTable, forms: Forms):
-        self.table, self.forms = table, forms
-        self.made = producers_of(block)
-
-    def written(self, b: Builder, op: Op, ids: Sequence[Value]) -> Value | None:
-        """A comparison with a line, instead of with a number that is not affine."""
-        if any(v.tile != INDEX for v in op.operands):
-            return None
-        (x, y), below = op.operands, _BELOW[op.name]
-        sides = _known(self.forms, x), _known(self.forms, y)
-        if sides[0] is None:
-            x, y, sides, below = y, x, sides[::-1], not below
-        moving, holds = sides[0], self.table.of(op.result)
-        if moving is None or sides[1] is not None or holds is None:
-            return None
-        here = holds if below else ~holds  # where x is below
-        for number, coeffs in self.candidates(y):
-            scaled = Affine(tuple(number * c for c in moving.coeffs), 0)
-            line = _line(here, scaled, Affine(coeffs, 0))
-            if line is None:
-                continue
-            scaled = replace(scaled, const=number * (moving.const or 0))
-            line = replace(line, const=(line.const or 0) + (scaled.const or 0))
-            if all(_fits(each, holds.shape) for each in (scaled, line)):
-                left, right = (affine_value(b, each, ids) for each in (scaled, line))
-                return b.op("lt" if below else "ge", left, right)
+def _compared(
+    b: Builder, which: np.ndarray, ids: Sequence[Value], sizes: _Sizes
+) -> Value | None:
+    """A comparison of two positions, in blocks of known sizes, that is true where an
+    array is; None: there is none."""
+    moving = [axis for axis, n in enumerate(which.shape) if n > 1]
+    if len(moving) != 2 or which.all() or not which.any():
         return None
-
-    def candidates(self, value: Value) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """By what to multiply, and rates of the line: of numbers that it is made of."""
-        numbers, rates = {1: None}, dict[tuple[int, ...], None]()
-        seen, pending = set[Value](), [value]
-        while pending:
-            each = pending.pop()
-            if each in seen:
-                continue
-            seen.add(each)
-            affine, op = _known(self.forms, each), self.made.get(each)
-            if affine is not None and not affine.is_fixed:
-                rates[affine.coeffs] = None
-                rates[tuple(-c for c in affine.coeffs)] = None
-            if op is not None and op.name == "div":
-                by = _known(self.forms, op.operands[1])
-                if by is not None and by.is_fixed and (by.const or 0) > 1:
-                    numbers[by.const or 1] = None
-            pending += op.operands if op is not None else ()
-        return product(numbers, rates)
-
-
-def _line(below: np.ndarray, x: Affine, rates: Affine) -> Affine | None:
-    """`rates + const` such that x is less where a table says so, and only there."""
-    shape = below.shape
-    gap = np.broadcast_to(_numbers(x, shape) - _numbers(rates, shape), shape)
-    if below.all() or not below.any():
-        return None  # what is known is no comparison
-    const = int(gap[~below].min())
-    return replace(rates, const=const) if int(gap[below].max()) < const else None
-
-
-def _numbers(affine: Affine, shape: Sequence[int]) -> np.ndarray:
-    steps = np.indices(shape, sparse=True)
-    parts = (c * s for c, s in zip(affine.coeffs, steps, strict=True))
-    return sum(parts, np.array(affine.const or 0, np.int64))
-
-
-def _fits(affine: Affine, shape: Sequence[int]) -> bool:
-    """Whether a number, and every sum on the way to it, is an index."""
-    most = sum(abs(c) * (n - 1) for c, n in zip(affine.coeffs, shape, strict=True))
-    return most + abs(affine.const or 0) < 1 << 31
+    outer, inner = moving
+    i, j = (each.astype(np.int64) for each in np.indices(which.shape)[moving])
+    for n, m in product(*(sorted(sizes[axis], reverse=True) for axis in moving)):
+        n, m = n // gcd(n, m), m // gcd(n, m)
+        apart = m * j - n * i
+        yes, no = apart[which], apart[~which]
+        below = yes.max() < no.min()
+        if not below and yes.min() <= no.max():
+            continue
+        end = int(no.min() if below else yes.min())
+        most = max(m * int(j.max()), n * int(i.max()) + abs(end))
+        if most > INDEX.dtype.limits[1]:
+            continue
+        forms = [[0] * len(ids), [0] * len(ids)]
+        forms[0][inner], forms[1][outer] = m, n
+        x = affine_value(b, Affine(tuple(forms[0]), 0), ids)
+        y = affine_value(b, Affine(tuple(forms[1]), end), ids)
+        return b.lt(x, y) if below else b.ge(x, y)
+    return None
 
 
 def fitted(numbers: np.ndarray) -> Affine | None:
