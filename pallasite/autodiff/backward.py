@@ -37,6 +37,7 @@ from pallasite.autodiff.normal_program import expected_cotangents, normal_progra
 from pallasite.autodiff.owned_blocks import owned_blocks
 from pallasite.autodiff.owned_rows import owned_rows
 from pallasite.autodiff.rescaled_sums import plain_sums
+from pallasite.autodiff.rerolled import rerolled
 from pallasite.autodiff.residuals import keep
 from pallasite.autodiff.reverse import Reversed, reverse_program
 from pallasite.autodiff.reverse_rules import accumulated
@@ -50,6 +51,7 @@ from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.rewrite import substitute
+from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.lower.per_program import Program, main_refs
 from pallasite.primitive import chip_for
@@ -63,6 +65,7 @@ MOST_PARTS = (
 SMALL_SHARE = 1 / 32
 # Programs of a GPU wait for memory: two on each multiprocessor are worth more traffic.
 GPU_SHARE = 1 / 8
+GAIN_OF_ROUNDS = 1.25  # from which fuller rounds of programs are worth more sums
 MOST_SCATTERED = 2  # times the bytes of operands and results
 KEPT_SHARE = 1 / 8  # of the bytes of operands and results, for residuals
 UNREPEATABLE = ("debug_print", "debug_check", "delay", "atomic_rmw", "atomic_cas")
@@ -470,6 +473,9 @@ def _plan(
             program = row_blocks(program)
         in_blocks = machine.gpu is not None
         program, gathered = gather_overlaps(program, results, in_blocks)
+        if machine.gpu is not None:
+            program, more = rerolled(program, results)
+            gathered += more
         most = MOST_SCATTERED * sum(map(_bytes, kernel.params))
         variants = _scattered(program, list(targets.values()), most, machine)
     # Partial sums are for small operands, such as the weights of a norm.
@@ -667,14 +673,27 @@ class _Sums(NamedTuple):
         budget: bytes of the operands, of which partial sums may take a quarter, or half
             on a GPU.
         machine: what runs the kernels.
+        work: multiplications and additions of a kernel's matmuls, by type.
     """
 
     budget: int
     machine: Machine
+    work: tuple[tuple[str, float], ...] = ()
 
     @staticmethod
     def of(kernel: Kernel, machine: Machine) -> "_Sums":
         return _Sums(sum(map(_bytes, kernel.inputs)), machine)
+
+    def with_work(self, program: Program) -> "_Sums":
+        """Of a program's matmuls; those in loops may run any number of times."""
+        work: dict[str, float] = {}
+        for op in program.body.ops:
+            if op.name == "dot":
+                dot = Dot.of(op)
+                name = dot.lhs.value.tile.dtype.name
+                done = 2 * dot.op.result.tile.size * dot.depth * prod(program.sizes)
+                work[name] = work.get(name, 0) + done
+        return self._replace(work=tuple(work.items()))
 
 
 def _kernels(
@@ -704,7 +723,8 @@ def _kernels(
         names = [p.ref.name.removesuffix("_ref") for p in group]
         names = "_".join(dict.fromkeys(names))
         order = grid_order(group, len(program.sizes))
-        parts = {} if changing else cut_into_parts(group, order, program.sizes, sums)
+        own = sums.with_work(program)
+        parts = {} if changing else cut_into_parts(group, order, program.sizes, own)
         one = build(program, f"{stage.name}_{names}", group, order, parts)
         if prod(program.sizes) < sums.machine.enough_programs:
             one = replace(one, kernel=carried_axis(one.kernel))
@@ -789,4 +809,28 @@ def _parts_of(
     most = min(MOST_PARTS // prod(others.values()), max(min(FEW_PARTS, fits / 4), many))
     counts = [d for d in range(1, int(most) + 1) if sizes[axis] % d == 0]
     # Devices come in powers of two, and each should have whole parts.
-    return max(counts, key=lambda d: (d & -d, d), default=1)
+    count = max(counts, key=lambda d: (d & -d, d), default=1)
+    if sums.machine.gpu is None or not sums.work:
+        return count
+    return _even(count, sizes[axis], programs, taken, sums, prod(others.values()))
+
+
+def _even(
+    count: int, size: int, programs: int, taken: int, sums: _Sums, others: int
+) -> int:
+    """As many parts, or more with which matmuls keep all cores of a GPU busy.
+
+    Programs run in rounds, of which the last one may leave most cores idle.
+    """
+    machine = sums.machine
+    working = machine.multiplying_all(dict(sums.work))
+
+    def seconds(n: int) -> float:
+        rounds = -(-programs * n // machine.cores)
+        idle = rounds * machine.cores / (programs * n)
+        return working * idle + machine.copying(2 * n * taken)
+
+    most = min(MOST_PARTS // others, sums.budget // max(taken, 1))
+    more = [n for n in range(count, most + 1) if size % n == 0]
+    best = min(more, key=seconds, default=count)
+    return best if GAIN_OF_ROUNDS * seconds(best) < seconds(count) else count

@@ -108,14 +108,20 @@ class Ring:
     lines: frozenset[int] = frozenset()  # tiles laid out as in main memory
     loaded: frozenset[int] = frozenset()  # tiles that threads load: lines and boxes
     lefts: frozenset[int] = frozenset()  # tiles whose rows are a matmul's
+    deeps: frozenset[int] = frozenset()  # tiles whose rows a matmul contracts
     stages: int = 1
 
     def held(self, number: int) -> tuple[int, ...]:
         """The shape of a tile's memory: an instruction reads whole blocks of rows."""
         *rows, columns = self.tiles[number].shape
-        if number not in self.lefts:
-            return (*rows, columns)
-        return (whole(prod(rows), SHORT_TILE), columns)
+        if number in self.lefts:
+            return (whole(prod(rows), SHORT_TILE), columns)
+        return (self.depth(number), columns) if number in self.deeps else (*rows, columns)
+
+    def depth(self, number: int) -> int:
+        """Rows that are contracted, with those of zeros after them."""
+        *rows, _ = self.tiles[number].shape
+        return whole(prod(rows), K_BYTES // self.tiles[number].dtype.bytes)
 
     @property
     def bytes(self) -> int:
@@ -301,7 +307,7 @@ class Plan:
             contract = op.attrs["perm"][contract]
             value = op.operands[0]
             op = self.made.get(value)
-        if op is not None and op.name == "reshape" and contract == 1:
+        if op is not None and op.name == "reshape":
             op = self.loaded_rows(op)
         return Side(value, None if self.not_streamed(op) else op, contract)
 
@@ -350,7 +356,9 @@ class Plan:
             self.refuse(
                 op, f"{columns} columns, not a multiple of 16 up to {MOST_COLUMNS}"
             )
-        if depth % step:
+        # Rows of zeros can follow those of loaded tiles.
+        is_rows = all(s.load is not None and s.contract == 0 for s in product.sides)
+        if depth % step and not is_rows:
             self.refuse(op, f"k={depth}, not a multiple of {step}")
         for side in product.sides:
             if side.load is not None:
@@ -364,7 +372,7 @@ class Plan:
                 op, f"rows of {columns * width} bytes, not a multiple of {K_BYTES}"
             )
         is_left = side.value is Dot.of(op).lhs.value and side.contract == 1
-        if rows > BOX or (rows % 8 and not is_left):
+        if rows > BOX or (rows % 8 and not is_left and side.contract == 1):
             self.refuse(
                 op, f"{rows} rows of an operand, not a multiple of 8 up to {BOX}"
             )
@@ -560,6 +568,8 @@ class Plan:
         lines = frozenset(n for n in loaded if self.is_line(loads[n]))
         left = {id(p.lhs.load) for p in self.products if p.lhs.contract == 1}
         lefts = frozenset(n for n, op in enumerate(loads) if id(op) in left)
+        deep = {id(s.load) for p in self.products for s in p.sides if s.contract == 0}
+        deeps = frozenset(n for n, op in enumerate(loads) if id(op) in deep)
         is_shared = all(
             self.home[id(product.dot)] is self.home[id(side.load)]
             for product in self.products
@@ -567,10 +577,10 @@ class Plan:
             if side.load is not None and side.load in loads
         )
         for ring in self.rings if is_shared else ():
-            same = ring.arrays, ring.tiles, ring.loaded, ring.lefts
-            if ring.is_shared and same == (arrays, tiles, loaded, lefts):
+            same = ring.arrays, ring.tiles, ring.loaded, ring.lefts, ring.deeps
+            if ring.is_shared and same == (arrays, tiles, loaded, lefts, deeps):
                 return ring
-        self.rings.append(Ring(arrays, tiles, is_shared, lines, loaded, lefts))
+        self.rings.append(Ring(arrays, tiles, is_shared, lines, loaded, lefts, deeps))
         return self.rings[-1]
 
     def sums_of(self, loads: Sequence[Op]) -> tuple[Value, ...]:

@@ -200,12 +200,15 @@ class _Role:
     def barrier(self, b: Builder, barriers: Value, slot: Value) -> Value:
         return b.subview(barriers, (At(None),), [slot])
 
-    def buffer(self, b: Builder, group: Group, load: Op, slot: Value) -> Value:
-        number = group.loads.index(load)
-        ref, tile = self.memory.buffers[group.ring][number], group.ring.tiles[number]
+    def buffer(
+        self, b: Builder, group: Group, load: Op, slot: Value, depth: int | None = None
+    ) -> Value:
+        """The memory of a loaded tile; `depth`: with so many rows."""
+        number, ring = group.loads.index(load), group.ring
+        ref, tile = self.memory.buffers[ring][number], ring.tiles[number]
         shape = ref.ref.shape[1:]
-        if number in group.ring.lefts:
-            shape = (prod(tile.shape[:-1]), tile.shape[-1])
+        if number in ring.lefts or number in ring.deeps:
+            shape = (depth or prod(tile.shape[:-1]), tile.shape[-1])
         return b.subview(ref, (At(None), *(Span(0, n) for n in shape)), [slot])
 
 
@@ -345,7 +348,23 @@ class _Computing(_Role):
         for ring in plan.rings:
             self.held[ring] = alloc(b, SCALAR, "held")
             b.store(self.held[ring], b.index(-1))
+        self.zeros_after_rows(b)
         self.states = [*self.states, *b.ops]
+
+    def zeros_after_rows(self, b: Builder) -> None:
+        """What matmuls contract beside the rows of a tile, which no copy changes."""
+        before = len(b.ops)
+        for ring in self.plan.rings:
+            for number in ring.deeps:
+                tile, ref = ring.tiles[number], self.memory.buffers[ring][number]
+                first, columns = prod(tile.shape[:-1]), tile.shape[-1]
+                rows = Span(first, ring.depth(number) - first)
+                zeros = TileType((rows.size, columns), tile.dtype)
+                for slot in range(ring.stages if rows.size else 0):
+                    place = b.subview(ref, (At(slot), rows, Span(0, columns)))
+                    b.store(place, b.constant(0, zeros))
+        if len(b.ops) > before:
+            b.emit("fence_async")
 
     def block(self, block: Block) -> Block:
         builder = Builder()
@@ -508,7 +527,9 @@ class _Computing(_Role):
         if side.load is None:
             return self.value(side.value)
         group = self.plan.group_of[id(side.load)]
-        return self.buffer(b, group, side.load, self.open[group])
+        number = group.loads.index(side.load)
+        depth = group.ring.depth(number) if side.contract == 0 else None
+        return self.buffer(b, group, side.load, self.open[group], depth)
 
     def free_after(self, op: Op, block: Block, rest: Sequence[Op], b: Builder) -> None:
         """Release slots last used in `op`: now, or once no matmul reads them."""
