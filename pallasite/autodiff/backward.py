@@ -36,8 +36,8 @@ from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
 from pallasite.autodiff.owned_blocks import owned_blocks
 from pallasite.autodiff.owned_rows import owned_rows
-from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.rerolled import rerolled
+from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
 from pallasite.autodiff.reverse import Reversed, reverse_program
 from pallasite.autodiff.reverse_rules import accumulated

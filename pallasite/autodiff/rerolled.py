@@ -21,7 +21,17 @@ from pallasite.autodiff.backward_stages import Slice
 from pallasite.autodiff.backward_windows import only
 from pallasite.autodiff.gather_overlaps import without
 from pallasite.ir.build import Builder, access_operands
-from pallasite.ir.nodes import Access, At, Block, BlockDim, Op, Span, Value, Window, walk
+from pallasite.ir.nodes import (
+    Access,
+    At,
+    Block,
+    BlockDim,
+    Op,
+    Span,
+    Value,
+    Window,
+    walk,
+)
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import producers_of
 from pallasite.ir.roles import number_of
@@ -240,7 +250,9 @@ class _Reroll:
                 continue
             if not all(isinstance(e, (At, Span)) for e, _ in found):
                 raise _Differs
-            if any(replace(e, start=None) != replace(entry, start=None) for e, _ in found):
+            if any(
+                replace(e, start=None) != replace(entry, start=None) for e, _ in found
+            ):
                 raise _Differs
             index.append(replace(entry, start=None))
             if start is None:

@@ -116,7 +116,9 @@ class Ring:
         *rows, columns = self.tiles[number].shape
         if number in self.lefts:
             return (whole(prod(rows), SHORT_TILE), columns)
-        return (self.depth(number), columns) if number in self.deeps else (*rows, columns)
+        return (
+            (self.depth(number), columns) if number in self.deeps else (*rows, columns)
+        )
 
     def depth(self, number: int) -> int:
         """Rows that are contracted, with those of zeros after them."""

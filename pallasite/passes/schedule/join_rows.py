@@ -1,10 +1,11 @@
 """join_rows: programs whose matmuls have few rows become programs of many rows.
 
 In: a kernel with a parallel axis of which each step shows one element of a dimension,
-such as a row of an image, or a few around it, of which it takes one at a time, and
-multiplies its few rows with what is the same for all. Out: `factor` steps in one: windows show as many elements, tiles have `factor` times the
-rows, and matmuls too. Matrix units are used whole, and what is the same for all steps
-is loaded once for several.
+such as a row of an image, or a few around it that it takes one at a time, and
+multiplies its few rows with what is the same for all. Out: `factor` steps in one:
+windows show as many elements, tiles have `factor` times the rows, and matmuls too.
+Matrix units are used whole, and what is the same for all steps is loaded once for
+several.
 
 Proof: the steps are independent. A tile that differs between steps is replaced by those
 of the merged steps, one below the other. Ops that are the same for each row (of its
@@ -15,7 +16,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, At, Block, BlockDim, Kernel, Op, Span, Value, walk
+from pallasite.ir.nodes import (
+    Access,
+    At,
+    Block,
+    BlockDim,
+    Kernel,
+    Op,
+    Span,
+    Value,
+    walk,
+)
 from pallasite.ir.opdef import TILE
 from pallasite.ir.rewrite import inline, is_elementwise
 from pallasite.ir.roles import Dot, Pipeline, Shown
