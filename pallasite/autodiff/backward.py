@@ -31,7 +31,6 @@ from pallasite.autodiff.carried_axes import carried_axis
 from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
-from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
 from pallasite.autodiff.owned_blocks import owned_blocks
@@ -597,7 +596,7 @@ def _reversed(
     written: Sequence[Value],
 ) -> Reversed:
     unseen = [ref for ref in kernel.outputs if ref not in seeds]
-    sums = plain_sums(narrow_carries(sink_broadcasts(program.body)), unseen)
+    sums = plain_sums(sink_broadcasts(program.body), unseen)
     body, copies = harmless_edges(sums.body)
     made = reverse_program(
         body,

@@ -63,3 +63,28 @@ def test_what_else_is_done_with_a_sum_keeps_its_tile():
     roots = lambda acc, axis: jnp.sqrt(acc).sum(axis=axis, keepdims=True)
     before = in_lanes(1, roots)
     assert summed_states(before) is before
+
+
+def test_a_unit_dimension_indexed_away_keeps_the_tile():
+    def kernel(x_ref, o_ref, acc_ref):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            acc_ref[0, :, :] = jnp.zeros((ROWS, LANES), jnp.float32)
+
+        acc_ref[0, :, :] += x_ref[...]
+
+        @pl.when(pl.program_id(0) == STEPS - 1)
+        def _():
+            o_ref[...] = acc_ref[0, :, :].sum(axis=1, keepdims=True)
+
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((ROWS, 1), jnp.float32),
+        grid=(STEPS,),
+        in_specs=[pl.BlockSpec((ROWS, LANES), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((ROWS, 1), lambda i: (0, 0)),
+        scratch_shapes=[pltpu.VMEM((1, ROWS, LANES), jnp.float32)],
+    )
+    (made,) = kernels_in(call, jax.ShapeDtypeStruct((ROWS * STEPS, LANES), jnp.float32))
+    # The sum's axes are those of the loaded tile, one less than those of the scratch.
+    assert summed_states(made) is made

@@ -84,6 +84,23 @@ def covers_whole(shape: Sequence[int], index: Sequence[object]) -> bool:
     )
 
 
+def accesses_all(op: Op) -> bool:
+    """Whether a load or store, unmasked, is of a whole ref as a tile of its shape."""
+    return op.name in ("load", "store") and Access.of(op).is_whole
+
+
+def covers(op: Op, name: str) -> bool:
+    """Whether a load or a store, unmasked, is of all elements of a ref, in order.
+
+    Its tile may lack dimensions of size 1.
+    """
+    if op.name != name or op.attrs.get("mask"):
+        return False
+    access = Access.of(op)
+    whole = covers_whole(access.ref.ref.shape, access.index)
+    return whole and not access.index_operands
+
+
 class _Reader:
     """Walks code looking for a read of something not yet overwritten."""
 

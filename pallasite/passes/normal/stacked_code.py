@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Op, Value
-from pallasite.ir.opdef import table
-from pallasite.ir.rewrite import clone
+from pallasite.ir.rewrite import clone, is_elementwise
 
 
 class Stacked:
@@ -71,7 +70,7 @@ class Stacked:
 
     def _tile(self, op: Op) -> Value | None:
         shape, attrs = op.result.tile.shape, dict(op.own_attrs)
-        if table()[op.name].elementwise:
+        if is_elementwise(op):
             operands = [self.wide(v, shape) for v in op.operands]
             known = [v for v in operands if v is not None]
             done = len(known) == len(operands)

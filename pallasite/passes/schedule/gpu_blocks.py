@@ -21,7 +21,6 @@ from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.normal.unit_dims import unit_dims
 from pallasite.passes.schedule.choose_blocks import (
-    LEAST_ROW,
     Blocks,
     Sizes,
     blocks_of,
@@ -29,6 +28,12 @@ from pallasite.passes.schedule.choose_blocks import (
     with_uses_apart,
 )
 from pallasite.passes.schedule.cut_steps import cut_steps
+from pallasite.passes.schedule.gpu_tiles import (
+    TILE_ELEMENTS,
+    cut,
+    largest,
+    without_products,
+)
 from pallasite.passes.schedule.join_rows import join_rows
 from pallasite.passes.schedule.loop_over_k import why_not_in_rounds
 from pallasite.passes.schedule.loop_over_rows import loop_over_rows
@@ -65,13 +70,8 @@ COMPUTED_BYTES = 1 << 15  # of a tile that is computed before its matmul
 STEP = 128  # elements of a block along which running maxima and sums go, when split
 SHORT_TILE = 64  # rows of Hopper's wgmma
 WARPGROUP = 128  # threads
-TILE_ELEMENTS = 8192  # of the largest tile in code without matmuls
-TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
 SMALL_BATCH = 1 << 16  # elements of one operand times those of the other
-# Contiguous elements of a tile that would not fit otherwise.
-LEAST_LINE = 8
 ADDED = frozenset({"add", "pad", "reshape", "transpose"})
-MOVES = frozenset({"slice", "concatenate", "dynamic_slice", "pad", "rev", "gather"})
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def for_gpu(
     if blocks is None:
         return kernel
     if not blocks.dots:
-        return _without_products(blocks, chip, tuned)
+        return without_products(blocks, chip, tuned)
     products = _products(blocks, chip, tiles)
     if not tuned:
         products = _joined(products) or _wider_steps(products) or products
@@ -733,54 +733,6 @@ def _reasons(blocks: Blocks, value: Value) -> Iterator[tuple[str, str]]:
             yield "kept whole", f"dimension {d} ({n} elements): {reason}"
 
 
-def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
-    """Tiles no larger than fit a program's registers, and not tiny."""
-    kernel, own = blocks.kernel, _largest(blocks, {})
-    if tuned:
-        return kernel
-    if own > 2 * TILE_ELEMENTS:
-        blocks = with_uses_apart(blocks)
-    rows = [d for d in blocks.free if not is_last(blocks, d)]
-    lines = [d for d in blocks.free if is_last(blocks, d)]
-    sizes: Sizes = {}
-    if own > 2 * TILE_ELEMENTS:
-        # Rows first: contiguous elements stay together.
-        sizes = _cut(blocks, ((rows, 1), (lines, LEAST_ROW)))
-        if _largest(blocks, sizes) > _most_elements(blocks, chip):
-            sizes = _cut(blocks, ((rows, 1), (lines, LEAST_LINE)))
-    elif 0 < own < TINY_TILE:
-        for dim in (*lines, *rows):
-            for n in blocks.multiples(dim, SMALL_TILE):
-                new = {**sizes, dim: n}
-                enough = blocks.programs(new) >= chip.programs_per_core * chip.cores
-                if enough and _largest(blocks, new) <= SMALL_TILE:
-                    sizes = new
-    return _summed_in_loops(blocks.rewritten(sizes) if sizes else kernel, chip)
-
-
-def _summed_in_loops(kernel: Kernel, chip: Gpu) -> Kernel:
-    """Loops over parts of what is reduced, where its tiles exceed all registers."""
-    blocks = blocks_of(kernel)
-    if blocks is None or _largest(blocks, {}) <= chip.registers:
-        return kernel
-    reduced = (dim for dim in blocks.found.dims if dim.reduces)
-    for dim in sorted(reduced, key=lambda d: is_last(blocks, d)):
-        size = dim.size
-        while size % 2 == 0 and _largest(blocks, {dim: size}) > 2 * TILE_ELEMENTS:
-            size //= 2
-        try:
-            return _summed_in_loops(loop_over_rows(kernel, dim.windows[0], size), chip)
-        except CannotReblock:
-            continue
-    return kernel
-
-
-def _most_elements(blocks: Blocks, chip: Gpu) -> int:
-    """Elements of a tile that an SM can hold, in shared memory if they are moved."""
-    moves = any(op.name in MOVES for op in walk(blocks.body))
-    return min(chip.registers, chip.shared.bytes // 4) if moves else chip.registers
-
-
 def fewer_rows(kernel: Kernel) -> Kernel:
     """Split code with more rows than registers: by rows, or into loops over them.
 
@@ -788,36 +740,13 @@ def fewer_rows(kernel: Kernel) -> Kernel:
     more.
     """
     blocks = blocks_of(kernel)
-    if blocks is None or _largest(blocks, {}) <= 2 * TILE_ELEMENTS:
+    if blocks is None or largest(blocks, {}) <= 2 * TILE_ELEMENTS:
         return kernel
     if blocks.dots:
         return _rows_in_loops(blocks, SUMMED_ELEMENTS) or kernel
     rows = [d for d in blocks.free if not is_last(blocks, d)]
-    sizes = _cut(blocks, ((rows, 1),))
+    sizes = cut(blocks, ((rows, 1),))
     try:
         return blocks.rewritten(sizes) if sizes else kernel
     except CannotReblock:
         return kernel  # one dimension can be split, but not after another
-
-
-def largest_tile(kernel: Kernel) -> float:
-    """Elements of the largest tile; infinite if the blocks of a kernel are unknown."""
-    blocks = blocks_of(kernel)
-    return inf if blocks is None else _largest(blocks, {})
-
-
-def _largest(blocks: Blocks, sizes: Sizes) -> int:
-    """Elements of the largest tile."""
-    shapes = (blocks.shape(v, sizes) for v in blocks.tiles)
-    return max((prod(physical(shape)) for shape in shapes), default=0)
-
-
-def _cut(blocks: Blocks, dims: Iterable[tuple[list[LoopDim], int]]) -> Sizes:
-    """Sizes of dimensions in the order to split them, each with its minimum."""
-    sizes: dict[LoopDim, int] = {}
-    for group, least in dims:
-        for dim in group:
-            for n in blocks.parts(dim, least):
-                if _largest(blocks, sizes) > TILE_ELEMENTS:
-                    sizes[dim] = n
-    return sizes

@@ -19,7 +19,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import clone, dead_code, inline, substitute, users_of
 from pallasite.ir.roles import Cond, Pipeline, Shown
-from pallasite.passes.analysis.carried import covers_whole
+from pallasite.passes.analysis.carried import accesses_all
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots, constant_inputs
 
@@ -83,7 +83,7 @@ class _Search:
         (start,), (store,) = starts, stores
         if len(users) != 2 + len(loads):
             return None
-        if not all(_is_whole(op) for op in (*loads, store)):
+        if not all(accesses_all(op) for op in (*loads, store)):
             return None
         places = [ops.index(op) for op in (start, *loads, store)]
         if places[0] != min(places) or places[-1] != max(places):
@@ -98,7 +98,7 @@ class _Search:
         if op.results or len(op.regions) != 2 or op.regions[0].ops:
             return False
         *before, last = op.regions[1].ops or (op,)
-        plain = last.name == "store" and last.operands[0] is ref and _is_whole(last)
+        plain = last.name == "store" and last.operands[0] is ref and accesses_all(last)
         constants = [b for b in before if b.name == "constant"]
         if not plain or len(constants) != len(before) or len(self.users[ref]) < 2:
             return False
@@ -205,11 +205,3 @@ class _Search:
         index_map = b.block(ids, inline(b, shown.index_map, at))
         block = Value(shown.block.type, f"{shown.block.name or 'block'}_before")
         return shown._replace(index_map=index_map, block=block)
-
-
-def _is_whole(op: Op) -> bool:
-    access = Access.of(op)
-    fixed = not access.index_operands and access.mask is None
-    whole = fixed and covers_whole(access.ref.ref.shape, access.index)
-    tile = op.result.tile if op.name == "load" else op.operands[1].tile
-    return whole and tile.shape == access.ref.ref.shape

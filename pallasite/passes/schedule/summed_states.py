@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pallasite.ir.nodes import Access, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, producers_of, users_of
 from pallasite.ir.roles import number_of
-from pallasite.passes.analysis.carried import covers_whole
+from pallasite.passes.analysis.carried import accesses_all
 
 
 def summed_states(kernel: Kernel) -> Kernel:
@@ -31,7 +31,7 @@ def _summed_axes(kernel: Kernel, ref: Value) -> tuple[int, ...] | None:
     """The dimensions along which all of it is summed before anything else is done."""
     made, users = producers_of(kernel.body), users_of(kernel.body)
     uses = [op for op in walk(kernel.body) if ref in op.operands]
-    if not all(map(_is_whole, uses)):
+    if not all(map(accesses_all, uses)):
         return None
     olds = set[Op]()
     for store in (op for op in uses if op.name == "store"):
@@ -57,15 +57,6 @@ def _summed_axes(kernel: Kernel, ref: Value) -> tuple[int, ...] | None:
         return None
     axes = found.pop() or ()
     return axes if any(ref.ref.shape[d] > 1 for d in axes) else None
-
-
-def _is_whole(op: Op) -> bool:
-    if op.name not in ("load", "store") or op.attrs.get("mask"):
-        return False
-    access = Access.of(op)
-    return not access.index_operands and covers_whole(
-        access.ref.ref.shape, access.index
-    )
 
 
 class _Summed:
