@@ -11,10 +11,10 @@ memory. What a Hopper warpgroup cannot multiply is rejected here, with the reaso
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import NoReturn
 
 from pallasite.backends.cuda.layouts import WARP, WARPGROUP
+from pallasite.backends.cuda.rings import K_BYTES, SWIZZLE, Group, Ring
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import Unit, table
@@ -27,11 +27,9 @@ from pallasite.passes.analysis.memory import constant_inputs, root_among
 from pallasite.passes.schedule.gpu_blocks import SHORT_TILE, warpgroups, whole
 from pallasite.target import Gpu
 
-SWIZZLE = 128  # bytes of a row of a panel in shared memory
 BOX = 256  # maximum rows of one copy
 ROW_MULTIPLE = 16  # bytes that must divide the row pitch of arrays it copies
 MOST_LINE_BYTES = 4096
-K_BYTES = 32  # of each operand's row per instruction
 MOST_COLUMNS = 256
 MOST_SUMS = 200  # registers per thread for one matmul
 MOST_STAGES, ENOUGH_STAGES = 6, 3
@@ -96,62 +94,6 @@ class Product:
     @property
     def sums(self) -> DType:
         return I32 if self.lhs.value.tile.dtype.is_integer else F32
-
-
-@dataclass(eq=False)
-class Ring:
-    """A ring buffer in shared memory for tiles of the same arrays and shapes."""
-
-    arrays: tuple[Value, ...]
-    tiles: tuple[TileType, ...]
-    is_shared: bool  # by all loads of these arrays and shapes
-    lines: frozenset[int] = frozenset()  # tiles laid out as in main memory
-    loaded: frozenset[int] = frozenset()  # tiles that threads load: lines and boxes
-    lefts: frozenset[int] = frozenset()  # tiles whose rows are a matmul's
-    deeps: frozenset[int] = frozenset()  # tiles whose rows a matmul contracts
-    stages: int = 1
-
-    def held(self, number: int) -> tuple[int, ...]:
-        """The shape of a tile's memory: an instruction reads whole blocks of rows."""
-        *rows, columns = self.tiles[number].shape
-        if number in self.lefts:
-            return (whole(prod(rows), SHORT_TILE), columns)
-        return (
-            (self.depth(number), columns) if number in self.deeps else (*rows, columns)
-        )
-
-    def depth(self, number: int) -> int:
-        """Rows that are contracted, with those of zeros after them."""
-        *rows, _ = self.tiles[number].shape
-        return whole(prod(rows), K_BYTES // self.tiles[number].dtype.bytes)
-
-    @property
-    def bytes(self) -> int:
-        """Size of one stage; the rows of swizzled tiles are whole rows of panels."""
-        total = 0
-        for n, tile in enumerate(self.tiles):
-            size = prod(self.held(n))
-            row = size if n in self.lines else tile.shape[-1]
-            panels = -(-row * tile.dtype.bytes // SWIZZLE)
-            total += size // row * panels * SWIZZLE
-        return total
-
-    @property
-    def tile_bytes(self) -> int:
-        return sum(t.size * t.dtype.bytes for t in self.tiles)
-
-
-@dataclass(eq=False)
-class Group:
-    """Loads that are copied together into a ring, under one pair of barriers."""
-
-    loads: list[Op]
-    block: Block
-    ring: Ring
-
-    def is_loaded(self, load: Op) -> bool:
-        """Whether threads load it from the ring."""
-        return self.loads.index(load) in self.ring.loaded
 
 
 class Plan:

@@ -27,15 +27,13 @@ from pallasite.backends.cuda.products import (
     ROUNDED,
     TURN_DEPTH,
     TURN_PRODUCTS,
-    Group,
     Plan,
     Product,
-    Ring,
     Side,
     is_of_rows,
     note_product,
 )
-from pallasite.backends.cuda.rings import SCALAR, RingMemory, alloc
+from pallasite.backends.cuda.rings import SCALAR, Group, Ring, RingMemory, alloc
 from pallasite.ir.build import Builder
 from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
@@ -68,7 +66,7 @@ def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
     if not any(op.name == "dot" for op in walk(pipeline.body)):
         return kernel
     plan = Plan(kernel, pipeline.body, chip)
-    memory = RingMemory(plan)
+    memory = RingMemory(plan.rings, plan.warpgroups)
     programs = prod(n for n in pipeline.grid if n is not None)
     blocks = min(programs, chip.cores * plan.per_core)
     order = Order.of(pipeline, blocks)
@@ -348,23 +346,8 @@ class _Computing(_Role):
         for ring in plan.rings:
             self.held[ring] = alloc(b, SCALAR, "held")
             b.store(self.held[ring], b.index(-1))
-        self.zeros_after_rows(b)
+        memory.zeros_after_rows(b)
         self.states = [*self.states, *b.ops]
-
-    def zeros_after_rows(self, b: Builder) -> None:
-        """What matmuls contract beside the rows of a tile, which no copy changes."""
-        before = len(b.ops)
-        for ring in self.plan.rings:
-            for number in ring.deeps:
-                tile, ref = ring.tiles[number], self.memory.buffers[ring][number]
-                first, columns = prod(tile.shape[:-1]), tile.shape[-1]
-                rows = Span(first, ring.depth(number) - first)
-                zeros = TileType((rows.size, columns), tile.dtype)
-                for slot in range(ring.stages if rows.size else 0):
-                    place = b.subview(ref, (At(slot), rows, Span(0, columns)))
-                    b.store(place, b.constant(0, zeros))
-        if len(b.ops) > before:
-            b.emit("fence_async")
 
     def block(self, block: Block) -> Block:
         builder = Builder()
