@@ -64,6 +64,10 @@ LEAST_LAUNCHES = 2  # a kernel that takes no longer than these is not worth opti
 EXACT = (None, "default", "highest", "ieee", "f32_f32_f32")
 EXACT_DEPTH, TOO_DEEP = 16, 4.0
 EXACT_BYTES = 1 << 16  # of their results
+# By how much smaller results are if f32 is multiplied in pieces where tests of data ask
+# for it: programs of fewer rows and columns do so less often, and while one makes its
+# pieces, another on its SM multiplies.
+SMALLER_IN_PIECES = 4
 # Of a block, whose cotangent would be a sum of as many: half of an SM's registers.
 SUMMED_ELEMENTS = 1 << 15
 COMPUTED_BYTES = 1 << 15  # of a tile that is computed before its matmul
@@ -310,6 +314,8 @@ class _WithProducts:
         self.blocks, self.chip, self.tiles = blocks, chip, tiles
         self.machine = Machine.peak(chip)
         self.most_in_registers = tiles.register_share * 4 * chip.registers
+        if _is_in_asked_pieces(blocks.body):
+            self.most_in_registers /= SMALLER_IN_PIECES
 
     @cached_property
     def _made(self) -> dict[Value, Op]:
@@ -713,6 +719,33 @@ def _is_loaded(value: Value, made: Mapping[Value, Op]) -> bool:
 def _is_exact(dot: Dot) -> bool:
     types = {side.value.tile.dtype.name for side in dot.sides}
     return types == {"f32"} and _is_wide(dot)
+
+
+def _is_in_asked_pieces(body: Block) -> bool:
+    """Whether an f32 operand becomes several that tensor cores multiply, where a test
+    of elements of an operand says so."""
+    made = producers_of(body)
+    return any(
+        op.name == "cond"
+        and _asks_elements(op.operands[0], made)
+        and any(
+            _is_in_pieces(Dot.of(o)) for o in walk(op.regions[-1]) if o.name == "dot"
+        )
+        for op in body.ops
+    )
+
+
+def _asks_elements(value: Value, made: Mapping[Value, Op]) -> bool:
+    """Whether a number depends on a tile."""
+    op = made.get(value)
+    if op is None or op.name == "load":
+        return False
+    tiles = any(not v.is_ref and v.tile.rank for v in op.operands)
+    return tiles or any(_asks_elements(v, made) for v in op.operands if not v.is_ref)
+
+
+def _is_in_pieces(dot: Dot) -> bool:
+    return {side.value.tile.dtype.name for side in dot.sides} == {"f32", "bf16"}
 
 
 def _is_wide(dot: Dot) -> bool:
