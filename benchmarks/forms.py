@@ -162,18 +162,35 @@ class Worker:
         want = jax.block_until_ready(beside.reference(*arrays))
         error = distance(got, want)
         allowed = problem.tolerance * (2 if self.grad else 1)
-        del got, want
+        del want
+        again = [made.ours(*arrays) for _ in range(2)]
+        is_same = all(same_bits(got, other) for other in again)
+        del got, again
         library = problem.rival_operands(*arrays) if beside.is_library else arrays
         pair = [(made.ours, arrays), (beside.rival, library)]
         times = interleaved(jax, pair, seconds, self.platform == "cuda")
         return {
             "error": error,
             "wrong": not error <= allowed,
+            **({} if is_same else {"differs": "from run to run"}),
             "ms": round(1e3 * times[0], 5),
             "rival ms": round(1e3 * times[1], 5),
             "rival": "cuDNN" if beside.is_library else "XLA",
             "ratio": round(times[1] / times[0], 4),
         }
+
+
+def same_bits(one: Any, two: Any) -> bool:
+    """Whether two results on a device are equal to the last bit, NaNs too."""
+    import jax
+    from jax import lax
+
+    def bits(x: Any) -> Any:
+        floating = jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+        return lax.bitcast_convert_type(x, f"u{x.dtype.itemsize}") if floating else x
+
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
+    return all(bool((bits(a) == bits(b)).all()) for a, b in pairs)
 
 
 def functional_parts(function: Callable, structs: Sequence[Any]) -> list[str]:
@@ -396,6 +413,7 @@ def summary(rows: dict[str, Row], families: dict[str, str]) -> Row:
             if r["ratio"] < 0.5
         },
         "wrong": [n for n, r in rows.items() if r.get("wrong")],
+        "differ from run to run": [n for n, r in rows.items() if "differs" in r],
         "emulated": [n for n, r in rows.items() if "interpret" in r.get("backend", "")],
         "compile over 5 s": {
             n: r["compile"] for n, r in rows.items() if r.get("compile", 0) > 5
