@@ -25,6 +25,7 @@ from pallasite.passes.analysis.affine import moving_axes
 from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.intervals import HIGHEST, LOWEST, Facts
 from pallasite.passes.analysis.step_table import StepTable
+from pallasite.passes.normal.affine_numbers import affine_numbers
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.guarded_updates import guarded_updates
 from pallasite.passes.normal.narrow_windows import narrow_windows
@@ -50,7 +51,7 @@ def loop_steps(kernel: Kernel) -> Kernel:
     if merged is nested:
         return kernel
     new = narrow_windows(merged)
-    return order(guarded_updates(new)) if _moves_all(new) else kernel
+    return order(guarded_updates(affine_numbers(new))) if _moves_all(new) else kernel
 
 
 def _suits(loop: Loop) -> bool:
