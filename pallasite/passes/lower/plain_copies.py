@@ -37,9 +37,7 @@ def _without_waiting(op: Op, builder: Rewriter) -> Sequence[Value] | None:
         return (counter,)
     if op.name == "subview" and _counts(op.result.ref):
         return builder.emit(op.name, *op.operands, **op.attrs)
-    if op.name in ("sem_signal", "sem_wait", "sem_read") and not _counts(
-        op.operands[0].ref
-    ):
+    if op.name[:4] == "sem_" and op.operands[0].ref.space in OF_GPUS:
         return None
     if op.name in ("sem_signal", "sem_wait"):
         ref, amount = op.operands
