@@ -4,7 +4,6 @@ import functools
 
 from pallasite.autodiff.adjoining_loops import merge_adjoining
 from pallasite.autodiff.flat_loops import flat_loops
-from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.reverse_activity import facts_of
 from pallasite.autodiff.started_sums import started_sums
@@ -21,6 +20,7 @@ from pallasite.passes.normal.seams import seams
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.run import NORMAL, run
 from pallasite.passes.schedule.gpu_blocks import fewer_rows
+from pallasite.passes.schedule.joined_windows import joined_windows
 from pallasite.passes.schedule.previous_blocks import previous_blocks
 from pallasite.passes.schedule.whole_rows import whole_rows
 from pallasite.target import Machine
@@ -32,7 +32,8 @@ def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     normal = run(kernel, NORMAL)
     kernel, gpu = seams(results_in_scratch(normal)), machine.gpu is not None
     if gpu:
-        kernel = previous_blocks(kernel)  # its many programs run in any order
+        # Its many programs run in any order, and load shifted copies where they lie.
+        kernel = joined_windows(previous_blocks(kernel))
     if kernel is not normal:
         kernel = run(kernel, NORMAL)  # rules for scratch apply to these, too
     kernel = whole_rows(kernel, machine.gpu)
@@ -59,12 +60,11 @@ def expected_cotangents(kernel: Kernel, machine: Machine) -> tuple[bool, ...]:
     kernel, program = normal_program(kernel, machine)
     outputs = kernel.outputs
     floats = tuple(ref.ref.dtype.is_float for ref in outputs)
-    body = narrow_carries(program.body)
-    sums = len(plain_sums(body, outputs).scales)
+    sums = len(plain_sums(program.body, outputs).scales)
 
     def is_plain(ref: Value) -> bool:
         others = [other for other in outputs if other is not ref]
-        return len(plain_sums(body, others).scales) == sums
+        return len(plain_sums(program.body, others).scales) == sums
 
     if not sums or len(outputs) == 1:
         return floats

@@ -26,7 +26,6 @@ from pallasite.ir.nodes import (
     Op,
     Value,
     Window,
-    full_index,
     walk,
 )
 from pallasite.ir.rewrite import inline, map_ops, substitute, users_of
@@ -186,12 +185,6 @@ class _Fuser:
         )
 
 
-def _is_whole(op: Op, block: Value) -> bool:
-    """Whether an op accesses all of a block, unmasked."""
-    access = Access.of(op)
-    return access.mask is None and access.index == full_index(block.ref.shape)
-
-
 def _uses(body: Block, block: Value) -> list[Op]:
     return [op for op in walk(body) if block in op.operands]
 
@@ -228,7 +221,7 @@ def _body_with_producers(fuser: _Fuser, block: Value) -> Block:
     uses = _uses(body, block)
     if any(op.name not in ("load", *VIEWS) for op in uses):
         raise NotFusible("the kernel does more than read its blocks")
-    if all(op.name == "load" and _is_whole(op, block) for op in uses):
+    if all(op.name == "load" and Access.of(op).is_whole for op in uses):
 
         def rewrite(op: Op, builder: Builder) -> Sequence[Value] | None:
             is_load = op.name == "load" and op.operands[0] is block
@@ -313,7 +306,7 @@ def _body_with_consumers(
         for shown, made in zip(outputs, fuser.emit(builder, [value]), strict=True):
             builder.store(shown.block, made)
 
-    is_stored_whole = all(op.name == "store" and _is_whole(op, block) for op in uses)
+    is_stored_whole = all(op.name == "store" and Access.of(op).is_whole for op in uses)
     staying = {*range(len(fuser.pipeline.grid))} - _moves(fuser).axes
     if is_stored_whole and is_surely_stored(fuser.pipeline, block, staying):
         # Only a block's last store counts, for the expression as for the block.

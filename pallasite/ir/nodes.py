@@ -276,6 +276,11 @@ class Access:
             other,
         )
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is of all elements as they are in the ref, without a mask."""
+        return self.mask is None and self.index == full_index(self.ref.ref.shape)
+
     def split_index(self) -> list[tuple[At | Span | Gather, Value | None]]:
         """Each index entry with its operand, if any."""
         pending = iter(self.index_operands)

@@ -178,6 +178,14 @@ def users_of(block: Block) -> dict[Value, list[Op]]:
     return users
 
 
+def uses(op: Op, value: Value) -> bool:
+    """Whether the op, or one nested in it, has the value as an operand or yields it."""
+    return value in op.operands or any(
+        value in region.yields or any(uses(inner, value) for inner in region.ops)
+        for region in op.regions
+    )
+
+
 def producers_of(block: Block) -> dict[Value, Op]:
     """The op that defines each value, including those in regions."""
     return {v: op for op in walk(block) for v in op.results}

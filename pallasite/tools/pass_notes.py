@@ -12,6 +12,7 @@ from pallasite.passes.run import Step
 WHAT = {
     "whole_rows": "steps along rows merged: blocks are whole rows",
     "known_scans": "running sums and maxima recognised as scans",
+    "one_hots": "products with comparisons of indices add or load the rows they name",
     "choose_blocks": "blocks chosen for the chip",
     "merge_k_steps": "steps along k merged",
     "merge_k_rounds": "iterations of a loop along k merged",

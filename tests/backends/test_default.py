@@ -127,6 +127,24 @@ def test_rows_in_parts_ask_as_whole_rows_do():
     assert base.defaults("cuda", kernel) == ("cuda", "triton")
 
 
+def test_rows_that_are_only_written_ask_triton_first():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jnp.broadcast_to(x_ref[...], o_ref.shape)
+
+    def spread(x):
+        row = pl.BlockSpec((8, 128), lambda i: (i, 0))
+        out = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+        one = pl.BlockSpec(x.shape, lambda i: (0, 0))
+        return pl.pallas_call(kernel, out, grid=8, in_specs=[one], out_specs=row)(x)
+
+    numbers = [(1, 1), (8, 1)], ("triton", "cuda")
+    rows = [(1, 128), (8, 128)], ("cuda", "triton")
+    for shapes, order in (numbers, rows):
+        for shape in shapes:
+            (made,) = pl.lower(spread)(jnp.ones(shape)).kernels
+            assert base.defaults("cuda", made) == order
+
+
 def test_products_and_rows_ask_cuda_first_and_loops_triton():
     (rows,) = pl.lower(double)(X).kernels
     (odd,) = pl.lower(double)(jnp.ones((8, 127))).kernels

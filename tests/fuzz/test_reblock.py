@@ -106,9 +106,10 @@ def test_what_is_chosen_means_the_same(chip: str, monkeypatch):
     """For chips on which nothing fits, or nothing is large enough."""
     monkeypatch.setattr("pallasite.passes.schedule.choose_blocks.LEAST_ROWS", 1)
     monkeypatch.setattr("pallasite.passes.schedule.choose_blocks.LEAST_ROW", 1)
-    monkeypatch.setattr("pallasite.passes.schedule.gpu_blocks.LEAST_ROW", 1)
+    monkeypatch.setattr("pallasite.passes.schedule.gpu_tiles.LEAST_ROW", 1)
     monkeypatch.setattr("pallasite.passes.schedule.gpu_blocks.LEAST_SIDE", 1)
-    monkeypatch.setattr("pallasite.passes.schedule.gpu_blocks.TILE_ELEMENTS", 2)
+    monkeypatch.setattr("pallasite.passes.schedule.gpu_tiles.TILE_ELEMENTS", 2)
+    monkeypatch.setattr("pallasite.passes.schedule.gpu_tiles.GAIN_OF_PARTS", 1)
     changed = 0
     for seed in range(max(80 // SHARE, 40)):
         case = block_kernel(Seeded(seed))

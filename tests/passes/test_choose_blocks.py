@@ -117,14 +117,8 @@ CHIPS = {
     "threads": lambda kernel: for_threads(kernel, 7, lambda _: MANY_NS),
 }
 NO_LIMITS = {
-    "gpu_blocks": dict(
-        LEAST_ROW=1,
-        LEAST_SIDE=2,
-        SHORT_TILE=2,
-        TILE_ELEMENTS=16,
-        LEAST_LAUNCHES=0,
-        GAIN=1,
-    ),
+    "gpu_blocks": dict(LEAST_SIDE=2, SHORT_TILE=2, LEAST_LAUNCHES=0, GAIN=1),
+    "gpu_tiles": dict(LEAST_ROW=1, TILE_ELEMENTS=16, GAIN_OF_PARTS=1),
     "choose_blocks": dict(LEAST_ROW=1, LEAST_ROWS=1),
 }
 

@@ -145,3 +145,30 @@ def test_what_an_earlier_loop_wrote_is_loaded_early(to: str, loads: int):
     one, two = (Walker(k, NumpyNumbers()).run([x])[0] for k in (before, after))
     if to == "%o":
         np.testing.assert_array_equal(one, two)
+
+
+def test_loops_that_compute_more_than_they_wait_for_stay():
+    """Rows compared with many numbers: what is loaded early is held once for each."""
+    text = """\
+kernel @k(%x: ref<i32[64,512] any>, %o: ref<i32[PLACES] any>) outputs 1 {
+  %0: i32 = constant {value=0}
+  %1: i32 = constant {value=1}
+  %rows: i32 = constant {value=64}
+  %start: i32[PLACES] = constant {value=0}
+  %place: i32[512,PLACES] = iota {dim=1}
+  %end: i32[PLACES] = for %0, %rows, %1, %start
+    body (%i: i32, %sum: i32[PLACES]) {
+      %ids: i32[512] = load %x[%i, :]
+      %wide: i32[512,PLACES] = broadcast_in_dim %ids {shape=(512, PLACES), dims=(0,)}
+      %hit: bool[512,PLACES] = eq %wide, %place
+      %one: i32[512,PLACES] = cast %hit {dtype=i32}
+      %more: i32[PLACES] = reduce %one {kind="sum", axes=(0,)}
+      %next: i32[PLACES] = add %sum, %more
+      yield %next
+    }
+  store %o[:] = %end
+}
+"""
+    few, many = (parse_kernel(text.replace("PLACES", n)) for n in ("4", "64"))
+    assert early_loads(few) is not few
+    assert early_loads(many) is many

@@ -40,7 +40,29 @@ def loop_of(start):
     return lambda x: pl.pallas_call(kernel, out_shape=out)(x)
 
 
+def parts(first, second, looped=False):
+    """Two parts of a block, stored by a program one after the other."""
+
+    def kernel(x_ref, o_ref):
+        x = x_ref[...]
+
+        def store(_):
+            o_ref[first : first + 4, :] = x[:4] * 2
+            o_ref[second : second + 4, :] = x[4:].sum(axis=0, keepdims=True) + x[4:]
+
+        if looped:
+            pl.loop(0, 3)(store)
+        else:
+            store(0)
+
+    out = jax.ShapeDtypeStruct((8, 64), f32)
+    return lambda x: pl.pallas_call(kernel, out_shape=out)(x)
+
+
 CASES = {
+    "parts that are apart": (parts(4, 0), False),
+    "parts that overlap": (parts(0, 2), True),
+    "parts in a loop": (parts(0, 4, looped=True), True),
     "blocks that overlap": (overlapping, True),
     "rows of their own": (loop_of(lambda i: 2 * i), False),
     "rows that overlap": (loop_of(lambda i: i), True),

@@ -7,10 +7,11 @@ import pytest
 from jax import lax
 
 import pallasite as pl
+from pallasite import tpu as pltpu
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.normalize import normalize
-from pallasite.passes.optimise.one_hots import one_hots
+from pallasite.passes.optimise.one_hots import one_hot_reads, one_hots
 from pallasite.sites import kernels_in
 from tests.fuzz.agreement import run_numpy
 
@@ -104,8 +105,10 @@ def test_rows_are_moved_to_their_places(name: str):
     ops = [op.name for op in walk(after.body)]
     assert ("atomic_rmw" in ops) == (name in SUMS)
     assert "gather %" in after.text
-    # Only floats that are multiplied have both ways.
-    assert ("cond" in ops) == (name not in ("count", "weights, selected"))
+    # Only floats that are multiplied and added have both ways.
+    assert ("cond" in ops) == (
+        name in SUMS and name not in ("count", "weights, selected")
+    )
     agree(before, after, operands)
 
 
@@ -116,6 +119,54 @@ def test_what_is_not_finite_reaches_every_place(name: str, number: float):
     x[2, 0] = number
     before = kernel((SUMS | READS)[name], ids, x)
     agree(before, one_hots(before), (ids, x))
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("numbers", [[np.inf], [np.nan], [np.inf, -np.inf]])
+@pytest.mark.parametrize("places", [[2, 2], [2, 3], [39, 0]])
+def test_columns_that_are_not_finite_are_read_as_if_multiplied(name, numbers, places):
+    """Those that are named once, several times, and never, with others or alone."""
+    ids, x = arrays()
+    ids[[0, 5]], ids[ids == FIRST + 39] = FIRST + 2, FIRST + 38
+    for place, number in zip(places, numbers, strict=False):
+        x[place, 1] = number
+    x[7, 3] = -np.inf
+    before = kernel(READS[name], ids, x)
+    agree(before, one_hots(before), (ids, x))
+
+
+def test_gpus_only_read_and_only_what_is_in_memory():
+    operands = arrays()
+    for form in SUMS.values():
+        before = kernel(form, *operands)
+        assert one_hot_reads(before) is before
+    computed = kernel(lambda ids, x: hot(ids) @ jnp.sin(x), *operands)
+    assert one_hot_reads(computed) is computed
+    before = kernel(READS["lookup"], *operands)
+    after = one_hot_reads(before)
+    verify(after)
+    assert "load %x_ref_1[gather" in after.text and "alloc" not in after.text
+    agree(before, after, operands)
+
+
+def test_a_table_that_changes_is_copied():
+    def body(ids_ref, x_ref, o_ref, table_ref):
+        table_ref[...] = x_ref[...]
+        table = table_ref[...]
+        table_ref[...] = jnp.zeros_like(table)
+        o_ref[...] = hot(ids_ref[...]) @ table
+
+    ids, x = arrays()
+    call = pl.pallas_call(
+        body,
+        jax.ShapeDtypeStruct((IDS, WIDTH), F32),
+        scratch_shapes=[pltpu.VMEM((PLACES, WIDTH), F32)],
+        interpret=True,
+    )
+    (before,) = kernels_in(call, ids, x)
+    after = one_hots(before)
+    assert "gather" in after.text and one_hot_reads(before) is before
+    agree(before, after, (ids, x))
 
 
 @pytest.mark.parametrize("ids_dtype", [np.int8, np.uint8, np.int64, np.uint32])

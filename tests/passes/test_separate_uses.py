@@ -214,8 +214,8 @@ def random_function(draw: random.Random) -> Callable[[jax.Array], jax.Array]:
 def test_random_pairs_mean_the_same(chip: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("pallasite.passes.schedule.choose_blocks.LEAST_ROWS", 1)
     monkeypatch.setattr("pallasite.passes.schedule.choose_blocks.LEAST_ROW", 1)
-    monkeypatch.setattr("pallasite.passes.schedule.gpu_blocks.LEAST_ROW", 1)
-    monkeypatch.setattr("pallasite.passes.schedule.gpu_blocks.TILE_ELEMENTS", 2)
+    monkeypatch.setattr("pallasite.passes.schedule.gpu_tiles.LEAST_ROW", 1)
+    monkeypatch.setattr("pallasite.passes.schedule.gpu_tiles.TILE_ELEMENTS", 2)
     separated = 0
     for seed in range(40):
         draw = random.Random(seed)

@@ -157,7 +157,7 @@ def printing(x_ref, o_ref):
     [
         (halves, "a load takes a part of a block"),
         (columns, "it reduces another dimension than the last"),
-        (rolled, "'concatenate' is not elementwise"),
+        (rolled, "a load takes a part of a block"),
         (branching, "it has a 'cond'"),
         (printing, "'debug_print' is not elementwise"),
     ],

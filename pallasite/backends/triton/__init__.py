@@ -48,10 +48,12 @@ from pallasite.passes.optimise.guard_bounds import guard_bounds
 from pallasite.passes.optimise.guard_range import guard_range
 from pallasite.passes.optimise.hoist import hoist
 from pallasite.passes.optimise.known_scans import known_scans
+from pallasite.passes.optimise.one_hots import one_hot_reads
 from pallasite.passes.optimise.sink_loads import sink_loads
 from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.run import Pass
 from pallasite.passes.schedule.gpu_blocks import for_gpu
+from pallasite.passes.schedule.joined_windows import joined_windows
 from pallasite.passes.schedule.ordered_sums import ordered_sums
 from pallasite.passes.schedule.previous_blocks import previous_blocks
 from pallasite.passes.schedule.shifted_parts import shifted_parts
@@ -109,8 +111,10 @@ class TritonBackend:
             Pass("known_scans", known_scans),
             Pass("ordered_sums", ordered_sums),
             Pass("previous_blocks", previous_blocks),
+            Pass("joined_windows", joined_windows),
             Pass("shifted_parts", shifted_parts),
             Pass("split_accesses", split_accesses),
+            Pass("one_hots", one_hot_reads),
             Pass("sums_of_products", sums_of_products),
             Pass("exact_factors", exact_factors),
             Pass("loop_steps", loop_steps),

@@ -86,13 +86,19 @@ def covers_whole(shape: Sequence[int], index: Sequence[object]) -> bool:
 
 def accesses_all(op: Op) -> bool:
     """Whether a load or store, unmasked, is of a whole ref as a tile of its shape."""
-    if op.name not in ("load", "store") or op.attrs.get("mask"):
+    return op.name in ("load", "store") and Access.of(op).is_whole
+
+
+def covers(op: Op, name: str) -> bool:
+    """Whether a load or a store, unmasked, is of all elements of a ref, in order.
+
+    Its tile may lack dimensions of size 1.
+    """
+    if op.name != name or op.attrs.get("mask"):
         return False
     access = Access.of(op)
-    shape = access.ref.ref.shape
-    fixed = not access.index_operands and covers_whole(shape, access.index)
-    tile = op.result if op.name == "load" else access.value
-    return fixed and tile is not None and tile.type.shape == shape
+    whole = covers_whole(access.ref.ref.shape, access.index)
+    return whole and not access.index_operands
 
 
 class _Reader:

@@ -14,6 +14,7 @@ from pallasite.ir.opdef import table
 from pallasite.ir.roles import Loop
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.affine import Affine, Form, Forms, recoverable
+from pallasite.passes.analysis.boxes import disjoint
 from pallasite.passes.analysis.memory import VIEWS
 
 Path = tuple[tuple[Op, Block], ...]  # the regions around an op, outermost first
@@ -22,9 +23,21 @@ Path = tuple[tuple[Op, Block], ...]  # the regions around an op, outermost first
 def fenced(kernel: Kernel, accesses: Mapping[Value, list[Op]]) -> set[Value]:
     """Memory that threads of a program may access after other threads wrote it."""
     written = {m for m, ops in accesses.items() if any(o.name != "load" for o in ops)}
-    once = {m: accesses[m][0] for m in written if len(accesses[m]) == 1}
-    paths = dict(_paths(kernel.body, ())) if once else {}
-    return {m for m in written if m not in once or _overlaps(once[m], paths)}
+    paths = dict(_paths(kernel.body, ())) if written else {}
+    return {m for m in written if not _are_apart(accesses[m], paths)}
+
+
+def _are_apart(ops: Sequence[Op], paths: Mapping[Op, Path]) -> bool:
+    """Whether no element is accessed twice, except by a thread that wrote it before.
+
+    By one write, or by stores to disjoint parts of one view, each of them once.
+    """
+    if len(ops) == 1:
+        return not _overlaps(ops[0], paths)
+    if len({op.operands[0] for op in ops}) > 1 or any(o.name != "store" for o in ops):
+        return False
+    loops = {outer.name for op in ops for outer, _ in paths[op]} & {"for", "while"}
+    return not loops and disjoint(ops)
 
 
 def _paths(block: Block, path: Path) -> Iterator[tuple[Op, Path]]:

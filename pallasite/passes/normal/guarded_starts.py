@@ -24,11 +24,18 @@ from operator import is_
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
-from pallasite.ir.rewrite import dead_code, is_pure, substitute, users_of, with_regions
+from pallasite.ir.rewrite import (
+    dead_code,
+    is_pure,
+    substitute,
+    users_of,
+    uses,
+    with_regions,
+)
 from pallasite.ir.roles import Pipeline, number_of
 from pallasite.ir.types import I32
 from pallasite.ops.neutral import neutral
-from pallasite.passes.analysis.carried import covers_whole
+from pallasite.passes.analysis.carried import covers
 from pallasite.passes.analysis.memory import MAIN_MEMORY, VIEWS
 from pallasite.passes.analysis.old_elements import MERGES
 
@@ -121,10 +128,10 @@ class _Starts:
                 continue
             load, ref = start.load, start.load.operands[0]
             on_chip = ref.ref.space not in MAIN_MEMORY and ref not in self.viewed
-            unchanged = not any(_uses(op, ref) for op in ops[ops.index(load) + 1 : n])
+            unchanged = not any(uses(op, ref) for op in ops[ops.index(load) + 1 : n])
             if on_chip and unchanged:
-                after = (op for op in ops[n + 1 :] if _uses(op, ref))
-                if _is_whole(next(after, select), "store"):
+                after = (op for op in ops[n + 1 :] if uses(op, ref))
+                if covers(next(after, select), "store"):
                     return start
         return None
 
@@ -178,13 +185,13 @@ class _Starts:
             if (
                 add.name not in MERGES
                 or len(storing) != 1
-                or not _is_whole(storing[0], "store")
+                or not covers(storing[0], "store")
             ):
                 continue
             value, ref = Access.of(storing[0]).value, storing[0].operands[0]
             same = ref is load.operands[0] is store.operands[0]
             same = same and ref.ref.space not in MAIN_MEMORY
-            whole = _is_whole(load, "load") and _is_whole(store, "store")
+            whole = covers(load, "load") and covers(store, "store")
             terms = {*add.operands} == {load.result, value}
             if same and whole and terms and Access.of(store).value is add.result:
                 return later
@@ -197,7 +204,8 @@ class _Starts:
         is_sum = made is not None and made.name == "dot" and add.name == "add"
         number = 0.0 if is_sum else _nothing(add)
         start = Builder(op.loc)
-        start.store(load.operands[0], start.constant(number, value.tile))
+        zero = start.constant(number, value.tile)
+        start.store(load.operands[0], zero, store.attrs["index"])
         regions = [Block(), start.block()]
         started = op.with_(regions=tuple(regions if later == 0 else regions[::-1]))
         return [started, load, add, store]
@@ -207,13 +215,13 @@ class _Starts:
         made = self.made.get(case)
         if made is None or len(self.users[case]) != 1:
             return None
-        if _is_whole(made, "load"):
+        if covers(made, "load"):
             return _Start(case, made)
         if made.name not in MERGES or other not in made.operands:
             return None
         loads = [v for v in made.operands if v is not other]
         load = self.made.get(loads[0]) if loads else None
-        if load is None or not _is_whole(load, "load"):
+        if load is None or not covers(load, "load"):
             return None
         return _Start(case, load, made) if len(self.users[load.result]) == 1 else None
 
@@ -238,16 +246,3 @@ def _is_guard(op: Op) -> bool:
     if op.name != "cond" or op.results or len(op.regions) != 2:
         return False
     return not op.regions[0].ops
-
-
-def _is_whole(op: Op, name: str) -> bool:
-    """Whether an op loads or stores all of a ref, in order."""
-    if op.name != name or op.attrs.get("mask"):
-        return False
-    access = Access.of(op)
-    fixed = not access.index_operands and not access.other
-    return fixed and covers_whole(access.ref.ref.shape, access.index)
-
-
-def _uses(op: Op, ref: Value) -> bool:
-    return any(ref in inner.operands for inner in walk(Block((), (op,))))

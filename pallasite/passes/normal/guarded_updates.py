@@ -16,8 +16,8 @@ from operator import is_
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
-from pallasite.ir.rewrite import clone, dead_code, users_of, with_regions
-from pallasite.passes.analysis.carried import covers_whole
+from pallasite.ir.rewrite import clone, dead_code, users_of, uses, with_regions
+from pallasite.passes.analysis.carried import covers
 from pallasite.passes.analysis.memory import MAIN_MEMORY, VIEWS
 
 
@@ -66,7 +66,7 @@ class _Updates:
     def store_of(self, ops: Sequence[Op], n: int, result: Value) -> Op | None:
         """The store of a result to all of a ref that nothing uses before it."""
         users = self.users[result]
-        if len(users) != 1 or not _is_whole(users[0], "store"):
+        if len(users) != 1 or not covers(users[0], "store"):
             return None
         (store,) = users
         ref = store.operands[0]
@@ -74,14 +74,14 @@ class _Updates:
         if not on_chip or store not in ops[n:] or Access.of(store).value is not result:
             return None
         between = ops[n + 1 : ops.index(store)]
-        return None if any(_uses(op, ref) for op in between) else store
+        return None if any(uses(op, ref) for op in between) else store
 
     def idle(self, before: Sequence[Op], cond: Op) -> list[Op] | None:
         """The loads whose results one of two branches gives without doing anything."""
         made = {v: op for op in before for v in op.results}
         for region in cond.regions if len(cond.regions) == 2 else ():
             loads = [made.get(v) for v in region.yields]
-            if not region.ops and all(o and _is_whole(o, "load") for o in loads):
+            if not region.ops and all(o and covers(o, "load") for o in loads):
                 found = [op for op in loads if op is not None]
                 if all(self.is_unchanged(before, load) for load in found):
                     return found
@@ -91,7 +91,7 @@ class _Updates:
         """Whether nothing stores to what a load read before the branch."""
         ref = load.operands[0]
         after = before[before.index(load) + 1 :]
-        return not any(_uses(op, ref) and not _is_whole(op, "load") for op in after)
+        return not any(uses(op, ref) and not covers(op, "load") for op in after)
 
     def guarded(self, ops: Sequence[Op], cond: Op, stores: Sequence[Op]) -> Op:
         loads = self.idle(ops[: ops.index(cond)], cond)
@@ -113,16 +113,3 @@ class _Updates:
                 b.store(store.operands[0], value, store.attrs["index"])
             regions.append(b.block())
         return cond.with_(results=(), regions=tuple(regions))
-
-
-def _is_whole(op: Op, name: str) -> bool:
-    """Whether an op loads or stores all of a ref, in order."""
-    if op.name != name or op.attrs.get("mask"):
-        return False
-    access = Access.of(op)
-    fixed = not access.index_operands and not access.other
-    return fixed and covers_whole(access.ref.ref.shape, access.index)
-
-
-def _uses(op: Op, ref: Value) -> bool:
-    return any(ref in inner.operands for inner in walk(Block((), (op,))))

@@ -4,24 +4,28 @@ In: programs with one loop that multiplies parts of blocks at `pl.ds(k * n, n)`.
 the iterations as the last axis of the grid, with blocks of n elements; what the loop
 carried is in scratch of the same type, set before the first step and read after the
 last one (`pipeline_axes.py`). The iterations are the same ones in the same order, and
-each value is rounded as before. So a loop and a grid axis are one thing to the
-scheduler, which resizes blocks of either.
+each value is rounded as before. Where a loop begins elsewhere in each program, a guard
+skips the steps before its first iteration, too. So a loop and a grid axis are one thing
+to the scheduler, which resizes blocks of either.
 
 For GPUs, where the steps of one program become a loop again. On TPUs and CPUs a block
 that stays and blocks that move differ in what is kept on chip: TPUs take what costs
 less (`tpu_blocks.py`), and CPUs what the author chose.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import inline, producers_of, substitute
-from pallasite.ir.roles import Loop, Pipeline
+from pallasite.ir.roles import Loop, Pipeline, number_of
 from pallasite.ir.types import INDEX, RefType
 from pallasite.passes.analysis.affine import moving_axes
 from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.intervals import HIGHEST, LOWEST, Facts
+from pallasite.passes.analysis.step_table import StepTable
+from pallasite.passes.normal.affine_numbers import affine_numbers
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.guarded_updates import guarded_updates
 from pallasite.passes.normal.narrow_windows import narrow_windows
@@ -39,14 +43,15 @@ def loop_steps(kernel: Kernel) -> Kernel:
     if len(loops) != 1 or loops[0] not in whole.body.ops or loops[0].name != "for":
         return kernel
     loop = Loop.of(loops[0])
-    if not _suits(loop) or _steps(kernel, whole, loop) is None:
+    span = _range(kernel, whole, loop) if _suits(loop) else None
+    if span is None:
         return kernel
-    nested = _as_pipeline(kernel, whole, loop)
+    nested = _as_pipeline(kernel, whole, loop, span)
     merged = pipeline_axes(nested)
     if merged is nested:
         return kernel
     new = narrow_windows(merged)
-    return order(guarded_updates(new)) if _moves_all(new) else kernel
+    return order(guarded_updates(affine_numbers(new))) if _moves_all(new) else kernel
 
 
 def _suits(loop: Loop) -> bool:
@@ -57,21 +62,29 @@ def _suits(loop: Loop) -> bool:
     )
 
 
-def _steps(kernel: Kernel, whole: Pipeline, loop: Loop) -> int | None:
-    """The largest trip count of a loop in any program; None if not known."""
-    facts = Facts()
+def _range(kernel: Kernel, whole: Pipeline, loop: Loop) -> range | None:
+    """The indices that a loop may have in any program; None if not known."""
+    ops = (*kernel.body.ops[: kernel.body.ops.index(whole.op)], *whole.body.ops)
+    facts, table = Facts(), StepTable(whole.ids, whole.grid)
     facts.note_grid(whole.ids, whole.grid)
-    for op in (*kernel.body.ops[: kernel.body.ops.index(whole.op)], *whole.body.ops):
+    table.add_ops(ops)
+    for op in ops:
         facts.note_op(op)
     first, limit, step = map(facts.of, loop.bounds)
-    if first.number is None or step.number is None or facts.may_overshoot(loop):
+    if step.number is None or step.number < 1 or facts.may_overshoot(loop):
         return None
-    if limit.high == HIGHEST or limit.low - first.number < LOWEST:
-        return None
-    return facts.most_steps(loop) or None
+    if first.number is None and step.number != 1:
+        return None  # programs begin at different remainders
+    if first.number is not None and limit.low - first.number < LOWEST:
+        return None  # their difference may wrap around
+    low, high = table.of(loop.first), table.of(loop.limit)
+    begin = first.low if low is None else int(low.min())
+    end = limit.high if high is None else int(high.max())
+    known = begin > LOWEST and end < HIGHEST
+    return range(begin, end, step.number) or None if known else None
 
 
-def _as_pipeline(kernel: Kernel, whole: Pipeline, loop: Loop) -> Kernel:
+def _as_pipeline(kernel: Kernel, whole: Pipeline, loop: Loop, span: range) -> Kernel:
     """The loop as a pipeline without windows, its carried values in scratch."""
     b = Builder(loop.op.loc)
     allocs = Builder(loop.op.loc)
@@ -83,19 +96,25 @@ def _as_pipeline(kernel: Kernel, whole: Pipeline, loop: Loop) -> Kernel:
     b.ops += whole.body.ops[:at]
     for ref, value in zip(scratch, loop.inits, strict=True):
         b.store(ref, value)
-    size = _count(b, loop)
     index = Value(INDEX, loop.index.name or f"i{len(whole.grid)}")
     inner = Builder(loop.op.loc)
-    number = inner.add(loop.first, inner.mul(index, loop.step))
-    carried = [inner.load(ref) for ref in scratch]
-    yields = inline(inner, loop.body, (number, *carried))
-    for ref, value in zip(scratch, yields, strict=True):
-        inner.store(ref, value)
+    static = number_of(producers_of(kernel.body), loop.first) is None
+    if static:
+        number = inner.mul(index, loop.step)
+        number = inner.add(number, inner.index(span.start))
+        inside = Builder(loop.op.loc)
+        _iteration(inside, loop, number, scratch)
+        test = inner.and_(inner.ge(number, loop.first), inner.lt(number, loop.limit))
+        which = inner.cast(test, INDEX.dtype)
+        inner.emit("cond", which, regions=(Block(), inside.block()))
+    else:
+        number = inner.add(loop.first, inner.mul(index, loop.step))
+        _iteration(inner, loop, number, scratch)
     b.emit(
         "pipeline",
-        size,
+        *(() if static else (_count(b, loop),)),
         regions=(inner.block([index]),),
-        grid=(None,),
+        grid=(len(span) if static else None,),
         windows=(),
         semantics=("arbitrary",),
     )
@@ -106,6 +125,13 @@ def _as_pipeline(kernel: Kernel, whole: Pipeline, loop: Loop) -> Kernel:
     made = with_pipeline(kernel, new)
     ops = (*allocs.ops, *made.body.ops)
     return canonicalize(_with_static_size(made.with_(body=Block((), ops))))
+
+
+def _iteration(b: Builder, loop: Loop, number: Value, scratch: Sequence[Value]) -> None:
+    carried = [b.load(ref) for ref in scratch]
+    yields = inline(b, loop.body, (number, *carried))
+    for ref, value in zip(scratch, yields, strict=True):
+        b.store(ref, value)
 
 
 def _count(b: Builder, loop: Loop) -> Value:
@@ -126,7 +152,7 @@ def _with_static_size(kernel: Kernel) -> Kernel:
     }
 
     def static(op: Op) -> Op:
-        if op.name != "pipeline" or op.operands[0] not in known:
+        if op.name != "pipeline" or not known.keys() & op.operands[:1]:
             return op
         inner = Pipeline.of(op)
         size = int(known[inner.dynamic_sizes[0]])

@@ -12,6 +12,7 @@ from pallasite.passes.normal.folds import folds
 from pallasite.passes.normal.guarded_starts import guarded_starts
 from pallasite.passes.normal.guarded_updates import guarded_updates
 from pallasite.passes.normal.idle_clamps import idle_clamps
+from pallasite.passes.normal.joined_loops import joined_loops
 from pallasite.passes.normal.known_clamps import known_clamps
 from pallasite.passes.normal.loop_axes import loop_axes
 from pallasite.passes.normal.masks import masks
@@ -42,6 +43,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("positions", positions),
     ("known_clamps", known_clamps),
     ("masks", masks),
+    ("joined_loops", joined_loops),
     ("unit_dims", unit_dims),
     ("replicated", replicated),
     ("columns", columns),

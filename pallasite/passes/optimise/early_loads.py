@@ -26,6 +26,9 @@ IN_FLIGHT = 1 << 13  # bytes that one iteration shall load
 # If some are what earlier code wrote: then no iteration starts loads for the next ones.
 ALONE = 1 << 15
 MOST_OPS = 24  # of a body, because code is repeated
+# Elements that its ops compute: more take longer than a load, and what is loaded early
+# is held in registers as often as it is used.
+MOST_COMPUTED = 1 << 16
 
 
 def early_loads(kernel: Kernel) -> Kernel:
@@ -72,6 +75,9 @@ class _Early:
         if not plain or len(ops) > MOST_OPS or any(op.regions for op in ops):
             return 1
         if not loop.carried or any(op.name == "dot" for op in ops):
+            return 1
+        made = (v.tile.size for op in ops for v in op.results if not v.is_ref)
+        if sum(made) > MOST_COMPUTED:
             return 1
         early = self.early(loop.body, set(loop.carried))
         tiles = [op.result.tile for op in early if op.name == "load"]

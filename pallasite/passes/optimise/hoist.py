@@ -19,6 +19,7 @@ from pallasite.ir.rewrite import (
     producers_of,
     substitute,
     used_values,
+    uses,
 )
 from pallasite.ir.roles import Cond, Loop
 from pallasite.ir.types import I32
@@ -191,7 +192,10 @@ class _HoistedLoop:
         if (used - own) & inside or not movable:
             return
         others = [o for o in self.body.ops if o is not op]
-        if any(_uses(v, others, self.body.yields) for v in otherwise.yields):
+        if any(
+            v in self.body.yields or any(uses(o, v) for o in others)
+            for v in otherwise.yields
+        ):
             return
         inits = list(self.loop.inits)
         which, values = self.other_tests(op, self.builder), reset.yields
@@ -291,14 +295,3 @@ class _Replay:
             operands = [self.value(v, builder) for v in op.operands]
             self.made[value] = builder.op(op.name, *operands, **op.attrs)
         return self.made[value]
-
-
-def _uses(value: Value, ops: Sequence[Op], yields: Sequence[Value]) -> bool:
-    if value in yields:
-        return True
-    for op in ops:
-        if value in op.operands or any(
-            _uses(value, r.ops, r.yields) for r in op.regions
-        ):
-            return True
-    return False

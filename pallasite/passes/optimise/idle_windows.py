@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
-from pallasite.ir.rewrite import Rewriter, inline, map_ops
+from pallasite.ir.rewrite import Rewriter, inline, map_ops, uses
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.passes.analysis.guards import Bounds, Guard, Solver, guard_of
 from pallasite.passes.analysis.intervals import Facts
@@ -74,11 +74,7 @@ class _Standstill:
 
     def guards(self, ref: Value) -> list[Guard]:
         """The guards that cover all uses of a block; none if some use is unguarded."""
-        users = [
-            op
-            for op in self.whole.body.ops
-            if any(ref in inner.operands for inner in walk(Block((), (op,))))
-        ]
+        users = [op for op in self.whole.body.ops if uses(op, ref)]
         found = [guard_of(op, self.inside) for op in users]
         return [] if None in found else [guard for guard in found if guard is not None]
 

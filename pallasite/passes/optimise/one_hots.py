@@ -8,10 +8,12 @@ places takes k times the operations.
 
 Proof: `hot[i, j]` is one where `j == ids[i] - first`, otherwise zero. Products with
 zero are zero, if the other factor is finite, so that of a row's k products at most one
-matters; a sum of these may be taken in any order. Infinities and NaN times zero are NaN
-everywhere: where a float is multiplied, both ways are there, and a sum of the factors
-times zero chooses. (A zero may lose its sign.) `ids[i] - first` may wrap: an id that is
-that far away becomes a number that is outside, too, because `first + k` does not wrap.
+matters; a sum of these may be taken in any order. Infinities and NaN times zero are
+NaN. Where floats are added, both ways are there, and a sum of the factors times zero
+chooses. Where they are read, a column of the table that has any gives NaN, unless it
+has but one and this is what is read. (A zero may lose its sign.) `ids[i] - first` may
+wrap: an id that is that far away becomes a number that is outside, too, because
+`first + k` does not wrap.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +21,11 @@ from dataclasses import dataclass
 
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, Gather, Kernel, Op, Span, Value
+from pallasite.ir.nodes import Access, Block, Gather, Kernel, Op, Span, Value
 from pallasite.ir.rewrite import dead_code
 from pallasite.ir.roles import Dot, DotSide
+from pallasite.passes.analysis.carried import covers_whole
+from pallasite.passes.analysis.memory import Roots, constant_inputs
 from pallasite.passes.normal.index_arrays import IndexArrays, first_along
 
 LEAST_PLACES, LEAST_IDS = 32, 8
@@ -36,7 +40,20 @@ def one_hots(
         kernel: what to rewrite.
         least_places, least_ids: of a comparison; fewer products are as fast.
     """
-    body = _OneHots(least_places, least_ids).block(kernel.body)
+    return _rewritten(kernel, _OneHots(kernel, least_places, least_ids))
+
+
+def one_hot_reads(kernel: Kernel) -> Kernel:
+    """Read rows of operands where comparisons multiply them, for GPUs.
+
+    There memory that a program has for itself is slow, and additions to it have no
+    order.
+    """
+    return _rewritten(kernel, _OneHots(kernel, in_scratch=False))
+
+
+def _rewritten(kernel: Kernel, rules: "_OneHots") -> Kernel:
+    body = rules.block(kernel.body)
     return kernel if body is kernel.body else dead_code(kernel.with_(body=body))
 
 
@@ -67,13 +84,12 @@ class _Hot:
     def places(self) -> int:
         return self.shape[self.dim]
 
-    def where(self, b: Builder) -> Value:
+    def where(self, b: Builder, ids: Value) -> Value:
         """The place of each id, a vector; outside if it has none."""
         first = b.index(self.offset)
         for start in self.starts:
             first = b.add(first, b.as_index(start))
-        ids = b.as_index(_vector(b, self.ids, self.dim))
-        return b.sub(ids, b.broadcast(first, (self.count,), ()))
+        return b.sub(b.as_index(ids), b.broadcast(first, (self.count,), ()))
 
     def matrix(self, b: Builder, where: Value, dtype: T.DType) -> Value:
         """The comparison again, as it is multiplied."""
@@ -82,24 +98,25 @@ class _Hot:
         return b.cast(hit, dtype)
 
 
-def _vector(b: Builder, value: Value, dim: int) -> Value:
-    """A matrix that is the same along a dimension, without it."""
-    if dim == 0:
-        value = b.op("transpose", value, perm=(1, 0))
-    return first_along(b, value, value.tile.shape[:1])
-
-
 class _OneHots(IndexArrays):
-    def __init__(self, least_places: int, least_ids: int):
+    def __init__(
+        self,
+        kernel: Kernel,
+        least_places: int = LEAST_PLACES,
+        least_ids: int = LEAST_IDS,
+        in_scratch: bool = True,
+    ):
         super().__init__()
         self.least_places, self.least_ids = least_places, least_ids
+        self.in_scratch = in_scratch
+        self.roots, self.constant = Roots(kernel), constant_inputs(kernel)
 
     def rewritten(self, op: Op) -> Sequence[Op]:
         b = Builder(op.loc)
         made = None
         if op.name == "dot":
             made = self._dot(b, Dot.of(op))
-        elif op.name == "reduce" and op.attrs["kind"] == "sum":
+        elif op.name == "reduce" and op.attrs["kind"] == "sum" and self.in_scratch:
             made = self._sum(b, op)
         if made is None:
             return (op,)
@@ -136,6 +153,16 @@ class _OneHots(IndexArrays):
                 return hot
         return None
 
+    def _vector(self, b: Builder, value: Value, dim: int) -> Value:
+        """A matrix that is the same along a dimension, without it."""
+        op, count = self.producers.get(value), value.tile.shape[1 - dim]
+        is_spread = op is not None and op.name == "broadcast_in_dim"
+        if is_spread and op.operands[0].tile.size == count:
+            return b.op("reshape", op.operands[0], shape=(count,))
+        if dim == 0:
+            value = b.op("transpose", value, perm=(1, 0))
+        return first_along(b, value, value.tile.shape[:1])
+
     # --- products ---
 
     def _dot(self, b: Builder, dot: Dot) -> Value | None:
@@ -148,12 +175,18 @@ class _OneHots(IndexArrays):
             return None
         if side.batch or len(side.contract) != 1 or _is_narrow(result.dtype):
             return None
-        where, rows = hot.where(b), _rows(b, other)
-        way = _read if side.contract == (hot.dim,) else _added
+        turned = lambda b, made: (
+            made if side is dot.lhs else b.op("transpose", made, perm=(1, 0))
+        )
+        if side.contract == (hot.dim,):
+            found = self._read(b, hot, other)
+            return found and turned(b, b.cast(found, result.dtype))
+        if not self.in_scratch:
+            return None
+        where, rows = hot.where(b, self._vector(b, hot.ids, hot.dim)), _rows(b, other)
 
         def at_places(b: Builder) -> Value:
-            made = way(b, hot, where, b.cast(rows, result.dtype))
-            return made if side is dot.lhs else b.op("transpose", made, perm=(1, 0))
+            return turned(b, _added(b, hot, where, b.cast(rows, result.dtype)))
 
         def multiplied(b: Builder) -> Value:
             again = hot.matrix(b, where, side.value.tile.dtype)
@@ -161,6 +194,36 @@ class _OneHots(IndexArrays):
             return b.op("dot", *pair, **dot.op.attrs)
 
         return _if_finite(b, other.value, result, at_places, multiplied)
+
+    def _read(self, b: Builder, hot: _Hot, table: DotSide) -> Value | None:
+        """For every id the row at its place."""
+        ref = self._loaded_from(table)
+        if ref is None and not self.in_scratch:
+            return None
+        rows, where = _rows(b, table), hot.where(b, self._vector(b, hot.ids, hot.dim))
+        if ref is None:
+            ref = b.op("alloc", type=T.RefType(rows.tile.shape, rows.tile.dtype))
+            b.store(ref, rows)
+        low = b.ge(where, b.broadcast(b.index(0), where.tile.shape, ()))
+        high = b.lt(where, b.broadcast(b.index(hot.places), where.tile.shape, ()))
+        shape = (hot.count, rows.tile.shape[1])
+        inside = b.broadcast(b.and_(low, high), shape, (0,))
+        zeros = b.constant(0, T.TileType(shape, rows.tile.dtype))
+        index = (Gather(), Span(0, shape[1]))
+        found = b.load(ref, index, [where], inside, zeros)
+        return _as_multiplied(b, found, rows) if rows.tile.dtype.is_float else found
+
+    def _loaded_from(self, table: DotSide) -> Value | None:
+        """What holds the rows of a table, and stays as it is."""
+        load = self.producers.get(table.value)
+        if load is None or load.name != "load" or table.contract != (0,):
+            return None
+        access = Access.of(load)
+        whole = covers_whole(access.ref.ref.shape, access.index)
+        if access.mask is not None or access.index_operands or not whole:
+            return None
+        stays = self.roots.of(access.ref) in self.constant
+        return access.ref if stays and access.ref.ref.rank == 2 else None
 
     # --- sums ---
 
@@ -175,9 +238,11 @@ class _OneHots(IndexArrays):
         hot, factor, multiplies = found
         if axis == hot.dim:
             return None
-        where = hot.where(b)
+        where = hot.where(b, self._vector(b, hot.ids, hot.dim))
         one = T.TileType((hot.count,), result.dtype)
-        terms = b.constant(1, one) if factor is None else _vector(b, factor, hot.dim)
+        terms = (
+            b.constant(1, one) if factor is None else self._vector(b, factor, hot.dim)
+        )
 
         def at_places(b: Builder) -> Value:
             column = b.broadcast(terms, (hot.count, 1), (0,))
@@ -239,16 +304,14 @@ def _added(b: Builder, hot: _Hot, where: Value, rows: Value) -> Value:
     return b.load(sums)
 
 
-def _read(b: Builder, hot: _Hot, where: Value, rows: Value) -> Value:
-    """For every id the row at its place; zero if it has none."""
-    table = b.op("alloc", type=T.RefType(rows.tile.shape, rows.tile.dtype))
-    b.store(table, rows)
-    low = b.ge(where, b.broadcast(b.index(0), where.tile.shape, ()))
-    high = b.lt(where, b.broadcast(b.index(hot.places), where.tile.shape, ()))
-    shape = (hot.count, rows.tile.shape[1])
-    inside = b.broadcast(b.and_(low, high), shape, (0,))
-    zeros = b.constant(0, T.TileType(shape, rows.tile.dtype))
-    return b.load(table, (Gather(), Span(0, shape[1])), [where], inside, zeros)
+def _as_multiplied(b: Builder, found: Value, rows: Value) -> Value:
+    """What is read, with the NaN of zeros times what is not finite in its column."""
+    count = b.cast(b.not_(b.op("is_finite", rows)), T.I32)
+    count = b.op("reduce", count, kind="sum", axes=(0,))
+    others = b.broadcast(count, found.tile.shape, (1,))
+    own = b.cast(b.not_(b.op("is_finite", found)), T.I32)
+    nan = b.constant(float("nan"), found.tile)
+    return b.select(b.eq(others, own), found, nan)
 
 
 def _if_finite(

@@ -13,11 +13,12 @@ of blocks, and ops that no rule here covers, stay.
 from collections.abc import Sequence
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, full_index, walk
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.rewrite import dead_code, users_of
 from pallasite.ir.roles import Loop
 from pallasite.ir.types import BOOL, F32, I32, Type
+from pallasite.passes.analysis.carried import accesses_all
 
 _DTYPES = (F32, I32)  # of columns that are replicated to all lanes
 _SHAPES = {"broadcast_in_dim", "reshape", "constant"}
@@ -50,7 +51,7 @@ class _Columns:
                 for value in op.operands:
                     if value.type.shape == op.result.type.shape:
                         self._join(value, op.result)
-            elif op.name in ("load", "store") and _is_whole(op, op.operands[0]):
+            elif accesses_all(op):
                 tile = op.result if op.results else op.operands[1]
                 if op.operands[0].ref.space == "vmem":
                     self._join(op.operands[0], tile)
@@ -298,13 +299,5 @@ def _scratch(kernel: Kernel, columns: _Columns) -> set[Value]:
         if op.name == "alloc"
         and op.result.ref.space == "vmem"
         and columns.has(op.result, _DTYPES)
-        and all(_is_whole(user, op.result) for user in users[op.result])
+        and all(map(accesses_all, users[op.result]))
     }
-
-
-def _is_whole(op: Op, ref: Value) -> bool:
-    if op.name not in ("load", "store"):
-        return False
-    access = Access.of(op)
-    whole = access.index == full_index(ref.ref.shape) and access.mask is None
-    return whole and access.ref is ref

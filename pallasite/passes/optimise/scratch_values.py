@@ -10,8 +10,9 @@ then accumulate directly in the final destination, or finish sums strip by strip
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, full_index
+from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.rewrite import substitute, users_of
+from pallasite.passes.analysis.carried import accesses_all
 
 
 def scratch_values(kernel: Kernel) -> Kernel:
@@ -44,16 +45,8 @@ def _is_value(body: Block, ref: Value, users: Sequence[Op]) -> bool:
         bool(here)
         and len(here) == len(users)
         and here[0].name == "store"
-        and all(_is_whole(op, ref) for op in here)
+        and all(map(accesses_all, here))
     )
-
-
-def _is_whole(op: Op, ref: Value) -> bool:
-    if op.name not in ("load", "store"):
-        return False
-    access = Access.of(op)
-    plain = access.ref is ref and access.mask is None
-    return plain and access.index == full_index(ref.ref.shape)
 
 
 def _forwarded(body: Block, refs: set[Value]) -> Block:

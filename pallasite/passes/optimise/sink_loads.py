@@ -8,8 +8,8 @@ of rows of 8192: 3.0 TB/s before, 3.7 after.) Operands of matmuls stay, and so d
 in loops, which are prefetched iterations ahead.
 """
 
-from pallasite.ir.nodes import Access, Block, Kernel, Op, Value
-from pallasite.ir.rewrite import with_regions
+from pallasite.ir.nodes import Access, Block, Kernel, Op
+from pallasite.ir.rewrite import uses, with_regions
 from pallasite.passes.analysis.memory import Roots, constant_inputs
 
 PRODUCTS = ("dot", "transpose")
@@ -58,15 +58,6 @@ class _Sinking:
 def _first_use(op: Op, placed: list[Op]) -> int | None:
     """Position of the first user of an op's result, in a list in reverse order."""
     for n in reversed(range(len(placed))):
-        if _uses(placed[n], op.result):
+        if uses(placed[n], op.result):
             return n
     return None
-
-
-def _uses(op: Op, value: Value) -> bool:
-    if value in op.operands:
-        return True
-    return any(
-        value in region.yields or any(_uses(inner, value) for inner in region.ops)
-        for region in op.regions
-    )

@@ -21,7 +21,6 @@ from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.normal.unit_dims import unit_dims
 from pallasite.passes.schedule.choose_blocks import (
-    LEAST_ROW,
     Blocks,
     Sizes,
     blocks_of,
@@ -29,6 +28,12 @@ from pallasite.passes.schedule.choose_blocks import (
     with_uses_apart,
 )
 from pallasite.passes.schedule.cut_steps import cut_steps
+from pallasite.passes.schedule.gpu_tiles import (
+    TILE_ELEMENTS,
+    cut,
+    largest,
+    without_products,
+)
 from pallasite.passes.schedule.join_rows import join_rows
 from pallasite.passes.schedule.loop_over_k import why_not_in_rounds
 from pallasite.passes.schedule.loop_over_rows import loop_over_rows
@@ -42,6 +47,7 @@ SHARED_SHARE = 0.88  # of shared memory, for matmul operands
 LEAST_SIDE = 16  # of a matmul's tile
 LARGEST_SIDE = 256
 ENOUGH_STAGES = 4  # of operands, when choosing their depth
+MERGED_DEPTH = 128  # of a matmul along rows of several dimensions
 ROW_BYTES = 128  # of an operand along k: the swizzle width of shared memory
 # Measured: an m x n tile costs as much as one without edge effects that has this many
 # more rows and columns. Blocks are changed only if that gains a quarter; those of the
@@ -58,19 +64,18 @@ LEAST_LAUNCHES = 2  # a kernel that takes no longer than these is not worth opti
 EXACT = (None, "default", "highest", "ieee", "f32_f32_f32")
 EXACT_DEPTH, TOO_DEEP = 16, 4.0
 EXACT_BYTES = 1 << 16  # of their results
+# By how much smaller results are if f32 is multiplied in pieces where tests of data ask
+# for it: programs of fewer rows and columns do so less often, and while one makes its
+# pieces, another on its SM multiplies.
+SMALLER_IN_PIECES = 4
 # Of a block, whose cotangent would be a sum of as many: half of an SM's registers.
 SUMMED_ELEMENTS = 1 << 15
 COMPUTED_BYTES = 1 << 15  # of a tile that is computed before its matmul
 STEP = 128  # elements of a block along which running maxima and sums go, when split
 SHORT_TILE = 64  # rows of Hopper's wgmma
 WARPGROUP = 128  # threads
-TILE_ELEMENTS = 8192  # of the largest tile in code without matmuls
-TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
 SMALL_BATCH = 1 << 16  # elements of one operand times those of the other
-# Contiguous elements of a tile that would not fit otherwise.
-LEAST_LINE = 8
 ADDED = frozenset({"add", "pad", "reshape", "transpose"})
-MOVES = frozenset({"slice", "concatenate", "dynamic_slice", "pad", "rev", "gather"})
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,7 @@ def for_gpu(
     if blocks is None:
         return kernel
     if not blocks.dots:
-        return _without_products(blocks, chip, tuned)
+        return without_products(blocks, chip, tuned)
     products = _products(blocks, chip, tiles)
     if not tuned:
         products = _joined(products) or _wider_steps(products) or products
@@ -267,8 +272,10 @@ def _wider_steps(products: "_WithProducts") -> "_WithProducts | None":
     wide = _WithProducts(made, products.chip, products.tiles)
     if wide._stages({}) < 2:  # a step is not loaded during the one before
         return None
-    own = products.seconds({}) or products.best()
-    return wide if own > GAIN_OF_STEPS * wide.best() else None
+    own, new = products.seconds({}), wide.seconds({})
+    if own is None or new is None:  # sides may grow without wider steps, too
+        own, new = products.best(), wide.best()
+    return wide if own > GAIN_OF_STEPS * new else None
 
 
 def _batches_apart(blocks: Blocks) -> Blocks:
@@ -309,6 +316,8 @@ class _WithProducts:
         self.blocks, self.chip, self.tiles = blocks, chip, tiles
         self.machine = Machine.peak(chip)
         self.most_in_registers = tiles.register_share * 4 * chip.registers
+        if _is_in_asked_pieces(blocks.body):
+            self.most_in_registers /= SMALLER_IN_PIECES
 
     @cached_property
     def _made(self) -> dict[Value, Op]:
@@ -485,11 +494,25 @@ class _WithProducts:
                     dim.size >> n for n in range(1, 20) if not dim.size % (1 << n)
                 ]
                 swizzled = [n for n in halves if LEAST_SIDE <= n <= ROW_BYTES // widest]
+                if dim.is_merged:
+                    swizzled = self._merged_depths(dim, products)
                 depths = [dim.size, *swizzled]
                 if exact:
                     depths = [n for n in depths if n <= EXACT_DEPTH] or depths
                 deep[dim] = depths
         return deep
+
+    def _merged_depths(self, dim: LoopDim, products: Iterable[Dot]) -> list[int]:
+        """Sizes of a dimension whose positions are several of a depth, each.
+
+        Matrix units pad most multiples: of these, the largest part that they use.
+        """
+        per = max(dim.per(v) for dot in products for v in dot.op.operands)
+        sizes = [n for n in range(1, dim.size) if not dim.size % n]
+        sizes = [n for n in sizes if LEAST_SIDE <= n * per <= MERGED_DEPTH]
+        used = {n: n * per / whole(n * per, LEAST_SIDE) for n in sizes}
+        best = max(used.values(), default=0.0)
+        return sorted((n for n in sizes if used[n] == best), reverse=True)
 
     # --- resources and time ---
 
@@ -507,6 +530,17 @@ class _WithProducts:
     def _stages(self, sizes: Sizes) -> int:
         available = int(SHARED_SHARE * self.chip.shared.bytes)
         return available // max(self._operand_bytes(sizes), 1)
+
+    def _rows_deep(self, sizes: Sizes) -> float:
+        """How many rows of shared memory a stage of a merged depth has, or one."""
+        deep = [
+            sizes.get(dim, dim.size) * dim.per(dot.lhs.value)
+            for dim in self._deep
+            if dim.is_merged
+            for dot in map(Dot.of, dim.products)
+        ]
+        widest = self._widest(self.blocks.dots)
+        return max(min(deep, default=0) * widest / ROW_BYTES, 1)
 
     def _register_bytes(self, sizes: Sizes) -> int:
         """Registers for results of matmuls, and for operands that are kept there."""
@@ -564,12 +598,13 @@ class _WithProducts:
         if is_exact and self._register_bytes(sizes) > EXACT_BYTES:
             return None
         waves = ceil(self.blocks.programs(sizes) / self.chip.cores)
-        work = sum(self._work(dot, sizes) for dot in self.blocks.dots)
+        runs = self.blocks.runs
+        work = sum(runs[d.op] * self._work(d, sizes) for d in self.blocks.dots)
         steps = self.blocks.steps
         wanted = self.tiles.stages
         if self._is_one_product:
             wanted = self.tiles.stages_alone
-        missing = max(wanted - stages, 0)
+        missing = max(wanted - stages * self._rows_deep(sizes), 0)
         work *= waves * steps * self.chip.cores * (1 + 0.3 * missing)
         return self.machine.multiplying(2 * work, self._types)
 
@@ -689,6 +724,33 @@ def _is_exact(dot: Dot) -> bool:
     return types == {"f32"} and _is_wide(dot)
 
 
+def _is_in_asked_pieces(body: Block) -> bool:
+    """Whether an f32 operand becomes several that tensor cores multiply, where a test
+    of elements of an operand says so."""
+    made = producers_of(body)
+    return any(
+        op.name == "cond"
+        and _asks_elements(op.operands[0], made)
+        and any(
+            _is_in_pieces(Dot.of(o)) for o in walk(op.regions[-1]) if o.name == "dot"
+        )
+        for op in body.ops
+    )
+
+
+def _asks_elements(value: Value, made: Mapping[Value, Op]) -> bool:
+    """Whether a number depends on a tile."""
+    op = made.get(value)
+    if op is None or op.name == "load":
+        return False
+    tiles = any(not v.is_ref and v.tile.rank for v in op.operands)
+    return tiles or any(_asks_elements(v, made) for v in op.operands if not v.is_ref)
+
+
+def _is_in_pieces(dot: Dot) -> bool:
+    return {side.value.tile.dtype.name for side in dot.sides} == {"f32", "bf16"}
+
+
 def _is_wide(dot: Dot) -> bool:
     """Whether threads hold f32 operands in registers: exact ones, or in pieces."""
     types = {side.value.tile.dtype.name for side in dot.sides}
@@ -707,54 +769,6 @@ def _reasons(blocks: Blocks, value: Value) -> Iterator[tuple[str, str]]:
             yield "kept whole", f"dimension {d} ({n} elements): {reason}"
 
 
-def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
-    """Tiles no larger than fit a program's registers, and not tiny."""
-    kernel, own = blocks.kernel, _largest(blocks, {})
-    if tuned:
-        return kernel
-    if own > 2 * TILE_ELEMENTS:
-        blocks = with_uses_apart(blocks)
-    rows = [d for d in blocks.free if not is_last(blocks, d)]
-    lines = [d for d in blocks.free if is_last(blocks, d)]
-    sizes: Sizes = {}
-    if own > 2 * TILE_ELEMENTS:
-        # Rows first: contiguous elements stay together.
-        sizes = _cut(blocks, ((rows, 1), (lines, LEAST_ROW)))
-        if _largest(blocks, sizes) > _most_elements(blocks, chip):
-            sizes = _cut(blocks, ((rows, 1), (lines, LEAST_LINE)))
-    elif 0 < own < TINY_TILE:
-        for dim in (*lines, *rows):
-            for n in blocks.multiples(dim, SMALL_TILE):
-                new = {**sizes, dim: n}
-                enough = blocks.programs(new) >= chip.programs_per_core * chip.cores
-                if enough and _largest(blocks, new) <= SMALL_TILE:
-                    sizes = new
-    return _summed_in_loops(blocks.rewritten(sizes) if sizes else kernel, chip)
-
-
-def _summed_in_loops(kernel: Kernel, chip: Gpu) -> Kernel:
-    """Loops over parts of what is reduced, where its tiles exceed all registers."""
-    blocks = blocks_of(kernel)
-    if blocks is None or _largest(blocks, {}) <= chip.registers:
-        return kernel
-    reduced = (dim for dim in blocks.found.dims if dim.reduces)
-    for dim in sorted(reduced, key=lambda d: is_last(blocks, d)):
-        size = dim.size
-        while size % 2 == 0 and _largest(blocks, {dim: size}) > 2 * TILE_ELEMENTS:
-            size //= 2
-        try:
-            return _summed_in_loops(loop_over_rows(kernel, dim.windows[0], size), chip)
-        except CannotReblock:
-            continue
-    return kernel
-
-
-def _most_elements(blocks: Blocks, chip: Gpu) -> int:
-    """Elements of a tile that an SM can hold, in shared memory if they are moved."""
-    moves = any(op.name in MOVES for op in walk(blocks.body))
-    return min(chip.registers, chip.shared.bytes // 4) if moves else chip.registers
-
-
 def fewer_rows(kernel: Kernel) -> Kernel:
     """Split code with more rows than registers: by rows, or into loops over them.
 
@@ -762,36 +776,13 @@ def fewer_rows(kernel: Kernel) -> Kernel:
     more.
     """
     blocks = blocks_of(kernel)
-    if blocks is None or _largest(blocks, {}) <= 2 * TILE_ELEMENTS:
+    if blocks is None or largest(blocks, {}) <= 2 * TILE_ELEMENTS:
         return kernel
     if blocks.dots:
         return _rows_in_loops(blocks, SUMMED_ELEMENTS) or kernel
     rows = [d for d in blocks.free if not is_last(blocks, d)]
-    sizes = _cut(blocks, ((rows, 1),))
+    sizes = cut(blocks, ((rows, 1),))
     try:
         return blocks.rewritten(sizes) if sizes else kernel
     except CannotReblock:
         return kernel  # one dimension can be split, but not after another
-
-
-def largest_tile(kernel: Kernel) -> float:
-    """Elements of the largest tile; infinite if the blocks of a kernel are unknown."""
-    blocks = blocks_of(kernel)
-    return inf if blocks is None else _largest(blocks, {})
-
-
-def _largest(blocks: Blocks, sizes: Sizes) -> int:
-    """Elements of the largest tile."""
-    shapes = (blocks.shape(v, sizes) for v in blocks.tiles)
-    return max((prod(physical(shape)) for shape in shapes), default=0)
-
-
-def _cut(blocks: Blocks, dims: Iterable[tuple[list[LoopDim], int]]) -> Sizes:
-    """Sizes of dimensions in the order to split them, each with its minimum."""
-    sizes: dict[LoopDim, int] = {}
-    for group, least in dims:
-        for dim in group:
-            for n in blocks.parts(dim, least):
-                if _largest(blocks, sizes) > TILE_ELEMENTS:
-                    sizes[dim] = n
-    return sizes

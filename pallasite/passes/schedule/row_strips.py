@@ -88,10 +88,7 @@ def _apart(body: Block, rows: int) -> set[Op] | None:
 
 
 def _is_whole(op: Op, rows: int) -> bool:
-    access = Access.of(op)
-    shape = access.ref.ref.shape
-    plain = access.mask is None and access.index == full_index(shape)
-    return plain and len(shape) > 0 and shape[0] == rows
+    return Access.of(op).is_whole and op.operands[0].ref.shape[:1] == (rows,)
 
 
 def _has_rows(op: Op, rows: int) -> bool:

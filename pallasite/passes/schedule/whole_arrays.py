@@ -28,6 +28,7 @@ from pallasite.passes.analysis.loop_dims import loop_dims
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.run import run
 from pallasite.passes.schedule.reblock import NO_AXIS, grow_whole
+from pallasite.passes.schedule.shifted_arrays import NotShifted, shifted_arrays
 from pallasite.passes.transform.unbatch import Unbatched, unbatch
 from pallasite.target import Machine
 
@@ -35,6 +36,7 @@ from pallasite.target import Machine
 # keeps its block in registers; XLA computes them again for each element that uses them.
 _OPS = ("constant", "iota", "broadcast_in_dim", "reshape", "transpose", "reduce")
 _OPS += ("load", "store")
+_MOVES = ("slice", "pad", "concatenate")
 _LEAST_SAVED = 0.1  # of the bytes that a kernel and what makes its operands move
 _LONGEST_ROW = 1024  # that XLA keeps on chip from one reduction to the next
 
@@ -45,6 +47,7 @@ class WholeArrays:
 
     kernel: Kernel
     batches: tuple[Unbatched, ...] = ()
+    shifted: bool = False
 
 
 @functools.lru_cache(maxsize=1024)
@@ -53,7 +56,18 @@ def on_whole_arrays(kernel: Kernel) -> WholeArrays | str:
     reason = _other_than_map(kernel)
     if reason:
         return reason
-    kernel, batches = run(kernel), list[Unbatched]()
+    kernel = run(kernel)
+    made = _merged(kernel)
+    if isinstance(made, str) and _blocks_overlap(kernel):
+        try:
+            return WholeArrays(shifted_arrays(kernel), shifted=True)
+        except NotShifted:
+            return made
+    return made
+
+
+def _merged(kernel: Kernel) -> WholeArrays | str:
+    batches = list[Unbatched]()
     while (one := _unbatched(kernel)) is not None:
         batches.append(one)
         kernel = one.kernel
@@ -97,6 +111,8 @@ def why_native(kernel: Kernel, given: tuple[int, ...], machine: Machine) -> str:
     made = on_whole_arrays(kernel)
     if isinstance(made, str):
         return made
+    if made.shifted and machine.gpu is None:
+        return "its blocks overlap"
     work = cost(made.kernel).times(prod(one.size for one in made.batches))
     reason = _why_rows_stay(made.kernel, machine)
     if reason:
@@ -117,14 +133,22 @@ def _other_than_map(kernel: Kernel) -> str:
     for op in walk(find_pipeline(kernel).regions[-1]):
         if op.regions:
             return f"it has a {op.name!r}"
-        if op.name not in _OPS and not is_elementwise(op):
+        if op.name not in (*_OPS, *_MOVES) and not is_elementwise(op):
             return f"{op.name!r} is not elementwise"
     return ""
+
+
+def _blocks_overlap(kernel: Kernel) -> bool:
+    """Whether programs read the same elements, as may those of XLA."""
+    windows = Pipeline.of(find_pipeline(kernel)).windows
+    return any(d.kind == "element" for w in windows for d in w.dims if w.mode == "in")
 
 
 def _takes_parts(kernel: Kernel) -> str:
     """The first op of a program that does not compute positions, or rows, alike."""
     for op in find_pipeline(kernel).regions[-1].ops:
+        if op.name in _MOVES:
+            return f"{op.name!r} is not elementwise"
         if op.name in ("load", "store"):
             access = Access.of(op)
             if not covers_whole(access.ref.ref.shape, access.index):

@@ -42,7 +42,8 @@ from pallasite.passes.lower.per_program import (
 from pallasite.passes.lower.phases import apart
 from pallasite.passes.normal.normalize import normalize
 from pallasite.passes.normal.whole_loops import LARGEST, whole_loops
-from pallasite.passes.schedule.gpu_blocks import fewer_rows, largest_tile
+from pallasite.passes.schedule.gpu_blocks import fewer_rows
+from pallasite.passes.schedule.gpu_tiles import largest_tile
 from pallasite.target import Gpu
 
 ENOUGH = 3  # programs per core that load as fast as any number

@@ -29,6 +29,7 @@ from pallasite.passes.analysis.guards import Part as Condition
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, loop_dims
 from pallasite.passes.normal.resized_code import CannotReblock, Joined
 from pallasite.passes.normal.step_sums import Fill, State, Steps
+from pallasite.passes.schedule.loop_state import loop_state
 
 
 def widen_steps(kernel: Kernel, widest: int) -> Kernel:
@@ -44,12 +45,14 @@ def widen_steps(kernel: Kernel, widest: int) -> Kernel:
 
     found = dims_of_steps(kernel)
     dim = walked(found)
-    if dim is not None:
+    loops = [op for op in walk(found.pipeline.body) if op.name == "for"]
+    if dim is not None and not loops:
         return wider_grid(RunningSteps(found, dim), factor)
-    loops = [op for op in found.pipeline.body.ops if op.name == "for"]
     if len(loops) != 1:
         raise CannotReblock("no axis or loop iterates over a dimension of its blocks")
-    return wider_loop(RunningLoop(found, Loop.of(loops[0])), factor)
+    found = dims_of_steps(loop_state(kernel))
+    (loop,) = (op for op in walk(found.pipeline.body) if op.name == "for")
+    return wider_loop(RunningLoop(found, Loop.of(loop)), factor)
 
 
 def dims_of_steps(kernel: Kernel) -> LoopDims:
@@ -197,9 +200,11 @@ class Wider(Joined):
 
     def _guarded(self, b: Builder, guard: Guard) -> None:
         """A branch that only some steps take."""
-        tests = [self._some(b, part.value, part.truth) for part in guard.parts]
-        region = self.block(guard.taken)
-        self._branch_if(b, guard, [t for t in tests if t is not None], region)
+        some = [self._some(b, part.value, part.truth) for part in guard.parts]
+        tests = [test for test in some if test is not None]
+        if len(tests) < len(some):
+            raise CannotReblock("which of the merged steps are skipped is not known")
+        self._branch_if(b, guard, tests, self.block(guard.taken))
 
     def _branch_if(
         self, b: Builder, guard: Guard, tests: Sequence[Value], taken: Block

@@ -170,6 +170,38 @@ def test_too_large_a_block_without_products_is_cut():
     assert "tensor<8192xf32>" in text and config["grid_x"] == 256
 
 
+def spread(rows: int, columns: int, shown: int) -> Kernel:
+    """A row that all rows of the result are, in blocks of so many rows."""
+    return parse_kernel(f"""
+    kernel @spread(%x: ref<f32[1,{columns}] any>, %o: ref<f32[{rows},{columns}] any>)
+        outputs 1 {{
+      pipeline %x, %o {{grid=({rows // shown},), windows=(in[1, {columns}],
+          out[{shown}, {columns}]), semantics=("parallel",)}}
+        map (%i: i32) {{ %c: i32 = constant {{value=0}} yield %c, %c }}
+        map (%i1: i32) {{ %c1: i32 = constant {{value=0}} yield %i1, %c1 }}
+        body (%i2: i32, %xb: ref<f32[1,{columns}] block>,
+              %ob: ref<f32[{shown},{columns}] block>) {{
+          %a: f32[1,{columns}] = load %xb[:, :]
+          %b: f32[{shown},{columns}] = broadcast_in_dim %a {{
+              shape=({shown}, {columns}), dims=(0, 1)}}
+          store %ob[:, :] = %b
+        }}
+    }}""")
+
+
+def test_rows_are_cut_where_whole_ones_load_more():
+    """A row that is added to all is loaded once for several rows, by parts."""
+    kernel = spread(512, 8192, 64)
+    text, config = launched(kernel)
+    assert "tensor<4x2048xf32>" in text and config["grid_x"] == 512
+    x = np.random.default_rng(0).normal(size=(1, 8192)).astype(np.float32)
+    (got,) = simulated(kernel, [x])
+    np.testing.assert_array_equal(got, np.repeat(x, 512, axis=0))
+    # Nothing is loaded twice: rows stay whole.
+    text, config = launched(vector_add(1 << 21, 1 << 21))
+    assert "tensor<8192xf32>" in text
+
+
 def test_many_tiny_programs_become_fewer():
     text, config = launched(vector_add(1 << 22, 64))
     assert "tensor<2048xf32>" in text and config["grid_x"] == 2048

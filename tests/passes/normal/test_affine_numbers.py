@@ -69,3 +69,51 @@ def test_only_if_equal_at_every_step(grid, changes):
 def test_an_empty_grid():
     kernel = kernel_of(QUOTIENT, "(0,)")
     assert affine_numbers(kernel) is kernel
+
+
+COMPARED = """
+kernel @k(%x: ref<f32[5,8] any>, %o: ref<i32[5,4] any>) outputs 1 {
+  pipeline %x {grid=(5, 4), windows=(in[1, 2]), semantics=("arbitrary", "arbitrary")}
+    map (%a: i32, %b: i32) {
+      yield %a, %b
+    }
+    body (%i: i32, %j: i32, %xb: ref<f32[1,2] block>) {
+      %zero: i32 = constant {value=0}
+      %one: i32 = constant {value=1}
+      %two: i32 = constant {value=2}
+      %three: i32 = constant {value=3}
+      %more: i32 = add %i, ADDED
+      %half: i32 = div %more, %two
+      %end: i32 = min %half, %three
+      %test: bool = TEST
+      %n: i32 = cast %test {dtype=i32}
+      store %o[%i, %j] = %n
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("added", ["%zero", "%one", "%two", "%three"])
+@pytest.mark.parametrize("test", ["lt %j, %end", "ge %end, %j", "gt %j, %end"])
+def test_comparisons_with_quotients_are_of_positions(added, test):
+    """Blocks of two columns end at the row's number, rounded up or down."""
+    text = COMPARED.replace("ADDED", added).replace("TEST", test)
+    kernel = canonicalize(parse_kernel(text))
+    new = affine_numbers(kernel)
+    assert_same_meaning(kernel, new, checked=False)
+    if (added, test) != ("%three", "lt %j, %end"):  # the minimum is below
+        assert "div" not in new.text and "min" not in new.text
+        assert affine_numbers(new) is new
+
+
+@pytest.mark.parametrize("test", ["lt %end, %zero", "ge %j, %zero", "lt %j, %i"])
+def test_other_comparisons_stay(test):
+    text = COMPARED.replace("ADDED", "%zero").replace("TEST", test)
+    kernel = canonicalize(parse_kernel(text))
+    assert affine_numbers(kernel) is kernel
+
+
+def test_comparisons_that_no_line_divides_stay():
+    text = COMPARED.replace("ADDED", "%zero").replace("div", "rem")
+    kernel = canonicalize(parse_kernel(text.replace("TEST", "lt %j, %end")))
+    assert affine_numbers(kernel) is kernel

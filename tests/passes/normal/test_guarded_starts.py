@@ -222,6 +222,39 @@ def test_what_is_stored_first_is_added_to_zero():
     assert text.index("cond ") < text.index("load %acc[:]") < text.index("add %was, %v")
 
 
+def test_an_element_that_is_all_of_a_ref_is_added_to_zero():
+    """As authors write sums in SMEM; its tile has no dimension."""
+
+    def kernel(x_ref, o_ref, sum_ref):
+        total = jnp.max(x_ref[...])
+        first = pl.program_id(0) == 0
+
+        @pl.when(first)
+        def _():
+            sum_ref[0] = total
+
+        @pl.when(jnp.logical_not(first))
+        def _():
+            sum_ref[0] = jnp.maximum(sum_ref[0], total)
+
+        o_ref[0] = sum_ref[0]
+
+    run = pl.pallas_call(
+        kernel,
+        grid=(4,),
+        in_specs=[pl.BlockSpec((8, 16), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((1,), lambda i: (0,), memory_space=pltpu.SMEM),
+        out_shape=jax.ShapeDtypeStruct((1,), jnp.float32),
+        scratch_shapes=[pltpu.SMEM((1,), jnp.float32)],
+    )
+    x = -np.arange(1, 513, dtype=np.float32).reshape(32, 16)
+    (made,) = kernels_in(run, x)
+    normal = normalize(made)
+    verify(normal)
+    assert "constant {value=-inf}" in normal.text
+    assert_same_meaning(made, normal, [x])
+
+
 def test_another_start_stays():
     before = stored_first("%start")
     assert guarded_starts(before) is before

@@ -87,6 +87,30 @@ def test_a_length_that_the_program_computes(first):
     assert new.text.count("cond") == (3 if steps > 1 else 1)
 
 
+@pytest.mark.parametrize("limit", ["%three", "%two", "%one", "%zero"])
+def test_a_first_iteration_that_the_program_computes(limit):
+    """The second program skips a step, or all of them."""
+    kernel = kernel_of(LIMIT=f"%limit: i32 = add {limit}, %zero", FIRST="%i")
+    new = loop_steps(kernel)
+    assert_same_meaning(kernel, new)
+    steps = {"%three": 3, "%two": 2, "%one": 1}.get(limit)
+    assert steps is None or f"grid=(2, {steps})" in new.text
+    assert steps is None or "for" not in new.text.split("body")[-1]
+
+
+@pytest.mark.parametrize("back", ["%one", "%four"])
+def test_a_first_iteration_before_zero(back):
+    """Parts before the first are clamped to it: they are no blocks of their own."""
+    changes = {"LIMIT": f"%limit: i32 = add %i, %two\n %early: i32 = sub %i, {back}"}
+    kernel = kernel_of(**changes, FIRST="%early")
+    assert_same_meaning(kernel, loop_steps(kernel), checked=False)
+
+
+def test_steps_of_two_from_elsewhere_keep_the_loop():
+    kernel = kernel_of(FIRST="%i", STEP="%two")
+    assert loop_steps(kernel) is kernel
+
+
 def test_parts_between_blocks_keep_the_loop():
     kernel = kernel_of(AT="%at: i32 = mul %k, %two")
     assert loop_steps(kernel) is kernel
@@ -103,3 +127,14 @@ def test_counters_of_other_types_keep_the_loop(dtype):
     changes = {"FIRST": "%first", "STEP": "%step", "(%k: i32,": f"(%k: {dtype},"}
     kernel = kernel_of(LIMIT=numbers, AT=at, **changes)
     assert loop_steps(kernel) is kernel
+
+
+def test_a_length_that_is_rounded():
+    """The guard has no quotient, so that programs and steps can be merged."""
+    limit = """
+      %m: i32 = add %i, %three
+      %limit: i32 = div %m, %two"""
+    kernel = kernel_of(LIMIT=limit)
+    new = loop_steps(kernel)
+    assert_same_meaning(kernel, new)
+    assert "grid=(2, 2)" in new.text and "div" not in new.text.split("body")[-1]

@@ -1,0 +1,129 @@
+"""gpu_tiles: tiles of code without matmuls that fit a GPU's registers.
+
+Blocks are divided by rows first, then along rows; those of a few elements grow. What is
+reduced may be divided into loops. For `gpu_blocks.py`.
+"""
+
+from collections.abc import Iterable
+from math import inf, prod
+
+from pallasite.ir.nodes import Kernel, walk
+from pallasite.passes.analysis.loop_dims import LoopDim
+from pallasite.passes.normal.resized_code import CannotReblock
+from pallasite.passes.schedule.choose_blocks import (
+    LEAST_ROW,
+    Blocks,
+    Sizes,
+    blocks_of,
+    is_last,
+    with_uses_apart,
+)
+from pallasite.passes.schedule.loop_over_rows import loop_over_rows
+from pallasite.target import Gpu, physical
+
+TILE_ELEMENTS = 8192  # of the largest tile
+TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
+# Contiguous elements of a tile that would not fit otherwise.
+LEAST_LINE = 8
+# Of bytes that programs load and store, by which rows in parts are better than whole
+# ones; and how many more may be moved for longer parts.
+GAIN_OF_PARTS, LONGER_PARTS = 1.25, 1.25
+MOVES = frozenset({"slice", "concatenate", "dynamic_slice", "pad", "rev", "gather"})
+
+
+def without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
+    """Tiles no larger than fit a program's registers, and not tiny."""
+    kernel, own = blocks.kernel, largest(blocks, {})
+    if tuned:
+        return kernel
+    if own > 2 * TILE_ELEMENTS:
+        blocks = with_uses_apart(blocks)
+    rows = [d for d in blocks.free if not is_last(blocks, d)]
+    lines = [d for d in blocks.free if is_last(blocks, d)]
+    sizes: Sizes = {}
+    if own > 2 * TILE_ELEMENTS:
+        sizes = _cut_for_traffic(blocks, rows, lines)
+        if largest(blocks, sizes) > _most_elements(blocks, chip):
+            sizes = cut(blocks, ((rows, 1), (lines, LEAST_LINE)))
+    elif 0 < own < TINY_TILE:
+        for dim in (*lines, *rows):
+            for n in blocks.multiples(dim, SMALL_TILE):
+                new = {**sizes, dim: n}
+                enough = blocks.programs(new) >= chip.programs_per_core * chip.cores
+                if enough and largest(blocks, new) <= SMALL_TILE:
+                    sizes = new
+    return _summed_in_loops(blocks.rewritten(sizes) if sizes else kernel, chip)
+
+
+def _summed_in_loops(kernel: Kernel, chip: Gpu) -> Kernel:
+    """Loops over parts of what is reduced, where its tiles exceed all registers."""
+    blocks = blocks_of(kernel)
+    if blocks is None or largest(blocks, {}) <= chip.registers:
+        return kernel
+    reduced = (dim for dim in blocks.found.dims if dim.reduces)
+    for dim in sorted(reduced, key=lambda d: is_last(blocks, d)):
+        size = dim.size
+        while size % 2 == 0 and largest(blocks, {dim: size}) > 2 * TILE_ELEMENTS:
+            size //= 2
+        try:
+            return _summed_in_loops(loop_over_rows(kernel, dim.windows[0], size), chip)
+        except CannotReblock:
+            continue
+    return kernel
+
+
+def _cut_for_traffic(
+    blocks: Blocks, rows: list[LoopDim], lines: list[LoopDim]
+) -> Sizes:
+    """Rows first, so that contiguous elements stay together, unless programs then load
+    more: what is the same for several rows each of them loads for itself."""
+    best = cut(blocks, ((rows, 1), (lines, LEAST_ROW)))
+    most = max(TILE_ELEMENTS, largest(blocks, best))
+    found = list[tuple[float, Sizes]]()
+    least = LEAST_ROW
+    while any(dim.size > least for dim in lines):
+        sizes = cut(blocks, ((lines, least), (rows, 1)))
+        if largest(blocks, sizes) <= most:
+            found.append((_moved(blocks, sizes), sizes))
+        least *= 2
+    fewest = min((moved for moved, _ in found), default=inf)
+    if GAIN_OF_PARTS * fewest < _moved(blocks, best):
+        best = [sizes for moved, sizes in found if moved <= LONGER_PARTS * fewest][-1]
+    return best
+
+
+def _moved(blocks: Blocks, sizes: Sizes) -> float:
+    """Bytes that all programs load and store."""
+    accesses = [op for op in walk(blocks.body) if op.name in ("load", "store")]
+    tiles = [op.result if op.results else op.operands[1] for op in accesses]
+    bytes_of = lambda v: prod(blocks.shape(v, sizes)) * v.tile.dtype.bytes
+    return blocks.programs(sizes) * sum(map(bytes_of, tiles))
+
+
+def _most_elements(blocks: Blocks, chip: Gpu) -> int:
+    """Elements of a tile that an SM can hold, in shared memory if they are moved."""
+    moves = any(op.name in MOVES for op in walk(blocks.body))
+    return min(chip.registers, chip.shared.bytes // 4) if moves else chip.registers
+
+
+def largest_tile(kernel: Kernel) -> float:
+    """Elements of the largest tile; infinite if the blocks of a kernel are unknown."""
+    blocks = blocks_of(kernel)
+    return inf if blocks is None else largest(blocks, {})
+
+
+def largest(blocks: Blocks, sizes: Sizes) -> int:
+    """Elements of the largest tile."""
+    shapes = (blocks.shape(v, sizes) for v in blocks.tiles)
+    return max((prod(physical(shape)) for shape in shapes), default=0)
+
+
+def cut(blocks: Blocks, dims: Iterable[tuple[list[LoopDim], int]]) -> Sizes:
+    """Sizes of dimensions in the order to split them, each with its minimum."""
+    sizes: dict[LoopDim, int] = {}
+    for group, least in dims:
+        for dim in group:
+            for n in blocks.parts(dim, least):
+                if largest(blocks, sizes) > TILE_ELEMENTS:
+                    sizes[dim] = n
+    return sizes
