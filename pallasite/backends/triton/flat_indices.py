@@ -6,15 +6,15 @@ tile; one outside is clamped, or -1. A gather is then one of elements of a vecto
 Triton has. In a scatter all updates are compared with all positions, some updates at a
 time: that needs no memory, and where updates meet, the result does not depend on
 chance. Where that is many comparisons, updates are compared with each other instead,
-some at a time, and the last of those that meet does in memory what all of them do: in
-the block that the result is stored to, or in scratch.
+some of each row at a time, and the last of those that meet does in memory what all of
+them do: in the block that the result is stored to, or in scratch.
 
 A gather from a tile that is loaded loads the elements that it picks instead, if the
 tile is larger than shared memory should hold, or than what is read around the elements.
 (Other tiles are loaded whole, in long accesses.)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -22,7 +22,13 @@ from typing import NamedTuple
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Gather, Kernel, Op, Span, Value
 from pallasite.ir.opdef import table
-from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, users_of
+from pallasite.ir.rewrite import (
+    Rewriter,
+    dead_code,
+    is_elementwise,
+    map_ops,
+    users_of,
+)
 from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import DTYPES, I32, INDEX, RefType, TileType
 from pallasite.ops.decompose_gather import (
@@ -85,7 +91,7 @@ def _flattened(
         made = b.producer(op.operands[1], "scatter")
         if made is None or made.result not in stored or not _is_in_memory(made):
             return None
-        _updated(b, made, op.operands[0])
+        _updated(b, made, op.operands[0], constant)
         return ()
     if op.name not in ("gather", "scatter"):
         return None
@@ -101,7 +107,7 @@ def _flattened(
         if not is_long or x.size * x.dtype.bytes > most:
             return _scatter(b, op)
         scratch = b.op("alloc", type=RefType(x.shape, x.dtype))
-        _updated(b, op, scratch)
+        _updated(b, op, scratch, constant)
         return b.load(scratch)
     held = held_bytes(op)
     if held > min(MOST_GATHERED, op.result.tile.size * SECTOR):
@@ -239,10 +245,11 @@ def _has_neutral(scatter: Op) -> bool:
     return not (is_narrow and scatter.attrs["kind"] in ("min", "max"))
 
 
-def _lines(b: Builder, op: Op) -> tuple[Value, Value]:
+def _lines(b: Builder, op: Op, rows: tuple[int, ...] = ()) -> tuple[Value, Value]:
     """The flat positions of a scatter's updates, -1 of those outside, and updates.
 
-    The order in which updates meet is that of the indices.
+    `rows`: sizes of leading dimensions that stay. The order in which updates meet is
+    that of the indices.
     """
     x, indices, updates = op.operands
     slices = updated_slices(x.tile, updates.tile, op.attrs["dimension_numbers"])
@@ -250,55 +257,129 @@ def _lines(b: Builder, op: Op) -> tuple[Value, Value]:
     if op.attrs["mode"] == "fill":
         place = b.select(inside, place, b.like(-1, place))
     order = (*slices.batch_dims, *slices.offset_dims)
-    return _in_line(b, place, order), _in_line(b, updates, order)
+    return _in_line(b, place, order, rows), _in_line(b, updates, order, rows)
 
 
-def _updated(b: Builder, op: Op, ref: Value) -> None:
-    """Store to a ref what a scatter makes: what it updates, then updates in rounds.
-
-    In a round, the last of the updates that meet does what all of them do.
-    """
-    x, kind = op.operands[0], op.attrs["kind"]
-    place, updates = _lines(b, op)
-    count = place.tile.size
-    step = min(power_of_two(count), int(MEETING**0.5))
+def _updated(b: Rewriter, op: Op, ref: Value, constant: "_Constant") -> None:
+    """Store to a ref what a scatter makes: what it updates, then updates in rounds."""
+    rows = _rows(op)
+    place, updates = _lines(b, op, rows)
+    count = place.tile.shape[-1]
+    most = MEETING // power_of_two(prod(rows))  # pairs of each row
+    step = min(power_of_two(count), 1 << max(most.bit_length() - 1, 0) // 2)
     rounds = -(-count // step)
-    place, updates = (_lengthened(b, v, n, rounds * step) for v, n in
-                      ((place, -1), (updates, 0)))  # fmt: skip
-    b.store(ref, x)
-
-    def one_round(b: Builder, place: Value, update: Value) -> None:
-        pairs = (step, step)
-        meets = b.eq(b.broadcast(place, pairs, (0,)), b.broadcast(place, pairs, (1,)))
-        number = b.op("iota", type=TileType(pairs, I32), dim=1)
-        number = b.select(meets, number, b.like(-1, number))
-        last = b.op("reduce", number, kind="max", axes=(1,))
-        mine = b.and_(b.eq(last, positions(b, last, 0)), b.ge(place, b.like(0, place)))
-        where, rest = list[Value](), b.max(place, b.like(0, place))
-        for n in reversed(ref.ref.shape):
-            where.insert(0, b.op("rem", rest, b.like(n, rest)))
-            rest = b.op("div", rest, b.like(n, rest))
-        index = tuple(Gather() for _ in where)
-        if kind != "set":
-            every = b.broadcast(update, pairs, (1,))
-            none = b.constant(left_alone(kind, x), every.tile)
-            every = b.select(meets, every, none)
-            name = REDUCTIONS.get(kind, kind)
-            update = b.op("reduce", every, kind=name, axes=(1,))
-            update = b.op(kind, b.load(ref, index, where), update)
-        b.store(ref, update, index, where, mine)
-
+    place, updates = (
+        _lengthened(b, v, n, rounds * step) for v, n in ((place, -1), (updates, 0))
+    )
+    b.store(ref, op.operands[0])
     if rounds == 1:
-        one_round(b, place, updates)
+        _one_round(b, op, ref, place, updates)
         return
+    made = b.producers | {v: each for each in b.ops for v in each.results}
     inside, number = Builder(b.loc), Value(INDEX, "round")
     first = inside.mul(number, inside.index(step))
-    parts = [
-        inside.op("dynamic_slice", v, first, sizes=(step,)) for v in (place, updates)
-    ]
-    one_round(inside, *parts)
+    parts = _Parts(inside, made, constant, first, step)
+    _one_round(inside, op, ref, *(parts.of(v, len(rows)) for v in (place, updates)))
     bounds = [b.index(n) for n in (0, rounds, 1)]
     b.emit("for", *bounds, regions=(inside.block([number]),))
+
+
+def _rows(op: Op) -> tuple[int, ...]:
+    """The sizes of leading dimensions of a scatter's updates along which none meet."""
+    x, indices, updates = op.operands
+    numbers = op.attrs["dimension_numbers"]
+    slices = updated_slices(x.tile, updates.tile, numbers)
+    rank = len(slices.index_batch)
+    is_plain = not slices.offset_dims and slices.index_batch == tuple(range(rank))
+    return updates.tile.shape[:rank] if is_plain and indices.tile.size else ()
+
+
+def _one_round(b: Builder, op: Op, ref: Value, place: Value, update: Value) -> None:
+    """The last of the updates of a row that meet does what all of them do."""
+    x, kind, d = op.operands[0], op.attrs["kind"], place.tile.rank - 1
+    pairs, before = (*place.tile.shape, place.tile.shape[d]), tuple(range(d))
+    each, other = (*before, d), (*before, d + 1)
+    meets = b.eq(b.broadcast(place, pairs, each), b.broadcast(place, pairs, other))
+    number = b.op("iota", type=TileType(pairs, I32), dim=d + 1)
+    number = b.select(meets, number, b.like(-1, number))
+    last = b.op("reduce", number, kind="max", axes=(d + 1,))
+    mine = b.and_(b.eq(last, positions(b, last, d)), b.ge(place, b.like(0, place)))
+    where, rest = list[Value](), b.max(place, b.like(0, place))
+    for n in reversed(ref.ref.shape):
+        where.insert(0, b.op("rem", rest, b.like(n, rest)))
+        rest = b.op("div", rest, b.like(n, rest))
+    index = tuple(Gather() for _ in where)
+    if kind != "set":
+        every = b.broadcast(update, pairs, other)
+        none = b.constant(left_alone(kind, x), every.tile)
+        every = b.select(meets, every, none)
+        name = REDUCTIONS.get(kind, kind)
+        update = b.op("reduce", every, kind=name, axes=(d + 1,))
+        update = b.op(kind, b.load(ref, index, where), update)
+    b.store(ref, update, index, where, mine)
+
+
+class _Parts:
+    """Parts of tiles along a dimension, computed from parts of what is loaded.
+
+    A slice of a tile that is spread over threads goes through shared memory.
+    """
+
+    def __init__(
+        self,
+        b: Builder,
+        made: Mapping[Value, Op],
+        constant: "_Constant",
+        first: Value,
+        size: int,
+    ):
+        self.b, self.made, self.constant = b, made, constant
+        self.first, self.size = first, size
+
+    def of(self, value: Value, d: int) -> Value:
+        b, op, shape = self.b, self.made.get(value), list(value.tile.shape)
+        shape[d] = self.size
+        if op is None:
+            return self.slice(value, d)
+        if op.name == "load" and self.is_plain(op):
+            return self.load(op, d)
+        if op.name == "constant":
+            return b.constant(op.attrs["value"], value.tile.with_shape(tuple(shape)))
+        if op.name == "iota" and op.attrs["dim"] != d:
+            type_ = value.tile.with_shape(tuple(shape))
+            return b.op("iota", dim=op.attrs["dim"], type=type_)
+        if op.name == "broadcast_in_dim":
+            (x,), dims = op.operands, op.attrs["dims"]
+            if d in dims and x.tile.shape[dims.index(d)] != 1:
+                x = self.of(x, dims.index(d))
+            return b.broadcast(x, shape, dims)
+        if op.name == "reshape":
+            (x,) = op.operands
+            if x.tile.shape[: d + 1] == value.tile.shape[: d + 1]:
+                return b.op("reshape", self.of(x, d), shape=tuple(shape))
+        if is_elementwise(op):
+            operands = [self.of(v, d) if v.tile.shape else v for v in op.operands]
+            return b.op(op.name, *operands, **op.attrs)
+        return self.slice(value, d)
+
+    def is_plain(self, load: Op) -> bool:
+        access = Access.of(load)
+        spans = all(isinstance(e, Span) and e.stride == 1 for e in access.index)
+        plain = spans and access.mask is None and not access.index_operands
+        return plain and self.constant.has(access.ref)
+
+    def load(self, op: Op, d: int) -> Value:
+        index, b = list(op.attrs["index"]), self.b
+        start = b.add(self.first, b.index(index[d].start))
+        index[d] = Span(None, self.size)
+        return b.load(op.operands[0], tuple(index), [start])
+
+    def slice(self, value: Value, d: int) -> Value:
+        b = self.b
+        starts = [self.first if n == d else b.index(0) for n in range(value.tile.rank)]
+        sizes = list(value.tile.shape)
+        sizes[d] = self.size
+        return b.op("dynamic_slice", value, *starts, sizes=tuple(sizes))
 
 
 def _scatter(b: Builder, op: Op) -> Value | None:
@@ -316,9 +397,13 @@ def _scatter(b: Builder, op: Op) -> Value | None:
     return b.op("reshape", b.cast(new, dtype), shape=x.tile.shape)
 
 
-def _in_line(b: Builder, tile: Value, order: Sequence[int]) -> Value:
-    turned = b.op("transpose", tile, perm=tuple(order))
-    return b.op("reshape", turned, shape=(tile.tile.size,))
+def _in_line(
+    b: Builder, tile: Value, order: Sequence[int], rows: tuple[int, ...]
+) -> Value:
+    if [*order] != sorted(order):
+        tile = b.op("transpose", tile, perm=tuple(order))
+    shape = (*rows, tile.tile.size // prod(rows))
+    return tile if tile.tile.shape == shape else b.op("reshape", tile, shape=shape)
 
 
 def _replaced(b: Builder, x: Value, place: Value, updates: Value) -> Value:
@@ -372,11 +457,12 @@ def _compared(
 
 
 def _lengthened(b: Builder, x: Value, value: int, count: int) -> Value:
-    more = count - x.tile.size
+    """More elements along the last dimension."""
+    more, none = count - x.tile.shape[-1], (0,) * x.tile.rank
     if not more:
         return x
     end = b.constant(value, TileType((), x.tile.dtype))
-    return b.op("pad", x, end, low=(0,), high=(more,), interior=(0,))
+    return b.op("pad", x, end, low=none, high=(*none[1:], more), interior=none)
 
 
 # --- positions ---

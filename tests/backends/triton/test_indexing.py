@@ -266,6 +266,30 @@ def test_long_scatters_are_done_in_memory(name: str, kind: str, is_stored: bool)
     assert len(compiled(kernel)[1].scratch_results) == (not is_stored)
 
 
+@pytest.mark.parametrize("kind", ["set", "add", "max"])
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+@pytest.mark.parametrize("shape", [(2, 64), (3, 96), (1, 300), (2, 3, 128), (5, 2, 48)])
+def test_rows_of_long_scatters_meet_only_in_themselves(shape, mode: str, kind: str):
+    rng, lead = np.random.default_rng(7), shape[:-1]
+    batch = tuple(range(len(lead)))
+    axis = len(lead)
+    numbers_of = ((), (axis,), (axis,), batch, batch)
+    attrs = dict(dimension_numbers=numbers_of, kind=kind, mode=mode)
+    x = TileType((*lead, 1500), F32)
+    types = [x, TileType((*shape, 1), I32), TileType(shape, F32)]
+    kernel = made_by("scatter", types, attrs | {"type": x})
+    at = np.where(rng.random(shape) < 0.5, 9, rng.integers(-5, 1505, shape))
+    operands = [
+        rng.integers(-3, 3, x.shape).astype(np.float32),
+        at.astype(np.int32)[..., None],
+        rng.integers(-3, 3, shape).astype(np.float32),
+    ]
+    text = assert_simulated(kernel, operands)
+    assert "gpu.barrier" in text
+    if "scf.for" in text and shape[-1] % 32 == 0:  # whole rounds load their updates
+        assert "tt.gather" not in text
+
+
 def test_long_scatters_without_room_for_scratch_are_compared(monkeypatch):
     module = import_module("pallasite.backends.triton.flat_indices")
     monkeypatch.setattr(module, "MOST_SCRATCH", 1 << 10)

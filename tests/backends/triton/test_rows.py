@@ -1,6 +1,7 @@
 """Recurrences, stencils and histograms, as emitted, on the simulator."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +133,46 @@ def test_exact_products_are_shallow_although_their_rows_are_reduced(
     assert len(products) == count
     assert all(f"{depth}> * tensor<{depth[1:3]}x" in line for line in products)
     assert "tensor<128x1x!tt.ptr<i32>>" in text  # of the reductions
+
+
+def test_products_that_data_ask_for_have_small_results():
+    """The same product of all rows has tiles four times as large."""
+
+    def unasked(ids_ref, x_ref, o_ref):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        slots = 128 * pl.program_id(0) + lax.broadcasted_iota(I32, (512, 128), 1)
+        hot = (ids_ref[...] == slots).astype(F32)
+        o_ref[...] += lax.dot_general(hot, x_ref[...], (((0,), (0,)), ((), ())))
+
+    def asked(ids_ref, x_ref, o_ref):
+        first, ids = 128 * pl.program_id(0), ids_ref[...]
+
+        @pl.when((ids[:, 0].max() >= first) & (ids[:, 0].min() < first + 128))
+        def _():
+            unasked(ids_ref, x_ref, o_ref)
+
+    def sizes(body):
+        call = pl.pallas_call(
+            body,
+            jax.ShapeDtypeStruct((8192, 512), F32),
+            grid=(64, 128),
+            in_specs=[
+                pl.BlockSpec((512, 1), lambda i, j: (j, 0)),
+                pl.BlockSpec((512, 512), lambda i, j: (j, 0)),
+            ],
+            out_specs=pl.BlockSpec((128, 512), lambda i, j: (i, 0)),
+        )
+        shapes = ((65536, 1), I32), ((65536, 512), F32)
+        (kernel,) = kernels_in(call, *(jax.ShapeDtypeStruct(*s) for s in shapes))
+        text, _ = compiled(run(kernel))
+        found = re.findall(r"tt.dot .*-> tensor<(\d+)x(\d+)xf32>", text)
+        assert len(found) == 3
+        return [int(m) * int(n) for m, n in found]
+
+    assert max(sizes(asked)) * 4 == max(sizes(unasked))
 
 
 def looked_up(ids_ref, table_ref, o_ref):
