@@ -21,7 +21,7 @@ from pallasite.backends.base import (
     stored_launch,
 )
 from pallasite.backends.cuda import emit, nvrtc
-from pallasite.backends.cuda.authored import one_role, rounds, share_core
+from pallasite.backends.cuda.authored import all_at_once, one_role, rounds, share_core
 from pallasite.backends.cuda.before_waits import before_waits
 from pallasite.backends.cuda.fewer_dims import fewer_dims
 from pallasite.backends.cuda.late_waits import late_waits
@@ -137,6 +137,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("one_role", partial(one_role, chip=chip)),
         Pass("share_core", partial(share_core, chip=chip)),
         Pass("rounds", partial(rounds, chip=chip)),
+        Pass("all_at_once", partial(all_at_once, chip=chip)),
         Pass("late_waits", late_waits),
         Pass("sink_loads", sink_loads),
         Pass("streams", partial(streams, chip=chip)),
@@ -196,6 +197,7 @@ class CudaBackend:
             ),
             operands=forms_of(compiled.imported, launched.repacked),
             result_forms=(None,) * len(compiled.imported.outputs),
+            log_words=launched.semaphores,
         )
 
     def version(self) -> str:
