@@ -9,6 +9,7 @@ in turn times what it has compiled, alone on the machine.
     PYTHONPATH=. python benchmarks/forms.py                    # forward, this machine
     PYTHONPATH=. python benchmarks/forms.py --grad             # forward and backward
     PYTHONPATH=. python benchmarks/forms.py --family rows --only softmax
+    PYTHONPATH=. python benchmarks/forms.py --family "held-out rows"
     PYTHONPATH=. python benchmarks/forms.py --target tpu:v6e   # libtpu's estimates
     PYTHONPATH=. python benchmarks/forms.py --target gpu:h200 --explain
 
@@ -75,7 +76,7 @@ class Worker:
 
         self.jax, self.platform, self.grad = jax, platform, grad
         self.size = SIZES[size]
-        self.forms = {form.name: form for form in all_forms()}
+        self.forms = {form.name: form for form in all_forms(True)}
         self.ready: dict[str, Prepared] = {}
         self.beside: dict[str, Beside] = {}
 
@@ -435,7 +436,7 @@ def report(
 
     old = json.loads(path.read_text()) if path.exists() else {}
     kind = "gradient" if grad else "forward"
-    families = {form.name: form.family for form in all_forms()}
+    families = {form.name: form.family for form in all_forms(True)}
     before = old.get(kind, {})
     every = {
         **(before.get("rows", {}) if before.get("size", "") == size else {}),
@@ -523,7 +524,7 @@ def tpu_cycles(forms: Sequence[Any], chip: str, asked: Any) -> dict[str, Row]:
     from benchmarks.forms_tpu import rate, tpu_rows
     from tests.forms import all_forms
 
-    every = {form.name: form for form in all_forms()}
+    every = {form.name: form for form in all_forms(True)}
     path = results_path(asked, chip)
     old = json.loads(path.read_text()) if path and path.exists() else {}
     part, size = old.get("gradient" if asked.grad else "forward", {}), asked.size
@@ -604,9 +605,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         platform, chip = chip_here()
     from tests.forms import all_forms
 
+    held_out = any(name.startswith("held-out") for name in asked.family)
     forms = [
         form
-        for form in all_forms()
+        for form in all_forms(held_out)
         if (not asked.only or any(text in form.name for text in asked.only))
         and (not asked.family or form.family in asked.family)
         and (form.grad or not asked.grad)
@@ -625,7 +627,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif not here:
         asked.size = asked.size or "part"
         rows = tpu_cycles(forms, chip, asked)
-        families = {form.name: form.family for form in all_forms()}
+        families = {form.name: form.family for form in all_forms(True)}
     else:
         size = asked.size or ("cpu" if platform == "cpu" else "model")
         each = asked.each or (0.3 if platform == "cuda" else 0.5)

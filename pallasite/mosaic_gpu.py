@@ -85,7 +85,19 @@ from pallasite.language.gpu_memory import RefUnion as RefUnion
 from pallasite.language.gpu_memory import SwizzleTransform as SwizzleTransform
 from pallasite.language.gpu_memory import TilingTransform as TilingTransform
 from pallasite.language.gpu_memory import find_swizzle as find_swizzle
+from pallasite.language.gpu_semaphores import SemaphoreSignal as SemaphoreSignal
+from pallasite.language.gpu_semaphores import (
+    semaphore_signal as semaphore_signal,
+)
+from pallasite.language.gpu_semaphores import (
+    semaphore_signal_multicast as semaphore_signal_multicast,
+)
+from pallasite.language.gpu_semaphores import (
+    semaphore_signal_parallel as semaphore_signal_parallel,
+)
+from pallasite.language.gpu_semaphores import semaphore_wait as semaphore_wait
 from pallasite.language.memory_spaces import MemorySpace as MemorySpace
+from pallasite.language.memory_spaces import SemaphoreType as SemaphoreType
 
 GMEM = MemorySpace.GMEM
 SMEM = SharedMemory()
@@ -130,10 +142,8 @@ __getattr__ = missing.names(
         "later ones plgpu.wgmma, and copies with barriers",
     )
     | missing.hints(
-        "PeerMemRef SemaphoreSignal SemaphoreType alloc_semaphore async_store_smem "
-        "cluster_ref multicast_ref multimem_load_reduce multimem_store remote_ref "
-        "semaphore_signal semaphore_signal_multicast semaphore_signal_parallel "
-        "semaphore_wait",
+        "PeerMemRef alloc_semaphore async_store_smem cluster_ref multicast_ref "
+        "multimem_load_reduce multimem_store remote_ref",
         "let blocks and devices exchange values through main memory, between two "
         "kernels",
     )

@@ -39,6 +39,7 @@ from pallasite.errors import (
     warn,
 )
 from pallasite.ir.nodes import Kernel, Loc, walk
+from pallasite.ops.gpu import between_programs
 from pallasite.passes.transform.batch import (
     batch_kernel,
     changed_operands,
@@ -740,7 +741,9 @@ def _batch(
     # Machine code is for one number of elements, which a symbol is not.
     compiled = call.backend is not None and not wants_emulation(call)
     is_open = not isinstance(size, int) and compiled
-    if is_open or maps_a_grid_size(call.kernel, mapped):
+    # Copies of the programs would count with the same semaphores.
+    shares = between_programs(call.kernel)
+    if is_open or shares or maps_a_grid_size(call.kernel, mapped):
         return _one_by_one(operands, dims, call)
     moved = [
         x if d is None else jax.numpy.moveaxis(x, d, 0)

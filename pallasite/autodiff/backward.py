@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf, prod, sqrt
-from typing import Any, NamedTuple
+from math import inf, prod
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -21,8 +21,8 @@ from pallasite.autodiff.backward_choice import Estimate, estimate, sum_of
 from pallasite.autodiff.backward_stages import Stages, split, sums_apart
 from pallasite.autodiff.backward_windows import (
     Built,
-    Parts,
     Placement,
+    apart,
     build,
     only,
     place,
@@ -35,6 +35,8 @@ from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
 from pallasite.autodiff.owned_blocks import owned_blocks
 from pallasite.autodiff.owned_rows import owned_rows
+from pallasite.autodiff.partial_sums import Sums, bytes_of, cut_into_parts
+from pallasite.autodiff.rerolled import rerolled
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
 from pallasite.autodiff.reverse import Reversed, reverse_program
@@ -55,17 +57,9 @@ from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 from pallasite.target import Machine
 
-FEW_PARTS = 16  # for the cores of a CPU
-MOST_PARTS = (
-    256  # for a GPU, where they take no more than a share of the operands' bytes
-)
-SMALL_SHARE = 1 / 32
-# Programs of a GPU wait for memory: two on each multiprocessor are worth more traffic.
-GPU_SHARE = 1 / 8
 MOST_SCATTERED = 2  # times the bytes of operands and results
 KEPT_SHARE = 1 / 8  # of the bytes of operands and results, for residuals
 UNREPEATABLE = ("debug_print", "debug_check", "delay", "atomic_rmw", "atomic_cas")
-LEAST_PARTS = 8  # devices share parts: with fewer, few devices could share the axis
 
 
 @dataclass(frozen=True)
@@ -242,11 +236,12 @@ def _run(
         jnp.sum(x, axis=tuple(range(x.ndim - ref.ref.rank))) if parts > 1 else x
         for x, ref, parts in zip(results, step.results, step.parts, strict=True)
     ]
-    # An operand that two stages add to gets both sums.
-    return {
-        ref: arrays[ref] + x if ref in arrays and ref not in step.changing else x
-        for ref, x in zip(step.results, whole, strict=True)
-    }
+    found: dict[Value, Any] = {}
+    for ref, x in zip(step.results, whole, strict=True):
+        # An operand that is added to in two places, or by two stages, gets both sums.
+        before = found.get(ref, None if ref in step.changing else arrays.get(ref))
+        found[ref] = x if before is None else before + x
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -289,7 +284,7 @@ def _composed(
     found = cut(program)
     if found is None:
         return None
-    sums = _Sums.of(normal, machine)
+    sums = Sums.of(normal, machine)
     (first, *more) = _kernels(found.first, [found.array], set(), sums)
     (second, *others) = _kernels(found.second, normal.outputs, set(), sums)
     if more or others or prod((*first.parts, *second.parts)) > 1:
@@ -387,7 +382,7 @@ def _steps(
     saved: Sequence[Value],
 ) -> tuple[Built, ...]:
     """The kernels of some stages that change no memory."""
-    sums = _Sums.of(kernel, made.machine)
+    sums = Sums.of(kernel, made.machine)
     results = [*made.targets.values(), *saved]
     steps = [built for s in stages for built in _kernels(s, results, set(), sums)]
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in made.targets.items()}
@@ -403,10 +398,10 @@ def _keeping(
         return None
     first, *rest = way.stages.programs
     kept = keep(first, list(made.seeds.values()), kernel.outputs)
-    most = KEPT_SHARE * sum(map(_bytes, kernel.params))
-    if kept is None or sum(map(_bytes, kept.refs)) > most:
+    most = KEPT_SHARE * sum(map(bytes_of, kernel.params))
+    if kept is None or sum(map(bytes_of, kept.refs)) > most:
         return None
-    sums = _Sums.of(kernel, made.machine)
+    sums = Sums.of(kernel, made.machine)
     forward = _kernels(kept.forward, [*kernel.outputs, *kept.refs], set(), sums)
     if len(forward) != 1:
         return None
@@ -469,10 +464,13 @@ def _plan(
             program = row_blocks(program)
         in_blocks = machine.gpu is not None
         program, gathered = gather_overlaps(program, results, in_blocks)
-        most = MOST_SCATTERED * sum(map(_bytes, kernel.params))
+        if machine.gpu is not None:
+            program, more = rerolled(program, results)
+            gathered += more
+        most = MOST_SCATTERED * sum(map(bytes_of, kernel.params))
         variants = _scattered(program, list(targets.values()), most, machine)
     # Partial sums are for small operands, such as the weights of a norm.
-    sums = _Sums.of(kernel, machine)
+    sums = Sums.of(kernel, machine)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
     ways = _Ways(results, moving, sums, final).all(variants, gathered, made)
     return BackwardPlan(
@@ -493,7 +491,7 @@ class _Ways:
 
     results: Sequence[Value]
     moving: set[Value]
-    sums: "_Sums"
+    sums: "Sums"
     final: dict[Value, T.DType]  # the types of the cotangents
 
     def all(
@@ -558,7 +556,7 @@ def _scattered(
         if prod(program.sizes[a] for a in place(scattering, ref).own) >= enough:
             continue
         found = scattered(scattering, ref)
-        if found is not None and sum(map(_bytes, found[1].refs)) <= most:
+        if found is not None and sum(map(bytes_of, found[1].refs)) <= most:
             scattering = found[0]
             merges.append(found[1])
     rows = machine.one_unit and all(merge.is_rows for merge in merges)
@@ -642,9 +640,9 @@ def _check_lost(program: Program, made: Reversed) -> None:
 def _repeats_products(stage: Program, results: Sequence[Value]) -> bool:
     """Whether the kernels of a stage would compute some matmul more than once."""
     refs = Roots(stage.body).written(stage.body)
-    chains = groups([place(stage, ref) for ref in results if ref in refs])
-    parts = [only(stage, [p.ref for p in chain]) for chain in chains]
-    return sum(map(_products, parts)) > _products(only(stage, results))
+    stage, placed, _ = apart(stage, [place(stage, r) for r in results if r in refs])
+    parts = [only(stage, [p.ref for p in chain]) for chain in groups(placed)]
+    return sum(map(_products, parts)) > _products(only(stage, [p.ref for p in placed]))
 
 
 def _products(stage: Program) -> int:
@@ -655,34 +653,14 @@ def _cotangent_ref(ref: Value, dtype: T.DType, name: str) -> Value:
     return Value(replace(ref.ref, dtype=dtype, space="any"), f"d_{ref.name or name}")
 
 
-def _bytes(ref: Value) -> int:
-    return ref.ref.size * ref.ref.dtype.bytes
-
-
-class _Sums(NamedTuple):
-    """What decides whether kernels compute partial sums.
-
-    Attributes:
-        budget: bytes of the operands, of which partial sums may take a quarter, or half
-            on a GPU.
-        machine: what runs the kernels.
-    """
-
-    budget: int
-    machine: Machine
-
-    @staticmethod
-    def of(kernel: Kernel, machine: Machine) -> "_Sums":
-        return _Sums(sum(map(_bytes, kernel.inputs)), machine)
-
-
 def _kernels(
-    stage: Program, results: Sequence[Value], changing: set[Value], sums: _Sums
+    stage: Program, results: Sequence[Value], changing: set[Value], sums: Sums
 ) -> list[Built]:
     """One kernel per group of results that can share a grid order."""
     refs = Roots(stage.body).written(stage.body)
     mine = [place(stage, ref) for ref in results if ref in refs]
     mine = [replace(p, changes=p.ref in changing) for p in mine]
+    stage, mine, same = (stage, mine, {}) if changing else apart(stage, mine)
     built, pending = [], list[tuple[Program, list[Placement]]]()
     if sums.machine.cores > 1 and not changing:
         is_gpu = sums.machine.gpu is not None
@@ -703,11 +681,12 @@ def _kernels(
         names = [p.ref.name.removesuffix("_ref") for p in group]
         names = "_".join(dict.fromkeys(names))
         order = grid_order(group, len(program.sizes))
-        parts = {} if changing else cut_into_parts(group, order, program.sizes, sums)
+        own = sums.with_work(program)
+        parts = {} if changing else cut_into_parts(group, order, program.sizes, own)
         one = build(program, f"{stage.name}_{names}", group, order, parts)
         if prod(program.sizes) < sums.machine.enough_programs:
             one = replace(one, kernel=carried_axis(one.kernel))
-        built.append(one)
+        built.append(replace(one, results=tuple(same.get(r, r) for r in one.results)))
     return built
 
 
@@ -738,54 +717,3 @@ def groups(placements: Sequence[Placement]) -> list[list[Placement]]:
 def grid_order(group: Sequence[Placement], rank: int) -> list[int]:
     """Axes that more results have as their own come first."""
     return sorted(range(rank), key=lambda a: -sum(a in p.own for p in group))
-
-
-def cut_into_parts(
-    group: Sequence[Placement], order: Sequence[int], sizes: Sequence[int], sums: _Sums
-) -> Parts:
-    """Split sums over parts of axes where the grid has too few parallel programs."""
-    shared = frozenset[int].intersection(*(p.own for p in group))
-    programs = prod(sizes[a] for a in shared)
-    parts: Parts = {}
-    for axis in (a for a in order if a not in shared and sizes[a] > 1):
-        if programs >= sums.machine.enough_programs:
-            break
-        count = _parts_of(axis, group, sizes, sums, parts, programs)
-        is_whole = count == sizes[axis]
-        if count >= LEAST_PARTS or is_whole:
-            parts[axis] = count
-            programs *= count
-        if not is_whole:
-            break
-    return parts
-
-
-def _parts_of(
-    axis: int,
-    group: Sequence[Placement],
-    sizes: Sequence[int],
-    sums: _Sums,
-    others: Parts,
-    programs: int,
-) -> int:
-    """How many parts to split an axis into, after others.
-
-    On a GPU, `programs` on some cores have as much less bandwidth as cores are idle: it
-    takes `cores / (programs * n)` of the time to read the operands, and sums of n parts
-    are written and read. The sum of both is least at the square root below. But as
-    much is moved for sums as for operands at most.
-    """
-    taken = sum(
-        _bytes(p.ref) * prod(n for a, n in others.items() if a not in p.own)
-        for p in group
-        if axis not in p.own
-    )
-    fits = sums.budget / max(taken, 1)  # parts that would take as much as the operands
-    many = fits * SMALL_SHARE
-    if sums.machine.gpu is not None:
-        many = sqrt(fits * sums.machine.cores / (2 * programs))
-        many = max(min(many, fits / 2), fits * GPU_SHARE)
-    most = min(MOST_PARTS // prod(others.values()), max(min(FEW_PARTS, fits / 4), many))
-    counts = [d for d in range(1, int(most) + 1) if sizes[axis] % d == 0]
-    # Devices come in powers of two, and each should have whole parts.
-    return max(counts, key=lambda d: (d & -d, d), default=1)

@@ -27,7 +27,7 @@ from pallasite.ir.nodes import (
     walk,
 )
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import producers_of
+from pallasite.ir.rewrite import Rewriter, map_ops, producers_of
 from pallasite.ir.roles import Pipeline, number_of
 from pallasite.ir.text import attr_text
 from pallasite.passes.analysis.affine import Forms
@@ -143,6 +143,62 @@ def place(program: Program, ref: Value) -> Placement:
         if kept[-1] and by_axes:
             own.update(axes)
     return Placement(ref, tuple(kept), frozenset(own))
+
+
+def apart(
+    program: Program, placements: Sequence[Placement]
+) -> tuple[Program, list[Placement], dict[Value, Value]]:
+    """The program with a result per place for those that are added to in several.
+
+    The cotangent of `x` in `x @ x.T` gets sums at the rows and at the columns of the
+    program's block: the grid divides neither of them with the other, but each alone.
+
+    Returns:
+        The program, the placements of its results, and the result that each of the new
+        ones is a part of.
+    """
+    placed, same = list[Placement](), dict[Value, Value]()
+    for each in placements:
+        found = None if all(each.kept) else _by_place(program, each.ref)
+        if found is None:
+            placed.append(each)
+            continue
+        program, parts = found
+        placed += parts
+        same |= {part.ref: each.ref for part in parts}
+    return program, placed, same
+
+
+def _by_place(program: Program, ref: Value) -> tuple[Program, list[Placement]] | None:
+    """A result for each block that a program adds to, if the grid divides them all."""
+    code, parts = IndexCode(program.body), dict[Key, Value]()
+    views, shown = dict[Op, Value](), set[Value]()
+    for op in walk(program.body):
+        if ref in op.operands:
+            keys = tuple(map(code.key, op.operands[1:]))
+            if op.name != "block_view" or None in keys:
+                return None
+            key = (op.attrs["window"].dims, keys)
+            views[op] = parts.setdefault(key, Value(ref.ref, ref.name))
+            shown.add(op.result)
+        elif not shown.isdisjoint(op.operands) and not _adds(op):
+            return None
+    if len(parts) < 2:
+        return None
+
+    def rewrite(op: Op, b: Rewriter) -> Sequence[Value] | None:
+        if op not in views:
+            return None
+        b.ops.append(op.with_(operands=(views[op], *op.operands[1:])))
+        return op.results
+
+    new = program.with_body(map_ops(program.body, rewrite))
+    placed = [place(new, part) for part in parts.values()]
+    return (new, placed) if all(all(each.kept) for each in placed) else None
+
+
+def _adds(op: Op) -> bool:
+    return op.name == "atomic_rmw" and op.attrs["kind"] == "add"
 
 
 def block_count(dim: BlockDim, n: int) -> int | None:

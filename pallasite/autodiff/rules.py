@@ -31,7 +31,7 @@ from pallasite.autodiff.tangent import NoTangentKernel, TangentKernel, tangent_k
 from pallasite.emulation.reversible import emulate_reverse, emulate_smooth
 from pallasite.errors import NoBackwardKernel, UnsupportedError
 from pallasite.ir.nodes import walk
-from pallasite.ops.gpu import GPU_LEVEL
+from pallasite.ops.gpu import is_of_warpgroups
 from pallasite.passes.analysis.partition import pull_back_rule
 from pallasite.passes.lower.matrix_units import write_out
 from pallasite.passes.transform.report_checks import without_checks
@@ -108,7 +108,7 @@ def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, call: Call) -> Any
 def _refuse_warpgroups(call: Call) -> None:
     """Asynchronous ops of warpgroups (matmuls, copies that barriers count) have no
     rules: a derivative without them would be wrong."""
-    found = next((op for op in walk(call.kernel.body) if op.name in GPU_LEVEL), None)
+    found = next((op for op in walk(call.kernel.body) if is_of_warpgroups(op)), None)
     if found is not None:
         raise UnsupportedError(
             "kernels made by plgpu.kernel cannot be differentiated",

@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 
 from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.nodes import Access, Block, BlockDim, Op, Span, Value, walk
-from pallasite.ir.rewrite import producers_of
 from pallasite.ir.roles import Loop
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.affine import Affine, Forms
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.lower.per_program import Program
-from pallasite.passes.normal.derive_counters import with_counters
 
 
 def step_blocks(program: Program) -> Program:
@@ -40,7 +38,6 @@ class _Walk:
     def __init__(self, body: Block):
         self.body = body
         self.written = set(Roots(body).written(body))
-        self.made = producers_of(body)
         self.views = {o.result: o for o in walk(body) if o.name == "block_view"}
 
     def block(self, block: Block, loop: _Steps | None) -> Block:
@@ -51,7 +48,6 @@ class _Walk:
                 op = self.load(b, op, loop)
             elif op.name == "for":
                 inner = Loop.of(op)
-                inner = with_counters(inner, self.number) or inner
                 body = self.block(inner.body, self.steps(inner))
                 op = inner.with_(body=body).to_op()
             elif op.regions:
@@ -59,15 +55,6 @@ class _Walk:
                 op = op.with_(regions=regions)
             b.ops.append(op)
         return Block(block.params, tuple(b.ops), block.yields)
-
-    def number(self, value: Value) -> int | None:
-        """The value of a scalar integer, if constant."""
-        op = self.made.get(value)
-        if op is None or op.name != "constant":
-            return None
-        tile = op.result.tile
-        is_integer = not tile.rank and tile.dtype.is_integer
-        return op.attrs["value"] if is_integer else None
 
     def steps(self, loop: Loop) -> _Steps | None:
         if loop.index.type != INDEX:

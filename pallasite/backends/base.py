@@ -92,7 +92,8 @@ class Launch:
     # they are.
     operands: tuple[tuple[int, Form | None], ...] | None = None
     result_forms: tuple[Form | None, ...] = ()
-    # 32-bit words that a call takes as zeros and passes to `read_log` on the host.
+    # 32-bit words that a call takes as zeros and passes to `read_log` on the host, if
+    # there is one.
     log_words: int = 0
     log_shape: tuple[int, ...] | None = None  # None: a vector
     read_log: Callable[[Any], None] | None = None

@@ -21,7 +21,7 @@ from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Op, Span, Value, walk
 from pallasite.ir.rule_table import Rule, RuleTable
-from pallasite.ops.gpu import NOT_OUTSIDE
+from pallasite.ops.gpu import NOT_OUTSIDE, SEMAPHORES
 from pallasite.passes.analysis.cost import bytes_of
 from pallasite.passes.analysis.memory import VIEWS
 
@@ -57,6 +57,7 @@ class Threads:
 
     shared: Builder  # ops before the roles
     names: Iterator[str]  # of what is allocated first
+    name: Hashable  # of the axis of the warpgroups
     # Axes of the cluster: which of the grid's they are, -1 being the last.
     cluster: Mapping[Hashable, int] = field(default_factory=dict[Hashable, int])
     memory: dict[Any, Value] = field(default_factory=dict[Any, Value])
@@ -82,6 +83,39 @@ class Threads:
             self.shared.loc = before
             self.memory[variable] = ref
         return self.memory[variable]
+
+    def semaphore(self, im: Importer, variable: Any, type_: T.RefType) -> Value:
+        """Semaphores of all programs, of one, or of one of its warpgroups."""
+        axes = getattr(variable.aval.memory_space, "axes", ())
+        type_ = T.RefType(type_.shape, type_.dtype, SEMAPHORES)
+        blocks = {n for n, place in im.mesh_axes.items() if place in im.grid.ids}
+        if axes is not None and not (blocks and blocks <= set(axes)):
+            if blocks & set(axes):
+                raise KernelTypeError(
+                    "semaphores are shared by all thread blocks, or by none",
+                    [
+                        ("kernel", im.kernel_name),
+                        ("collective_axes", axes),
+                        ("axes of thread blocks", tuple(blocks)),
+                    ],
+                    im.where,
+                    "name all axes of the grid, or only that of the warpgroups; "
+                    "pl.get_global(...) is of all",
+                )
+            own = self.name is not None and self.name not in axes
+            return self.allocate(im, variable, type_, own)
+        if not all(isinstance(n, int) for n in im.grid.sizes):
+            raise KernelTypeError(
+                "semaphores of all thread blocks need a grid whose sizes are known",
+                [("kernel", im.kernel_name), ("grid", tuple(im.grid.sizes))],
+                im.where,
+                "use a grid of ints, and loop over what is known only at run time",
+            )
+        key = (variable, None)
+        if key not in self.memory:
+            name = f"semaphores{len(im.hidden)}"
+            self.memory[key] = im.hidden_scratch(name, type_)
+        return self.memory[key]
 
     def axes_of(self, im: Importer, names: Sequence[Hashable]) -> tuple[int, ...]:
         """The grid's axes that a cluster's axes are, of those with several blocks."""
@@ -137,7 +171,7 @@ def import_threads(
     """Import a body once per warpgroup, as concurrent roles."""
     ids = im.grid.ids
     axes = {name: ids.index(im.mesh_axes[name]) - len(ids) for name in cluster}
-    im.threads = threads = Threads(im.builder, iter(scratch), axes)
+    im.threads = threads = Threads(im.builder, iter(scratch), name, axes)
     regions = []
     for number in range(count):
         threads.own, threads.parities = Builder(im.where), {}

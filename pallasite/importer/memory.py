@@ -136,6 +136,8 @@ def _empty_ref(im: Importer, eqn: Any) -> Value:
     type_ = _ref_type(im, eqn.outvars[0].aval)
     if type_.space == "device_barrier":
         return im.builder.op("barrier_semaphore")
+    if im.threads is not None and type_.space in ("sem", "barrier_sem"):
+        return im.threads.semaphore(im, eqn.outvars[0], type_)
     if im.threads is not None and type_.space in ("smem", "mbarrier", "tmem"):
         own = getattr(eqn.outvars[0].aval.memory_space, "is_own", False)
         return im.threads.allocate(im, eqn.outvars[0], type_, own)
@@ -351,7 +353,8 @@ def _expect_semaphore(im: Importer, ref: Value) -> None:
             "expected a single semaphore",
             [("kernel", im.kernel_name), ("got", ref.type)],
             im.where,
-            "allocate pltpu.SemaphoreType.DMA; index an array of them: sems.at[i]",
+            "allocate SemaphoreType.DMA or SemaphoreType.REGULAR; index an array of "
+            "them: sems.at[i]",
         )
 
 
@@ -360,7 +363,12 @@ def _semaphore(im: Importer, eqn: Any, amount: Value, *flat: Value) -> None:
     (semaphore,) = _views(im, eqn, 1)
     _expect_semaphore(im, semaphore)
     name = "sem_" + eqn.primitive.name.rsplit("_", 1)[1]
+    keeps = not eqn.params.get("decrement", True)
+    if keeps and im.threads is not None:
+        name = "sem_reach"
     im.builder.emit(name, semaphore, amount)
+    if keeps and im.threads is None:  # nothing else waits for it
+        im.builder.emit("sem_signal", semaphore, amount)
 
 
 @RULES.rule("pallasite_semaphore_signal_core")

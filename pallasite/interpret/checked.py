@@ -23,13 +23,14 @@ from pallasite.interpret.monitor import UNWRITTEN, Monitor, Origin
 from pallasite.interpret.numbers import Picks
 from pallasite.interpret.numpy_memory import Elements, region_of
 from pallasite.interpret.races import Races, racing_axes, top_level_memory
-from pallasite.interpret.resume import SHARED, Pauses, cluster_axes, core_axes
+from pallasite.interpret.resume import SHARED, Pauses, core_axes
 from pallasite.interpret.schedule import Order, Schedule
 from pallasite.interpret.shadow import CheckedNumbers
 from pallasite.interpret.shadow_tiles import Partly, codes_of, partly, value_of
 from pallasite.interpret.tensor_memory import TensorWalker
 from pallasite.interpret.views import View
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
+from pallasite.ops.gpu import SEMAPHORES, concurrent_axes
 from pallasite.passes.analysis.memory import Roots
 
 Array = Any
@@ -269,6 +270,8 @@ class CheckedWalker(TensorWalker):
         if self.copies.flying:
             self._move(self.copies.end_memory(roots))
         for root in roots:
+            if root.ref.space == SEMAPHORES:  # of a GPU, where others may keep them
+                continue
             if root.ref.is_semaphore and np.any(self.memory[root]):
                 count = int(np.ravel(self.memory[root])[_flat_first(self.memory[root])])
                 facts = [("semaphore", self.monitor.describe(root)), ("count", count)]
@@ -504,7 +507,7 @@ def _runs_side_by_side(kernel: Kernel) -> bool:
     return any(
         op.name in ("roles", "warps")
         or core_axes(kernel, op)
-        or cluster_axes(kernel, op)
+        or concurrent_axes(kernel, op)
         for op in ops
     )
 

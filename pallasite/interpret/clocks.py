@@ -16,6 +16,7 @@ import numpy as np
 from pallasite.interpret.numpy_memory import Elements
 from pallasite.ir.nodes import Op, Value
 
+Key = tuple[Hashable, ...]  # of a semaphore
 Times = dict[int, int]  # per lane: the number of its last access that is known
 
 
@@ -36,7 +37,7 @@ class Clocks:
         self.accesses: list[Access] = [Access(None, 0, None)]
         self._known: dict[int, Times] = {}
         # Per semaphore: what came before each signal that was not waited for yet.
-        self._signals: dict[Hashable, deque[tuple[int, Times]]] = {}
+        self._signals: dict[Key, deque[tuple[int, Times]]] = {}
         self._meetings: dict[Hashable, Times] = {}
         self._lanes: dict[Hashable, int] = {}
         self._last: dict[int, int] = {}  # per lane: the number of its last access
@@ -61,12 +62,12 @@ class Clocks:
         self.accesses.append(access)
         return number
 
-    def signal(self, lane: int, semaphore: Hashable, amount: int) -> None:
+    def signal(self, lane: int, semaphore: Key, amount: int) -> None:
         """What the lane did so far happens before any wait for this amount."""
         signals = self._signals.setdefault(semaphore, deque())
         signals.append((amount, self._until_now(lane)))
 
-    def wait(self, lane: int, semaphore: Hashable, amount: int) -> None:
+    def wait(self, lane: int, semaphore: Key, amount: int) -> None:
         """The lane continues after the first signals that add up to the amount.
 
         Not after all signals so far: the others might have come later.
@@ -78,6 +79,20 @@ class Clocks:
             if count > amount:
                 signals.appendleft((count - amount, before))
             amount -= count
+
+    def reach(self, lane: int, semaphore: Key, amount: int) -> None:
+        """The same for a wait that leaves the signals to others."""
+        for count, before in self._signals.get(semaphore, ()):
+            if amount <= 0:
+                break
+            _merge(self.known(lane), before)
+            amount -= count
+
+    def forget(self, semaphores: tuple[Hashable, ...]) -> None:
+        """Signals to these, given by the beginning of their keys, are gone."""
+        count = len(semaphores)
+        for key in [k for k in self._signals if k[:count] == semaphores]:
+            del self._signals[key]
 
     def arrive(self, lane: int, barrier: Hashable) -> None:
         _merge(self._meetings.setdefault(barrier, {}), self._until_now(lane))

@@ -5,6 +5,7 @@ uses the memory that the other one has in the same place.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 from pallasite.interpret.copies import End
@@ -12,6 +13,7 @@ from pallasite.interpret.gpu_level import Barrier, GpuWalker, Load
 from pallasite.interpret.schedule import Context, Pause, Steps
 from pallasite.interpret.views import View
 from pallasite.ir.nodes import Op, Value
+from pallasite.ir.roles import Pipeline
 
 
 class ClusterWait(Pause):
@@ -20,7 +22,7 @@ class ClusterWait(Pause):
     def __init__(self, op: Op, walker: "ClusterWalker", block: Context):
         super().__init__(op)
         self.walker, self.count = walker, block.arrived
-        self.blocks = walker.cores
+        self.blocks = [walker.cores[n] for n in walker.peers_along(walker.cluster_axes)]
 
     def _missing(self) -> list[str]:
         return [c.name for c in self.blocks if c.arrived < self.count]
@@ -92,19 +94,25 @@ class ClusterWalker(GpuWalker):
                 "collective_axes",
             )
 
+    @cached_property
+    def cluster_axes(self) -> tuple[int, ...]:
+        """The grid's axes along which blocks are in one cluster, -1 being the last."""
+        (op,) = (op for op in self.kernel.body.ops if op.name == "pipeline")
+        semantics = Pipeline.of(op).semantics
+        axes = (n for n, s in enumerate(semantics) if s == "cluster")
+        return tuple(n - len(semantics) for n in axes)
+
     def peers(self, op: Op) -> list[int]:
         """The blocks that differ from this one along the axes of an op only."""
+        found = self.peers_along(op.attrs["axes"])
+        return found[:1] if op.attrs.get("to") == "first" else found
+
+    def peers_along(self, axes: Sequence[int]) -> list[int]:
         context = self.schedule.current
         assert context is not None
-        axes = op.attrs["axes"]
-        found = [
-            number
-            for number, block in enumerate(self.cores)
-            if all(
-                block.place[a] == n for a, n in context.place.items() if a not in axes
-            )
-        ]
-        return found[:1] if op.attrs.get("to") == "first" else found
+        fixed = [(a, n) for a, n in context.place.items() if a not in axes]
+        blocks = enumerate(self.cores)
+        return [k for k, b in blocks if all(b.place[a] == n for a, n in fixed)]
 
     def end_at(self, end: End, block: int) -> End:
         """The same place in the memory of another block."""
@@ -123,7 +131,8 @@ class ClusterWalker(GpuWalker):
             return
         block = self.cores[context.core]
         block.arrived += 1
-        meeting = (self.cores[0], "cluster", block.arrived)
+        first, *_ = self.peers_along(self.cluster_axes)
+        meeting = (self.cores[first], "cluster", block.arrived)
         self.races.arrive(meeting)
         yield ClusterWait(op, self, block)
         self.races.meet(meeting)

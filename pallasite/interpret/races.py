@@ -135,9 +135,12 @@ class Races:
         self.timed.setdefault(root, Timed(root))
 
     def renew(self, root: Value) -> None:
-        """Memory that is allocated again: its previous contents are undefined."""
+        """Memory that is allocated again: its previous contents are undefined, and no
+        signal that was left over counts."""
         if root in self.timed:
             self.timed[root] = Timed(root)
+        if self.clocks is not None and root.ref.is_semaphore:
+            self.clocks.forget((self.device, root))
 
     def enter_program(self, ids: Sequence[Any]) -> None:
         if self.axes:
@@ -214,13 +217,17 @@ class Races:
 
     # --- order between lanes ---
 
-    def signal(self, semaphore: Hashable, amount: int) -> None:
+    def signal(self, semaphore: tuple[Hashable, ...], amount: int) -> None:
         if self.clocks is not None:
-            self.clocks.signal(self.lane, (self.device, semaphore), amount)
+            self.clocks.signal(self.lane, (self.device, *semaphore), amount)
 
-    def wait(self, semaphore: Hashable, amount: int) -> None:
+    def wait(self, semaphore: tuple[Hashable, ...], amount: int) -> None:
         if self.clocks is not None:
-            self.clocks.wait(self.lane, (self.device, semaphore), amount)
+            self.clocks.wait(self.lane, (self.device, *semaphore), amount)
+
+    def reach(self, semaphore: tuple[Hashable, ...], amount: int) -> None:
+        if self.clocks is not None:
+            self.clocks.reach(self.lane, (self.device, *semaphore), amount)
 
     def arrive(self, barrier: Hashable) -> None:
         if self.clocks is not None:

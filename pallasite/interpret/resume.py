@@ -16,6 +16,7 @@ from pallasite.interpret.walker import Walker
 from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.opdef import EXPLICIT, table
 from pallasite.ir.roles import Pipeline
+from pallasite.ops.gpu import concurrent_axes
 
 Array = Any
 
@@ -29,14 +30,6 @@ def core_axes(kernel: Kernel, op: Op) -> tuple[int, ...]:
         return ()
     grid, semantics = Pipeline.of(op).grid, Pipeline.of(op).semantics
     return tuple(n for n, s in enumerate(semantics) if s in CORES and grid[n] != 1)
-
-
-def cluster_axes(kernel: Kernel, op: Op) -> tuple[int, ...]:
-    """The axes of a kernel's own grid whose programs are blocks of one cluster."""
-    if op.name != "pipeline" or op not in kernel.body.ops:
-        return ()
-    grid, semantics = Pipeline.of(op).grid, Pipeline.of(op).semantics
-    return tuple(n for n, s in enumerate(semantics) if s == "cluster" and grid[n] != 1)
 
 
 class Pauses:
@@ -166,7 +159,7 @@ class ResumableWalker(Walker):
     def steps_pipeline(self, op: Op) -> Steps:
         programs = self.grid_programs(op)
         axes = core_axes(self.kernel, op)
-        if cluster_axes(self.kernel, op):
+        if concurrent_axes(self.kernel, op):
             yield from self._clusters(op, programs)
             return
         if not axes:
@@ -206,8 +199,9 @@ class ResumableWalker(Walker):
             self.after_program(op, ids)
 
     def _clusters(self, op: Op, programs: Sequence[list[Array]]) -> Steps:
-        """Clusters one after another; the blocks of each concurrently."""
-        axes = cluster_axes(self.kernel, op)
+        """Clusters one after another; the blocks of each concurrently. Where all blocks
+        wait for each other, they are like one cluster."""
+        axes = concurrent_axes(self.kernel, op)
         clusters: dict[tuple[int, ...], list[list[Array]]] = {}
         for ids in programs:
             others = (int(n) for axis, n in enumerate(ids) if axis not in axes)

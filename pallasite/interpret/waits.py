@@ -370,6 +370,11 @@ class WaitingWalker(ResumableWalker):
         self.races.wait(end.key, int(amount))
         self._count(end.view, end.ref, self.numbers.mul(amount, -1))
 
+    def steps_sem_reach(self, op: Op) -> Steps:
+        amount, end = self._plain_amount(op), self._end(op.operands[0])
+        yield SemaphoreWait(op, self, end, int(amount))
+        self.races.reach(end.key, int(amount))
+
     def steps_sem_read(self, op: Op) -> Steps:
         yield SemaphorePoll(op, self.copies, self._end(op.operands[0]))
         return self.do_sem_read(op)
@@ -413,6 +418,7 @@ class WaitingWalker(ResumableWalker):
         "sem_signal": steps_sem_signal,
         "sem_signal_core": steps_sem_signal_core,
         "sem_wait": steps_sem_wait,
+        "sem_reach": steps_sem_reach,
         "sem_read": steps_sem_read,
         "fetch_and_add": steps_fetch_and_add,
         "barrier": steps_barrier,

@@ -34,7 +34,7 @@ from pallasite.ir.nodes import (
 )
 from pallasite.ir.roles import Loop, Pipeline, While
 from pallasite.ops.fused import written_out
-from pallasite.ops.gpu import product_of
+from pallasite.ops.gpu import SEMAPHORES, concurrent_axes, product_of
 from pallasite.passes.analysis.memory import Roots, over_edges
 
 Rule = Callable[[Any, Op], Any]  # (walker, op) -> its results, None if it has none
@@ -375,8 +375,20 @@ class Walker:
         self._count(self.env[op.operands[0]], op.operands[0], self.env[op.operands[1]])
 
     def do_sem_wait(self, op: Op) -> None:
+        self._refuse_between_programs(op)
         amount = self.numbers.mul(self.env[op.operands[1]], -1)
         self._count(self.env[op.operands[0]], op.operands[0], amount)
+
+    def do_sem_reach(self, op: Op) -> None:
+        self._refuse_between_programs(op)
+
+    def _refuse_between_programs(self, op: Op) -> None:
+        """A wait for other programs, which here run before or after this one."""
+        is_shared = op.operands[0].ref.space == SEMAPHORES
+        if is_shared and any(
+            concurrent_axes(self.kernel, p) for p in self.kernel.body.ops
+        ):
+            self.do_refuse(op)
 
     def _count(self, view: View, ref: Value, amount: Any) -> None:
         everything = entries_of(full_index(ref.ref.shape), ())
@@ -605,6 +617,7 @@ class Walker:
         "indexed_copy_wait": do_copy_wait,
         "sem_signal": do_sem_signal,
         "sem_wait": do_sem_wait,
+        "sem_reach": do_sem_reach,
         "sem_read": do_sem_read,
         "wgmma": do_wgmma,
         "wgmma_wait": do_wgmma_wait,

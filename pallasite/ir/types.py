@@ -190,6 +190,7 @@ SPACES = (
     "sem",  # counting semaphores
     "dma_sem",  # semaphores that async copies signal
     "barrier_sem",  # semaphores shared between devices
+    "gpu_sem",  # counting semaphores of thread blocks, in a GPU's memory
     "mbarrier",  # barriers in a GPU's shared memory; count arrivals and bytes
 )
 
@@ -218,7 +219,7 @@ class RefType:
 
     @property
     def is_semaphore(self) -> bool:
-        return self.space in ("sem", "dma_sem", "barrier_sem", "mbarrier")
+        return self.space in ("sem", "dma_sem", "barrier_sem", "gpu_sem", "mbarrier")
 
     def with_shape(self, shape: Sequence[int]) -> "RefType":
         return RefType(tuple(shape), self.dtype, self.space, self.layout)

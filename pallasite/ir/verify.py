@@ -465,6 +465,7 @@ _EXTRA: dict[str, Callable[[Op], None]] = {
     "sem_signal_core": _check_semaphore,
     "sem_signal_device": _check_semaphore,
     "sem_wait": _check_semaphore,
+    "sem_reach": _check_semaphore,
     "sem_read": _check_semaphore,
     "copy_start": _check_copy,
     "copy_wait": _check_copy,

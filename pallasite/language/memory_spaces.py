@@ -171,10 +171,30 @@ class OwnSpace:
         return getattr(object.__getattribute__(self, "space"), name)
 
 
+@dataclass(frozen=True)
+class SharedSpace:
+    """A space of semaphores, and who shares them: programs and warpgroups along these
+    axes, or None for all of the call. Only GPUs tell them apart."""
+
+    space: Any
+    axes: tuple[Hashable, ...] | None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "space"), name)
+
+
+def is_semaphore_space(space: Any) -> bool:
+    return getattr(space, "value", None) in ("sem", "dma_sem", "barrier_sem")
+
+
 def of_whom(memory: MemoryRef, collective_axes: Any) -> MemoryRef:
     """Scoped memory, shared by all warpgroups if they allocate it together."""
     axis, axes = warpgroup_axis.get(), as_axes(collective_axes)
     space = getattr(memory.memory_space, "value", None)
+    if is_semaphore_space(memory.memory_space) and axes:
+        return MemoryRef(
+            memory.shape, memory.dtype, SharedSpace(memory.memory_space, axes)
+        )
     if axis is None or axis in axes or space not in ("smem", "mbarrier", "tmem"):
         return memory
     return MemoryRef(memory.shape, memory.dtype, OwnSpace(memory.memory_space))

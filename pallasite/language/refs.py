@@ -24,7 +24,9 @@ from pallasite.language.memory_spaces import (
     MemoryRef,
     MemorySpace,
     SemaphoreType,
+    SharedSpace,
     as_memory_ref,
+    is_semaphore_space,
     of_whom,
 )
 from pallasite.language.trace import innermost_grid, negative_size, user_location
@@ -628,9 +630,8 @@ def semaphore_wait(sem_or_view: Any, value: Any = 1, *, decrement: bool = True) 
         decrement: False leaves the semaphore unchanged.
     """
     flat, tree = flatten_views(sem_or_view)
-    sem_wait_p.bind(jnp.asarray(value, jnp.int32), *flat, tree=tree)
-    if not decrement:
-        semaphore_signal(sem_or_view, value)
+    amount = jnp.asarray(value, jnp.int32)
+    sem_wait_p.bind(amount, *flat, tree=tree, decrement=bool(decrement))
 
 
 def semaphore_read(sem_or_view: Any) -> jax.Array:
@@ -689,6 +690,10 @@ def _is_memory(x: Any) -> bool:
 
 
 def allocate(spec: Any, collective_axes: Any = ()) -> Any:
+    return _empty_ref(of_whom(_expect_memory(spec), collective_axes))
+
+
+def _expect_memory(spec: Any) -> MemoryRef:
     memory = as_memory_ref(spec)
     if memory is None:
         raise KernelTypeError(
@@ -696,7 +701,7 @@ def allocate(spec: Any, collective_axes: Any = ()) -> Any:
             at=user_location(),
             fix="pltpu.VMEM((128, 128), jnp.float32) or pltpu.SemaphoreType.DMA",
         )
-    return _empty_ref(of_whom(memory, collective_axes))
+    return memory
 
 
 def _empty_ref(memory: MemoryRef) -> Any:
@@ -710,6 +715,17 @@ def _empty_ref(memory: MemoryRef) -> Any:
 def get_global(what: Any) -> Any:
     """A zero-initialised allocation shared by all programs of a call.
 
-    Only semaphores are supported; in this release each use allocates its own.
+    Only semaphores are supported. Each use allocates its own: pass it on to code that
+    uses the same one.
     """
-    return allocate(what)
+    memory = _expect_memory(what)
+    if not is_semaphore_space(memory.memory_space):
+        raise KernelTypeError(
+            "get_global allocates semaphores only",
+            [("got", f"{memory.dtype}{list(memory.shape)}")],
+            user_location(),
+            "pl.get_global(plgpu.SemaphoreType.REGULAR); memory that programs share is "
+            "an output",
+        )
+    space = SharedSpace(memory.memory_space, None)
+    return _empty_ref(MemoryRef(memory.shape, memory.dtype, space))

@@ -12,7 +12,7 @@ fewer groups pending. Axes of a cluster are those of the grid, -1 being its last
 from typing import Any
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, Op, Value
+from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.opdef import (
     EXPLICIT,
     Attrs,
@@ -24,6 +24,7 @@ from pallasite.ir.opdef import (
     Use,
     register,
 )
+from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import INDEX, RefType, TileType, Type
 from pallasite.ops.elementwise import tiles
 
@@ -112,6 +113,43 @@ def gpu_row(
 
 
 COUNTS = (Use.WRITE,)  # a barrier counts arrivals and bytes
+SEMAPHORES = "gpu_sem"  # the space of semaphores
+
+
+def between_programs(kernel: Kernel) -> list[Value]:
+    """The semaphores that all programs of a kernel share.
+
+    Those of one program are allocated in its body.
+    """
+    allocs = (op.result for op in kernel.body.ops if op.name == "alloc")
+    return [ref for ref in allocs if ref.ref.space == SEMAPHORES]
+
+
+def concurrent_axes(kernel: Kernel, op: Op) -> tuple[int, ...]:
+    """The axes of a kernel's own grid whose programs wait for each other: those of a
+    cluster, or all of them where programs share semaphores."""
+    if op.name != "pipeline" or op not in kernel.body.ops:
+        return ()
+    pipeline, every = Pipeline.of(op), bool(between_programs(kernel))
+    axes = enumerate(zip(pipeline.grid, pipeline.semantics, strict=True))
+    return tuple(n for n, (size, s) in axes if size != 1 and (every or s == "cluster"))
+
+
+def is_of_warpgroups(op: Op) -> bool:
+    """Whether only kernels of warpgroups have an op."""
+    if op.name == "alloc":
+        return op.result.ref.space == SEMAPHORES
+    return op.name in GPU_LEVEL
+
+
+gpu_row(
+    "sem_reach",
+    nothing,
+    2,
+    (),
+    uses=COUNTS,
+    doc="semaphore, i32 amount: waits until the count is at least that, and leaves it",
+)
 
 gpu_row(
     "barrier_expect",

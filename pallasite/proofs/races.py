@@ -12,10 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from pallasite.interpret.races import racing_axes
-from pallasite.interpret.resume import cluster_axes, core_axes
+from pallasite.interpret.resume import core_axes
 from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.ir.nodes import walk as walk_ops
 from pallasite.ir.roles import Pipeline
+from pallasite.ops.gpu import concurrent_axes
 from pallasite.passes.analysis.grid import PARALLEL, GridInfo, analyze
 from pallasite.passes.run import run
 from pallasite.proofs.cells import Cells, TooManyError
@@ -62,7 +63,7 @@ def _side_by_side(kernel: Kernel) -> Op | None:
         (
             op
             for op in ops
-            if op.name in beside or core_axes(kernel, op) or cluster_axes(kernel, op)
+            if op.name in beside or core_axes(kernel, op) or concurrent_axes(kernel, op)
         ),
         None,
     )

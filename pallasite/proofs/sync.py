@@ -8,11 +8,12 @@ it either: with one thread of control, or where each semaphore has one waiting r
 
 from collections.abc import Iterator, Sequence
 
-from pallasite.interpret.resume import Pauses, cluster_axes, core_axes
+from pallasite.interpret.resume import Pauses, core_axes
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value
 from pallasite.ir.nodes import walk as walk_ops
 from pallasite.ir.opdef import Effect, Use, table
 from pallasite.ir.roles import Cond, Loop, Pipeline
+from pallasite.ops.gpu import concurrent_axes
 from pallasite.passes.analysis.block_table import exact_meaning
 from pallasite.passes.analysis.memory import Roots, read_refs, written_refs
 from pallasite.proofs.replay import Replay
@@ -48,7 +49,7 @@ def _not_fixed(kernel: Kernel) -> tuple[str, str]:
     """Why runs may differ, and the author's line; empty if they do not."""
     ops = list(walk_ops(kernel.body))
     for op in ops:
-        if core_axes(kernel, op) or cluster_axes(kernel, op):
+        if core_axes(kernel, op) or concurrent_axes(kernel, op):
             return "several cores or thread blocks signal each other", str(op.loc or "")
         if op.name in ("roles", "warps") and _has_phases(op):
             why = "roles wait for phases of barriers, which another order may miss"

@@ -72,7 +72,7 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
     )
     attributes = dict(launch.config) if typed else {}
     made = list(rule(ctx, *values, **attributes))
-    if launch.log_words:
+    if launch.read_log is not None:
         read = functools.partial(jax.debug.callback, launch.read_log)
         _run(ctx, lambda log: read(log) or [], scratch[-1:], [], made[-1])
     found = made[:results]

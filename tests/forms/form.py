@@ -171,8 +171,11 @@ def total(function: Callable, results: int = 1) -> Callable:
         parts = []
         for out in jax.tree.leaves(function(*operands)):
             if jnp.issubdtype(out.dtype, jnp.floating):
-                along = jax.lax.broadcasted_iota(I32, out.shape, out.ndim - 1)
-                weights = (along % 7).astype(F32) - 2.5
+                # They differ along every axis: a softmax over an axis along which they
+                # are the same has no gradient.
+                axes = range(out.ndim)
+                along = sum(jax.lax.broadcasted_iota(I32, out.shape, n) for n in axes)
+                weights = jnp.float32(along % 7) - 2.5
                 parts.append((out.astype(F32) * weights).sum())
         return sum(parts)
 

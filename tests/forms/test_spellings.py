@@ -8,8 +8,8 @@ import pytest
 
 from pallasite import config
 from pallasite.target import named
-from tests.forms import all_forms
-from tests.forms.form import SIZES, distance
+from tests.forms import HELD_OUT, all_forms
+from tests.forms.form import SIZES, distance, gradient
 from tests.forms.pairs import KINDS, call_of, nameless, normal_text, outcome
 from tests.forms.spellings import BASES, pairs, spelling
 
@@ -84,6 +84,27 @@ def test_enough_forms_with_names_of_their_own():
     assert (count("attention"), count("matmul")) >= (40, 35)
     assert count("rows") >= 35 and count("others") >= 40
     assert sum(form.grad for form in forms) >= 110
+
+
+def test_forms_held_out_are_extra():
+    held_out = all_forms(held_out=True)[len(all_forms()) :]
+    assert len({form.name for form in all_forms(held_out=True)}) >= 240
+    assert {form.family for form in held_out} == set(HELD_OUT)
+    assert sum(form.grad for form in held_out) >= 45
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_forms_held_out_mean_what_their_problems_say(part: int):
+    """With gradients; `benchmarks/forms.py` holds all of them to it."""
+    held_out = all_forms(held_out=True)[len(all_forms()) :]
+    for form in random.Random(f"held out {part}").sample(held_out, 3):
+        operands = form.problem.arrays(TINY)
+        functions = [form.make(TINY), form.problem.lean or form.problem.reference]
+        if form.grad:
+            functions += [gradient(function, operands) for function in functions]
+        got, want, *both = [jax.jit(function)(*operands) for function in functions]
+        assert distance(got, want) < ALLOWED, form.name
+        assert not both or distance(*both) < ALLOWED, form.name
 
 
 @pytest.mark.parametrize("part", range(2))

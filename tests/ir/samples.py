@@ -333,6 +333,7 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
     "copy_wait": _copy("copy_wait"),
     "sem_signal": lambda b, x: b.emit("sem_signal", semaphore(b), b.index(1)),
     "sem_wait": lambda b, x: b.emit("sem_wait", semaphore(b), b.index(1)),
+    "sem_reach": lambda b, x: b.emit("sem_reach", semaphore(b), b.index(1)),
     "sem_read": lambda b, x: b.sem_read(semaphore(b)),
     "sem_signal_core": lambda b, x: b.emit(
         "sem_signal_core", semaphore(b), b.index(1), b.index(0)

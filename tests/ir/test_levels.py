@@ -37,7 +37,13 @@ def test_every_row_has_a_level():
     waits = {"copy_start", "copy_wait", "sem_signal", "sem_wait", "sem_read"}
     of_gpus = {"barrier_expect", "barrier_arrive", "barrier_wait", "named_barrier"}
     of_gpus |= {"wgmma", "wgmma_wait", "fence_async", "bulk_commit", "bulk_wait"}
-    of_gpus |= {"set_registers", "cluster_barrier", "cluster_arrive", "cluster_copy"}
+    of_gpus |= {
+        "sem_reach",
+        "set_registers",
+        "cluster_barrier",
+        "cluster_arrive",
+        "cluster_copy",
+    }
     of_gpus |= {"tensor_mma", "tensor_copy", "tensor_commit", "tensor_wait", "warps"}
     others = {"remote_copy_start", "sem_signal_device", "barrier_semaphore"}
     others |= {"device_number"}

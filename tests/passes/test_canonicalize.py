@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Kernel
+from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.text import parse_kernel, print_kernel
 from pallasite.ir.types import DTYPES, DType, TileType
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.canonicalize import canonicalize
 from tests.ir import kernels, samples
+from tests.passes.normal.meaning import assert_same_meaning
 
 HEAD = (
     "kernel @k(%x: ref<f32[8,16] any>, %n: ref<i32[8] any>, %b: ref<bool[8] any>, "
@@ -428,14 +429,86 @@ def test_numbers_that_count_along_are_the_index():
         %c0: i32 = constant {value=0}
         %c1: i32 = constant {value=1}
         %limit: i32 = reduce %m {kind="max", axes=(0,)}
-        %b1: i32, %c: i32 = for %c0, %limit, %c1, %c0, %c1
-        body (%i: i32, %s: i32, %t: i32) {
+        %b1: i32 = for %c0, %limit, %c1, %c0
+        body (%i: i32, %s: i32) {
         %s1: i32 = add %s, %i
-        %t1: i32 = add %t, %c1
-        yield %s1, %t1
+        yield %s1
         }
         %0: i32 = max %c0, %limit
-        debug_print %0, %b1, %c {format=""}""")
+        %1: i32 = add %0, %c1
+        debug_print %0, %b1, %1 {format=""}""")
+
+
+CARRIES = """
+kernel @k(%n: ref<i32[3] any>, %o: ref<i32[4] any>, %f: ref<f32[] any>) outputs 2 {
+  %first: i32 = FIRST
+  %limit: i32 = load %n[1]
+  %by: i32 = load %n[2]
+  %stride: i32 = constant {value=STRIDE}
+  %zero: i32 = constant {value=0}
+  %half: f32 = constant {value=0.5}
+  %start: u32 = constant {value=5}
+  %a: i32, %b: i32, %c: u32, %d: f32, %e: i32 =
+    for %first, %limit, %stride, %by, %first, %start, %half, %zero
+    body (%i: i32, %x: i32, %y: i32, %z: u32, %w: f32, %v: i32) {
+      %x1: i32 = add %by, %x
+      %y1: i32 = add %y, %stride
+      %huge: u32 = constant {value=3000000000}
+      %z1: u32 = add %z, %huge
+      %z2: i32 = bitcast %z {dtype=i32}
+      %v1: i32 = mul %v, %zero
+      %v2: i32 = add %x, %y
+      %v3: i32 = add %v2, %z2
+      %v4: i32 = sub %v3, %v
+      yield %x1, %y1, %z1, %w, %v4
+    }
+  %s: i32 = bitcast %c {dtype=i32}
+  store %o[0] = %a
+  store %o[1] = %b
+  store %o[2] = %s
+  store %o[3] = %e
+  store %f[] = %d
+}
+"""
+
+
+@pytest.mark.parametrize("bounds", [(0, 7), (3, 3), (5, 2), (-4, 5), (2, -(2**31))])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("known", [True, False])
+def test_counters_and_what_never_changes_are_not_carried(bounds, stride, known):
+    """Of any start, step and type, also where they wrap around or nothing runs."""
+    first = f"constant {{value={bounds[0]}}}" if known else "load %n[0]"
+    text = CARRIES.replace("FIRST", first).replace("STRIDE", str(stride))
+    kernel = parse_kernel(text)
+    verify(kernel)
+    new = canonicalize(kernel)
+    verify(new)
+    loops = [op for op in walk(new.body) if op.name == "for"]
+    carried = 1 if stride == 1 or (known and bounds[0] >= 0) else 4
+    assert all(len(op.results) == carried for op in loops)
+    numbers = np.array([*bounds, 2**30 + 7], np.int32)
+    assert_same_meaning(kernel, new, [numbers], checked=False)
+
+
+def test_small_counters_and_loops_that_go_down_stay():
+    assert "%t: i8" in shows(COUNT.replace("TYPE", "i8").replace("STRIDE", "1"))
+    assert "%t: i32" in shows(COUNT.replace("TYPE", "i32").replace("STRIDE", "-1"))
+    assert "%t:" not in shows(COUNT.replace("TYPE", "i32").replace("STRIDE", "1"))
+
+
+COUNT = """
+%c0: i32 = constant {value=0}
+%five: i32 = constant {value=5}
+%step: i32 = constant {value=STRIDE}
+%c3: TYPE = constant {value=3}
+%r: TYPE, %s: TYPE = for %c0, %five, %step, %c3, %c3
+  body (%i: i32, %t: TYPE, %u: TYPE) {
+    %t1: TYPE = add %t, %c3
+    %u1: TYPE = mul %u, %t
+    yield %t1, %u1
+  }
+debug_print %s {format=""}
+"""
 
 
 def test_loops_of_no_or_one_trip_go():

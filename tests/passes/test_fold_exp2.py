@@ -226,6 +226,37 @@ def test_maximum_that_is_seen_stays_as_it_is():
     assert fold_exp2(kernel) is kernel
 
 
+@pytest.mark.parametrize(
+    "mask", [-1e4, -1e30, -0.7 * LARGEST, -LARGEST, -np.inf], ids=str
+)
+def test_maximum_of_what_was_rounded_is_stored_in_its_own_base(mask: float):
+    """As the scores of attention are; the mask of rows without scores is exact."""
+    loaded = "%raw: f32[4,8] = load %x[%j, :, :]"
+    twice = loaded.replace("%raw", "%half") + "\n %raw: f32[4,8] = add %half, %half"
+    text = RUNNING.replace("%m, %s = for", "%m: f32[4,1], %s: f32[4,1] = for")
+    text = text.replace("MASK", repr(float(np.float32(mask))))
+    kernel = parse_kernel(text.replace("FINISH", ROW_MAXIMUM).replace(loaded, twice))
+    new = folded(kernel)
+    assert "exp" not in names(new) and names(new).count("exp2") == 2
+    x = np.random.default_rng(0).standard_normal((3, 4, 8)).astype(np.float32)
+    limits = np.array([[0], [1], [11], [24]], np.int32)
+    (top, total), (top2, total2) = run(kernel, x, limits), run(new, x, limits)
+    np.testing.assert_allclose(top2, top, rtol=1e-6)
+    np.testing.assert_allclose(total2, total, rtol=1e-5)
+    assert top2[0] == np.float32(mask)
+
+
+@pytest.mark.parametrize("other", ["-2e30", "2e30"])
+def test_stored_maxima_of_two_constants_stay(other: str):
+    """Each would have to be told from the other."""
+    loaded = "%raw: f32[4,8] = load %x[%j, :, :]"
+    twice = loaded.replace("%raw", "%half") + "\n %raw: f32[4,8] = add %half, %half"
+    text = RUNNING.replace("%m, %s = for", "%m: f32[4,1], %s: f32[4,1] = for")
+    text = text.replace("{value=MASK}", "{value=-1e30}", 1).replace("MASK", other)
+    kernel = parse_kernel(text.replace("FINISH", ROW_MAXIMUM).replace(loaded, twice))
+    assert fold_exp2(kernel) is kernel
+
+
 def test_rows_from_memory_are_multiplied():
     """As in a backward kernel: one product per row, none per element."""
     code = """

@@ -96,3 +96,60 @@ def other_weights(a_ref, b_ref, w_ref, s_ref, o_ref):
 def test_what_is_not_the_same_for_each_row_stays(kernel, axis, why):
     with pytest.raises(CannotReblock, match=why):
         join_rows(rows_of_images(kernel=kernel), axis, 2)
+
+
+def rows_around(kernel=None, padding=(1, 1), first=0):
+    """A program makes a row from three rows around it, of which some are beyond."""
+    height, side, width = 6, 4, 8
+
+    def convolve(x_ref, w_ref, o_ref):
+        acc = jnp.zeros(o_ref.shape, F32)
+        for n in range(3):
+            acc += dot(x_ref[n, n : n + side], w_ref[n])
+        o_ref[...] = acc
+
+    around = (pl.Element(3, padding), pl.Element(side + 2), pl.Element(width))
+    call = pl.pallas_call(
+        kernel or convolve,
+        out_shape=Shape((height, side, width), F32),
+        grid=(height,),
+        in_specs=[
+            pl.BlockSpec(around, lambda y: (y + first, 0, 0), fill=0),
+            pl.BlockSpec((3, width, width), lambda y: (0, 0, 0)),
+        ],
+        out_specs=pl.BlockSpec((None, side, width), lambda y: (y, 0, 0)),
+    )
+    shapes = Shape((height, side + 2, width), F32), Shape((3, width, width), F32)
+    (found,) = calls_in(call, *shapes)
+    return run(found.kernel)
+
+
+@pytest.mark.parametrize("factor", [2, 3])
+def test_each_row_is_made_from_rows_around_it(factor):
+    kernel = rows_around()
+    new = join_rows(kernel, 0, factor)
+    verify(new)
+    assert f"in[element {factor + 2} pad (1, 1)" in new.text
+    assert f"f32[{4 * factor},8] = dot" in new.text
+    random = np.random.default_rng(0)
+    arrays = [random.standard_normal(r.ref.shape).astype("f") for r in kernel.inputs]
+    for want, got in zip(outputs(kernel, arrays), outputs(new, arrays), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def whole_rows(x_ref, w_ref, o_ref):
+    rows = x_ref[...].reshape(18, 8)
+    o_ref[...] = dot(rows, w_ref[0])[4:8]
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"kernel": whole_rows}, "several of the rows|not the same for each row"),
+        ({"first": 1}, "not made of whole rows"),  # the last window is clamped
+        ({"padding": (1, 0)}, "not made of whole rows"),
+    ],
+)
+def test_rows_around_that_stay(how, why):
+    with pytest.raises(CannotReblock, match=why):
+        join_rows(rows_around(**how), 0, 2)

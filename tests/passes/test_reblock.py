@@ -4,9 +4,12 @@ import operator
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallasite as pl
+from pallasite import tpu as pltpu
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.ir.text import parse_kernel
@@ -491,3 +494,65 @@ def test_other_dimensions_of_merged_rows_stay_whole(place):
 def test_merged_rows_do_not_grow():
     with pytest.raises(CannotReblock, match=r"parallel axis|mixes it"):
         grow(cut(parsed(MERGED), (1, 1), 4), (1, 1), 2)
+
+
+def skipping_matmul(condition, depth=8):
+    """A matmul whose programs skip some of their steps."""
+    last = 32 // depth - 1
+
+    def kernel(x_ref, y_ref, o_ref, acc_ref):
+        i, k = pl.program_id(0), pl.program_id(1)
+
+        @pl.when(k == 0)
+        def _():
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        @pl.when(condition(i, k))
+        def _():
+            acc_ref[...] += x_ref[...] @ y_ref[...]
+
+        @pl.when(k == last)
+        def _():
+            o_ref[...] = acc_ref[...]
+
+    shape = jax.ShapeDtypeStruct((32, 32), "float32")
+    call = pl.pallas_call(
+        kernel,
+        out_shape=shape,
+        grid=(4, last + 1),
+        in_specs=[
+            pl.BlockSpec((8, depth), lambda i, k: (i, k)),
+            pl.BlockSpec((depth, 32), lambda i, k: (k, 0)),
+        ],
+        out_specs=pl.BlockSpec((8, 32), lambda i, k: (i, 0)),
+        scratch_shapes=[pltpu.VMEM((8, 32), jnp.float32)],
+    )
+    (kernel,) = map(run, kernels_in(call, shape, shape))
+    return kernel
+
+
+def test_programs_that_skip_by_a_remainder_are_not_merged():
+    """Nothing says which of their steps all of them skip: none would be skipped."""
+    kernel = skipping_matmul(lambda i, k: (i + k) % 3 > 0)
+    with pytest.raises(CannotReblock, match="are skipped is not known"):
+        grow(kernel, (0, 0), 2, fills=True)
+
+
+@pytest.mark.parametrize(
+    "condition, depth",
+    [
+        (lambda i, k: k < pl.cdiv((i + 1) * 8, 16), 16),
+        (lambda i, k: k < (i + 1) * 8 // 4, 4),
+        (lambda i, k: k >= jnp.maximum(i * 8 - 11, 0) // 8, 8),
+        (lambda i, k: (k >= jnp.maximum(i - 1, 0)) & (k <= i), 8),
+    ],
+)
+def test_programs_that_skip_by_rounded_numbers_are_merged(condition, depth):
+    kernel = skipping_matmul(condition, depth)
+    new = grow(kernel, (0, 0), 2, fills=True)
+    verify(new)
+    assert new.text.count("cond") == kernel.text.count("cond")
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(32, 32)).astype("f4") for _ in range(2)]
+    (got,), (want,) = outputs(new, arrays), outputs(kernel, arrays)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

@@ -10,7 +10,7 @@ from pallasite.ir.nodes import Kernel, Op, walk
 from pallasite.ir.verify import verify
 from pallasite.passes.run import run
 from pallasite.passes.schedule.tpu_blocks import _Estimate, for_tpu
-from pallasite.passes.schedule.unroll_rounds import unroll_rounds
+from pallasite.passes.schedule.unroll_rounds import unroll_rounds, unroll_short
 from pallasite.sites import kernels_in
 from pallasite.target import TPUS
 from tests.passes.test_reblock import head
@@ -59,6 +59,41 @@ def test_rounds_become_fewer(rounds, most, left, together):
 def test_loops_without_products_stay():
     kernel = squared(6, product=False)
     assert unroll_rounds(kernel, size=lambda block: 1.0, most=100) is kernel
+
+
+@pytest.mark.parametrize(
+    "rounds, most, steps", [(6, 6, 0), (6, 5, 3), (16, 100, 8), (11, 100, 1)]
+)
+def test_short_loops_become_shorter(rounds, most, steps):
+    kernel = squared(rounds, product=False)
+    new = unroll_short(kernel, size=lambda block: 1.0, most=most)
+    verify(new)
+    text = "constant {value=" + str(steps) + "}"
+    assert len(loops(new)) == (steps > 0)
+    assert steps < 2 or text in new.text
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=p.ref.shape).astype("f") for p in kernel.inputs]
+    for a, b in zip(outputs(kernel, arrays), outputs(new, arrays), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_loops_that_are_not_short_stay():
+    """Loops around loops, and those with products or with memory of their own."""
+    always = {"size": lambda block: 1.0, "most": 100}
+    assert unroll_short(kernel := squared(6), **always) is kernel
+
+    def nested(x_ref, o_ref):
+        def step(k, _):
+            def inner(n, _):
+                o_ref[k, n] = x_ref[k, n] + k
+
+            jax.lax.fori_loop(0, k, inner, None)
+
+        jax.lax.fori_loop(0, 8, step, None)
+
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    (imported,) = kernels_in(pl.pallas_call(nested, out_shape=x), x)
+    assert unroll_short(imported, **always) is imported
 
 
 def attention_in_a_loop(block: int) -> Kernel:

@@ -21,7 +21,7 @@ from pallasite.backends.base import (
     stored_launch,
 )
 from pallasite.backends.cuda import emit, nvrtc
-from pallasite.backends.cuda.authored import one_role, rounds, share_core
+from pallasite.backends.cuda.authored import all_at_once, one_role, rounds, share_core
 from pallasite.backends.cuda.before_waits import before_waits
 from pallasite.backends.cuda.fewer_dims import fewer_dims
 from pallasite.backends.cuda.late_waits import late_waits
@@ -45,7 +45,6 @@ from pallasite.passes.lower.plain_copies import plain_copies
 from pallasite.passes.lower.promote import promote
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.columns import columns
-from pallasite.passes.normal.derive_counters import derive_counters
 from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.exact_factors import exact_factors
 from pallasite.passes.normal.loop_steps import loop_steps
@@ -60,7 +59,6 @@ from pallasite.passes.optimise.scale_after_sum import scale_after_sum
 from pallasite.passes.optimise.sink_loads import sink_loads
 from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.optimise.unmasked_steps import unmasked_loops
-from pallasite.passes.optimise.unused import drop_unused
 from pallasite.passes.run import Pass
 from pallasite.passes.schedule.gpu_blocks import SHORT_TILE, Tiles, for_gpu
 from pallasite.passes.schedule.row_strips import row_strips
@@ -124,8 +122,6 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("hoist", hoist, if_changed=True),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("fold_exp2", fold_exp2),
-        Pass("derive_counters", derive_counters),
-        Pass("drop_unused", drop_unused, if_changed=True),
         Pass("scale_after_sum", scale_after_sum),
         Pass("turn_tiles", turn_tiles),
         Pass("canonicalize", canonicalize, if_changed=True),
@@ -141,6 +137,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("one_role", partial(one_role, chip=chip)),
         Pass("share_core", partial(share_core, chip=chip)),
         Pass("rounds", partial(rounds, chip=chip)),
+        Pass("all_at_once", partial(all_at_once, chip=chip)),
         Pass("late_waits", late_waits),
         Pass("sink_loads", sink_loads),
         Pass("streams", partial(streams, chip=chip)),
@@ -200,6 +197,7 @@ class CudaBackend:
             ),
             operands=forms_of(compiled.imported, launched.repacked),
             result_forms=(None,) * len(compiled.imported.outputs),
+            log_words=launched.semaphores,
         )
 
     def version(self) -> str:

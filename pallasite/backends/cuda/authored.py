@@ -5,6 +5,7 @@ emitter sees only one kind of explicit kernel. Such kernels are for one generati
 chips; on others they are rejected here. `share_core`: lets two programs share an SM
 where the registers that the author asks for leave room for only one. `rounds`: launches
 only as many thread blocks as run concurrently, and each runs several programs in turn.
+`all_at_once`: rejects programs that wait for each other and cannot all run at once.
 """
 
 from dataclasses import replace
@@ -16,6 +17,7 @@ from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, is_pure, map_ops
 from pallasite.ir.roles import Loop, Pipeline
+from pallasite.ops.gpu import between_programs
 from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.live_tiles import LiveTiles
 from pallasite.target import Gpu
@@ -23,6 +25,7 @@ from pallasite.target import Gpu
 HOPPER = "sm_90"
 WARPGROUP_OPS = {"barrier_wait", "copy_start", "wgmma", "bulk_wait", "set_registers"}
 WARPGROUP_OPS |= {"cluster_barrier", "tensor_mma", "warps"}
+WARPGROUP_OPS |= {"sem_signal", "sem_wait", "sem_reach", "sem_read"}
 # The first generation of chips that has an op, for ops that not all have.
 ONLY_ON = {"wgmma": "sm_90", "tensor_mma": "sm_100"}
 PROGRAMS = 2  # that share an SM
@@ -34,9 +37,11 @@ REPEATED_REGISTERS = 48
 # Shared memory besides what is allocated: reserved by the chip, and for the tensor
 # maps of arrays.
 OTHER_BYTES, ALIGNMENT = 3072, 1024
+MOST_THREADS = 1024  # of thread blocks that share an SM: 64 registers for each
 GRANULE = 8  # granularity of a thread's register count
 # What makes some programs take longer, and what leaves something to the next one.
 ONLY_ONCE = {"while", "alloc", "named_barrier", "tensor_mma", "warps"}
+ONLY_ONCE |= {"sem_signal", "sem_wait", "sem_reach", "sem_read"}
 BEFORE_ROLES = {"alloc", "constant"}  # what no program of a thread block changes
 NO_COPIES: frozenset[str] = frozenset()
 BLOCKS = "cuda.blocks"  # thread blocks, where they are fewer than a pipeline's programs
@@ -130,6 +135,60 @@ def rounds(kernel: Kernel, chip: Gpu) -> Kernel:
         return kernel
     attrs = {**pipeline.op.attrs, BLOCKS: blocks}
     return with_pipeline(kernel, replace(pipeline.op, attrs=attrs))
+
+
+def all_at_once(kernel: Kernel, chip: Gpu) -> Kernel:
+    """Reject programs that wait for each other and that the chip cannot run at once.
+
+    A thread block holds its place until it ends, so one that has no place would be
+    waited for forever. Where several have to share an SM, the launch bounds leave them
+    the registers for it. How many clusters fit depends on which SMs a chip has: half of
+    the SMs are certain.
+    """
+    if not between_programs(kernel):
+        return kernel
+    pipeline = Pipeline.of(find_pipeline(kernel))
+    sizes = [n for n in pipeline.grid if n is not None]
+    programs, places = prod(sizes), chip.cores
+    if CLUSTER in pipeline.semantics:
+        places //= 2
+    per_core = -(-programs // places)
+    roles = next((op for op in pipeline.body.ops if op.name == "roles"), None)
+    if roles is None:  # nothing is waited for
+        return kernel
+    is_known = len(sizes) == len(pipeline.grid)
+    if not is_known or not _share(pipeline.body, roles, per_core, chip):
+        raise UnsupportedError(
+            "thread blocks that wait for each other have to run at the same time: "
+            f"{chip.name} has no room for {programs}",
+            [
+                ("kernel", kernel.name),
+                ("SMs", chip.cores),
+                ("shared memory of a thread block", _shared_bytes(pipeline.body)),
+            ],
+            kernel.loc,
+            f"use a grid of at most {places} programs, each of which loops over work "
+            "(plgpu.nd_loop)",
+        )
+    most = max(per_core, roles.attrs.get("cuda.per_core", 1))
+
+    def change(op: Op, b: Rewriter) -> tuple[Value, ...] | None:
+        if op.name != "roles":
+            return None
+        b.ops.append(replace(op, attrs={**op.attrs, "cuda.per_core": most}))
+        return ()
+
+    return map_ops(kernel, change)
+
+
+def _share(body: Block, roles: Op, count: int, chip: Gpu) -> bool:
+    """Whether an SM certainly has room for that many thread blocks."""
+    if count <= 1:
+        return True
+    threads = count * sum(roles.attrs["cuda.warpgroups"]) * WARPGROUP
+    exchanged = any(op.name == "set_registers" for op in walk(body))
+    fits = count * (OTHER_BYTES + _shared_bytes(body)) <= chip.shared.bytes
+    return fits and not exchanged and threads <= MOST_THREADS
 
 
 def _programs_at_a_time(body: Block, roles: Op, chip: Gpu) -> int:

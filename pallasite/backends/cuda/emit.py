@@ -20,6 +20,7 @@ from pallasite.backends.cuda import (
     functions,
     memory,
     role_code,
+    semaphores,
     shared,
     tensor_memory,
     tiles,
@@ -45,6 +46,7 @@ from pallasite.ir.opdef import table
 from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.ir.types import TileType
+from pallasite.ops.gpu import SEMAPHORES
 from pallasite.passes.analysis.fences import fenced
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.live_tiles import LiveTiles
@@ -74,6 +76,9 @@ class Launched:
     scratch: tuple[int, ...] = ()  # bytes of main memory, one extra result each
     arch: str = ""  # the only architecture it is for; empty: any
     repacked: tuple[tuple[int, bool, int, float], ...] = ()  # see `repack.py`
+    semaphores: int = (
+        0  # words, zeros at first: after the operands, and the last result
+    )
 
     def line(self) -> str:
         return f"// launch {json.dumps(asdict(self))}\n"
@@ -128,6 +133,7 @@ class Emitter(TensorMemory):
         self.meetings = Meetings(roots)
         self.is_authored = bool(roles) and "cuda.registers" not in roles[0].attrs
         self.uses = uses_of(self.program.body, roots)
+        self.uses_engine = any(op.name in COPIES for op in walk(self.program.body))
         self.only_multiplied = _only_multiplied(self.program.body)
         self.rows_beside = _multiplies_turned_bytes(self.program.body)
         self.split_by_copies: set[Value] = set()
@@ -191,6 +197,9 @@ class Emitter(TensorMemory):
         scratch = self.programs * MAP_BYTES * len(self.maps)
         if scratch:
             params.append("char* scratch")
+        if self.semaphores:  # an operand whose memory is that of a result
+            params.insert(len(kernel.inputs), "int* semaphores")
+            params.append("int* same_semaphores")
         launched = Launched(
             function_name(kernel),
             self.programs,
@@ -199,6 +208,7 @@ class Emitter(TensorMemory):
             (scratch,) if scratch else (),
             self.arch,
             self.program.op.attrs.get(REPACKED, ()),
+            self.semaphores,
         )
         bounds = str(self.threads)
         if self.arch:  # ptxas may use all registers that these programs leave
@@ -287,6 +297,8 @@ class Emitter(TensorMemory):
             self.alloc_barriers(op)
         elif ref.space == "tmem":
             self.alloc_tensor(op)
+        elif ref.space == SEMAPHORES and self.is_authored:
+            self.alloc_semaphores(op, is_shared=op in self.kernel.body.ops)
         elif self.is_authored and ref.space == "regs" and not ref.shape:
             self.alloc_local(op)
         elif ref.layout is not None and ref.layout.kind == "swizzle":
@@ -419,6 +431,7 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
     **explicit.RULES,
     **role_code.RULES,
     **clusters.RULES,
+    **semaphores.RULES,
     **tensor_memory.RULES,
     "pipeline": Emitter.emit_pipeline,
     "alloc": Emitter.emit_alloc,

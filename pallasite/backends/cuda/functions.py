@@ -208,6 +208,7 @@ FUNCTIONS: dict[str, str] = {
     **hopper.MAPS,
     **hopper.COPIES,
     **hopper.CLUSTERS,
+    **hopper.SEMAPHORES,
     **blackwell.TENSORS,
 }  # fmt: skip
 

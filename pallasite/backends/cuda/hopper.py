@@ -225,6 +225,38 @@ CLUSTERS: dict[str, str] = {
     **{f"copy_to_blocks_{rank}": copy_to_blocks(rank) for rank in range(1, 6)},
 }
 
+# Counters in main or shared memory. A wait takes its amount in one step, so that two of
+# them never take the same.
+SEMAPHORES: dict[str, str] = {
+    "main_before_copies": (
+        "DEVICE void main_before_copies() "
+        '{ asm volatile("fence.proxy.async;" ::: "memory"); }\n'
+    ),
+    "semaphore_count": (
+        "DEVICE int semaphore_count(const int* at) {\n  int n;\n"
+        '  asm volatile("ld.acquire.gpu.b32 %0, [%1];" : "=r"(n) : "l"(at) : '
+        '"memory");\n  return n;\n}\n'
+    ),
+    "semaphore_signal": (
+        "DEVICE void semaphore_signal(int* at, int n) {\n"
+        '  asm volatile("red.release.gpu.add.s32 [%0], %1;" :: "l"(at), "r"(n) : '
+        '"memory");\n}\n'
+    ),
+    "semaphore_reach": (
+        "DEVICE void semaphore_reach(const int* at, int n) {\n"
+        "  while (semaphore_count(at) < n) { }\n"
+        "}\n"
+    ),
+    "semaphore_wait": (
+        "DEVICE void semaphore_wait(int* at, int n) {\n"
+        "  for (int seen = 0, found;; ) {\n"
+        "    while ((seen = semaphore_count(at)) < n) { }\n"
+        '    asm volatile("atom.acq_rel.gpu.cas.b32 %0, [%1], %2, %3;"\n'
+        '      : "=r"(found) : "l"(at), "r"(seen), "r"(seen - n) : "memory");\n'
+        "    if (found == seen) break;\n  }\n}\n"
+    ),
+}
+
 COPIES = {
     **{f"copy_in_{rank}": copy_in(rank) for rank in range(1, 6)},
     **{f"copy_out_{rank}": copy_out(rank) for rank in range(1, 6)},

@@ -11,10 +11,10 @@ memory. What a Hopper warpgroup cannot multiply is rejected here, with the reaso
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import NoReturn
 
 from pallasite.backends.cuda.layouts import WARP, WARPGROUP
+from pallasite.backends.cuda.rings import K_BYTES, SWIZZLE, Group, Ring
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import Unit, table
@@ -27,11 +27,9 @@ from pallasite.passes.analysis.memory import constant_inputs, root_among
 from pallasite.passes.schedule.gpu_blocks import SHORT_TILE, warpgroups, whole
 from pallasite.target import Gpu
 
-SWIZZLE = 128  # bytes of a row of a panel in shared memory
 BOX = 256  # maximum rows of one copy
 ROW_MULTIPLE = 16  # bytes that must divide the row pitch of arrays it copies
 MOST_LINE_BYTES = 4096
-K_BYTES = 32  # of each operand's row per instruction
 MOST_COLUMNS = 256
 MOST_SUMS = 200  # registers per thread for one matmul
 MOST_STAGES, ENOUGH_STAGES = 6, 3
@@ -96,54 +94,6 @@ class Product:
     @property
     def sums(self) -> DType:
         return I32 if self.lhs.value.tile.dtype.is_integer else F32
-
-
-@dataclass(eq=False)
-class Ring:
-    """A ring buffer in shared memory for tiles of the same arrays and shapes."""
-
-    arrays: tuple[Value, ...]
-    tiles: tuple[TileType, ...]
-    is_shared: bool  # by all loads of these arrays and shapes
-    lines: frozenset[int] = frozenset()  # tiles laid out as in main memory
-    loaded: frozenset[int] = frozenset()  # tiles that threads load: lines and boxes
-    lefts: frozenset[int] = frozenset()  # tiles whose rows are a matmul's
-    stages: int = 1
-
-    def held(self, number: int) -> tuple[int, ...]:
-        """The shape of a tile's memory: an instruction reads whole blocks of rows."""
-        *rows, columns = self.tiles[number].shape
-        if number not in self.lefts:
-            return (*rows, columns)
-        return (whole(prod(rows), SHORT_TILE), columns)
-
-    @property
-    def bytes(self) -> int:
-        """Size of one stage; the rows of swizzled tiles are whole rows of panels."""
-        total = 0
-        for n, tile in enumerate(self.tiles):
-            size = prod(self.held(n))
-            row = size if n in self.lines else tile.shape[-1]
-            panels = -(-row * tile.dtype.bytes // SWIZZLE)
-            total += size // row * panels * SWIZZLE
-        return total
-
-    @property
-    def tile_bytes(self) -> int:
-        return sum(t.size * t.dtype.bytes for t in self.tiles)
-
-
-@dataclass(eq=False)
-class Group:
-    """Loads that are copied together into a ring, under one pair of barriers."""
-
-    loads: list[Op]
-    block: Block
-    ring: Ring
-
-    def is_loaded(self, load: Op) -> bool:
-        """Whether threads load it from the ring."""
-        return self.loads.index(load) in self.ring.loaded
 
 
 class Plan:
@@ -301,7 +251,7 @@ class Plan:
             contract = op.attrs["perm"][contract]
             value = op.operands[0]
             op = self.made.get(value)
-        if op is not None and op.name == "reshape" and contract == 1:
+        if op is not None and op.name == "reshape":
             op = self.loaded_rows(op)
         return Side(value, None if self.not_streamed(op) else op, contract)
 
@@ -350,7 +300,9 @@ class Plan:
             self.refuse(
                 op, f"{columns} columns, not a multiple of 16 up to {MOST_COLUMNS}"
             )
-        if depth % step:
+        # Rows of zeros can follow those of loaded tiles.
+        is_rows = all(s.load is not None and s.contract == 0 for s in product.sides)
+        if depth % step and not is_rows:
             self.refuse(op, f"k={depth}, not a multiple of {step}")
         for side in product.sides:
             if side.load is not None:
@@ -364,7 +316,7 @@ class Plan:
                 op, f"rows of {columns * width} bytes, not a multiple of {K_BYTES}"
             )
         is_left = side.value is Dot.of(op).lhs.value and side.contract == 1
-        if rows > BOX or (rows % 8 and not is_left):
+        if rows > BOX or (rows % 8 and not is_left and side.contract == 1):
             self.refuse(
                 op, f"{rows} rows of an operand, not a multiple of 8 up to {BOX}"
             )
@@ -560,6 +512,8 @@ class Plan:
         lines = frozenset(n for n in loaded if self.is_line(loads[n]))
         left = {id(p.lhs.load) for p in self.products if p.lhs.contract == 1}
         lefts = frozenset(n for n, op in enumerate(loads) if id(op) in left)
+        deep = {id(s.load) for p in self.products for s in p.sides if s.contract == 0}
+        deeps = frozenset(n for n, op in enumerate(loads) if id(op) in deep)
         is_shared = all(
             self.home[id(product.dot)] is self.home[id(side.load)]
             for product in self.products
@@ -567,10 +521,10 @@ class Plan:
             if side.load is not None and side.load in loads
         )
         for ring in self.rings if is_shared else ():
-            same = ring.arrays, ring.tiles, ring.loaded, ring.lefts
-            if ring.is_shared and same == (arrays, tiles, loaded, lefts):
+            same = ring.arrays, ring.tiles, ring.loaded, ring.lefts, ring.deeps
+            if ring.is_shared and same == (arrays, tiles, loaded, lefts, deeps):
                 return ring
-        self.rings.append(Ring(arrays, tiles, is_shared, lines, loaded, lefts))
+        self.rings.append(Ring(arrays, tiles, is_shared, lines, loaded, lefts, deeps))
         return self.rings[-1]
 
     def sums_of(self, loads: Sequence[Op]) -> tuple[Value, ...]:

@@ -1,27 +1,105 @@
 """Shared memory and barriers of the rings through which roles pass tiles."""
 
-from pallasite.backends.cuda.products import SWIZZLE, Plan, Ring
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Value
-from pallasite.ir.types import I32, Layout, RefType
+from pallasite.ir.nodes import At, Block, Op, Span, Value
+from pallasite.ir.types import I32, Layout, RefType, TileType
+from pallasite.passes.schedule.gpu_blocks import SHORT_TILE, whole
+
+SWIZZLE = 128  # bytes of a row of a panel in shared memory
+K_BYTES = 32  # of each operand's row per instruction
+
+
+@dataclass(eq=False)
+class Ring:
+    """A ring buffer in shared memory for tiles of the same arrays and shapes."""
+
+    arrays: tuple[Value, ...]
+    tiles: tuple[TileType, ...]
+    is_shared: bool  # by all loads of these arrays and shapes
+    lines: frozenset[int] = frozenset()  # tiles laid out as in main memory
+    loaded: frozenset[int] = frozenset()  # tiles that threads load: lines and boxes
+    lefts: frozenset[int] = frozenset()  # tiles whose rows are a matmul's
+    deeps: frozenset[int] = frozenset()  # tiles whose rows a matmul contracts
+    stages: int = 1
+
+    def held(self, number: int) -> tuple[int, ...]:
+        """The shape of a tile's memory: an instruction reads whole blocks of rows."""
+        *rows, columns = self.tiles[number].shape
+        if number in self.lefts:
+            return (whole(prod(rows), SHORT_TILE), columns)
+        return (
+            (self.depth(number), columns) if number in self.deeps else (*rows, columns)
+        )
+
+    def depth(self, number: int) -> int:
+        """Rows that are contracted, with those of zeros after them."""
+        *rows, _ = self.tiles[number].shape
+        return whole(prod(rows), K_BYTES // self.tiles[number].dtype.bytes)
+
+    @property
+    def bytes(self) -> int:
+        """Size of one stage; the rows of swizzled tiles are whole rows of panels."""
+        total = 0
+        for n, tile in enumerate(self.tiles):
+            size = prod(self.held(n))
+            row = size if n in self.lines else tile.shape[-1]
+            panels = -(-row * tile.dtype.bytes // SWIZZLE)
+            total += size // row * panels * SWIZZLE
+        return total
+
+    @property
+    def tile_bytes(self) -> int:
+        return sum(t.size * t.dtype.bytes for t in self.tiles)
+
+
+@dataclass(eq=False)
+class Group:
+    """Loads that are copied together into a ring, under one pair of barriers."""
+
+    loads: list[Op]
+    block: Block
+    ring: Ring
+
+    def is_loaded(self, load: Op) -> bool:
+        """Whether threads load it from the ring."""
+        return self.loads.index(load) in self.ring.loaded
 
 
 class RingMemory:
     """Shared memory and barriers of all rings."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, rings: Sequence[Ring], warpgroups: int):
         b = Builder()
         self.buffers: dict[Ring, tuple[Value, ...]] = {}
         self.full: dict[Ring, Value] = {}
         self.empty: dict[Ring, Value] = {}
-        for ring in plan.rings:
+        for ring in rings:
             types = [_slots(ring, n) for n in range(len(ring.tiles))]
             self.buffers[ring] = tuple(alloc(b, t, "ring") for t in types)
-        for ring in plan.rings:
-            warps = 4 * plan.warpgroups
+        for ring in rings:
+            warps = 4 * warpgroups
             self.full[ring] = alloc(b, _barriers(ring.stages, 1), "full")
             self.empty[ring] = alloc(b, _barriers(ring.stages, warps), "empty")
         self.ops = b.ops
+
+    def zeros_after_rows(self, b: Builder) -> None:
+        """What matmuls contract beside the rows of a tile, which no copy changes."""
+        before = len(b.ops)
+        for ring in self.buffers:
+            for number in ring.deeps:
+                tile, ref = ring.tiles[number], self.buffers[ring][number]
+                first, columns = prod(tile.shape[:-1]), tile.shape[-1]
+                rows = Span(first, ring.depth(number) - first)
+                zeros = TileType((rows.size, columns), tile.dtype)
+                for slot in range(ring.stages if rows.size else 0):
+                    place = b.subview(ref, (At(slot), rows, Span(0, columns)))
+                    b.store(place, b.constant(0, zeros))
+        if len(b.ops) > before:
+            b.emit("fence_async")
 
 
 def alloc(b: Builder, type: RefType, name: str) -> Value:

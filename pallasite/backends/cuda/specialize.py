@@ -27,15 +27,13 @@ from pallasite.backends.cuda.products import (
     ROUNDED,
     TURN_DEPTH,
     TURN_PRODUCTS,
-    Group,
     Plan,
     Product,
-    Ring,
     Side,
     is_of_rows,
     note_product,
 )
-from pallasite.backends.cuda.rings import SCALAR, RingMemory, alloc
+from pallasite.backends.cuda.rings import SCALAR, Group, Ring, RingMemory, alloc
 from pallasite.ir.build import Builder
 from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
@@ -68,7 +66,7 @@ def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
     if not any(op.name == "dot" for op in walk(pipeline.body)):
         return kernel
     plan = Plan(kernel, pipeline.body, chip)
-    memory = RingMemory(plan)
+    memory = RingMemory(plan.rings, plan.warpgroups)
     programs = prod(n for n in pipeline.grid if n is not None)
     blocks = min(programs, chip.cores * plan.per_core)
     order = Order.of(pipeline, blocks)
@@ -200,12 +198,15 @@ class _Role:
     def barrier(self, b: Builder, barriers: Value, slot: Value) -> Value:
         return b.subview(barriers, (At(None),), [slot])
 
-    def buffer(self, b: Builder, group: Group, load: Op, slot: Value) -> Value:
-        number = group.loads.index(load)
-        ref, tile = self.memory.buffers[group.ring][number], group.ring.tiles[number]
+    def buffer(
+        self, b: Builder, group: Group, load: Op, slot: Value, depth: int | None = None
+    ) -> Value:
+        """The memory of a loaded tile; `depth`: with so many rows."""
+        number, ring = group.loads.index(load), group.ring
+        ref, tile = self.memory.buffers[ring][number], ring.tiles[number]
         shape = ref.ref.shape[1:]
-        if number in group.ring.lefts:
-            shape = (prod(tile.shape[:-1]), tile.shape[-1])
+        if number in ring.lefts or number in ring.deeps:
+            shape = (depth or prod(tile.shape[:-1]), tile.shape[-1])
         return b.subview(ref, (At(None), *(Span(0, n) for n in shape)), [slot])
 
 
@@ -345,6 +346,7 @@ class _Computing(_Role):
         for ring in plan.rings:
             self.held[ring] = alloc(b, SCALAR, "held")
             b.store(self.held[ring], b.index(-1))
+        memory.zeros_after_rows(b)
         self.states = [*self.states, *b.ops]
 
     def block(self, block: Block) -> Block:
@@ -508,7 +510,9 @@ class _Computing(_Role):
         if side.load is None:
             return self.value(side.value)
         group = self.plan.group_of[id(side.load)]
-        return self.buffer(b, group, side.load, self.open[group])
+        number = group.loads.index(side.load)
+        depth = group.ring.depth(number) if side.contract == 0 else None
+        return self.buffer(b, group, side.load, self.open[group], depth)
 
     def free_after(self, op: Op, block: Block, rest: Sequence[Op], b: Builder) -> None:
         """Release slots last used in `op`: now, or once no matmul reads them."""

@@ -10,10 +10,10 @@ because a commit arrives once.
 from math import gcd
 
 from pallasite.backends.cuda import blackwell
-from pallasite.backends.cuda.clusters import Clusters
 from pallasite.backends.cuda.explicit import MAP_BYTES, WARPS
 from pallasite.backends.cuda.layouts import Digit, Lane, Spread
 from pallasite.backends.cuda.memory import View, text_of
+from pallasite.backends.cuda.semaphores import Semaphores
 from pallasite.backends.cuda.shared import Ring
 from pallasite.ir.nodes import Access, Op, Value, walk
 from pallasite.ir.roles import TensorMma
@@ -34,7 +34,7 @@ def orders_tensor_core(barrier: Value) -> bool:
     return layout is not None and len(layout.numbers) > 1
 
 
-class TensorMemory(Clusters):
+class TensorMemory(Semaphores):
     """Emits code for tensor cores and single warps."""
 
     def __init__(self) -> None:

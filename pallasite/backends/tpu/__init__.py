@@ -22,7 +22,7 @@ from pallasite.backends.base import (
     Stage,
     scheduled_kernel,
 )
-from pallasite.ir.nodes import Op
+from pallasite.ir.nodes import Op, walk
 from pallasite.passes.run import Pass
 from pallasite.target import Tpu
 
@@ -34,6 +34,7 @@ JOINED_SHARE = 0.2  # of on-chip memory, for a product that was several
 # Multiplications of scores while the vector unit computes those before them: of 512
 # queries and keys, 128 wide. With fewer it falls behind; with more, scores spill.
 AHEAD = 512 * 512 * 128
+MOST_SHORT = 512  # operations, in the body of a loop without matmuls
 MOST_VERSIONS = 64_000  # operations on vector registers in all versions of a body
 
 
@@ -123,6 +124,7 @@ class TpuBackend:
             Pass("consecutive_indices", consecutive_indices),
             Pass("gathers", loop_over_gathers),
             Pass("repeats", join_repeats),
+            *self._short_loops(chip),
             Pass("dots", partial(plain_dots, chip=chip)),
             Pass("legalize", partial(legalize, native=is_native, backend=self.name)),
             Pass("carry_rows", carry_rows),
@@ -186,6 +188,17 @@ class TpuBackend:
             passes.append(Pass("join_products", partial(rows, most_bytes=room)))
         stagger = partial(stagger_products, ahead=AHEAD)
         return (*passes, Pass("stagger_products", stagger))
+
+    def _short_loops(self, chip: Tpu | None) -> Sequence[Pass]:
+        from pallasite.passes.schedule.tpu_blocks import code_size
+        from pallasite.passes.schedule.unroll_rounds import unroll_short
+
+        if chip is None:
+            return ()
+        size = lambda body: sum(1 for _ in walk(body)) + code_size(body, chip)
+        return (
+            Pass("unroll_short", partial(unroll_short, size=size, most=MOST_SHORT)),
+        )
 
     def stages(self, options: Options) -> Sequence[Stage]:
         from pallasite.backends.tpu.compile import core_of

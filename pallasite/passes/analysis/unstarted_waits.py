@@ -29,6 +29,7 @@ _SIGNALS = {
 _WAITS = {
     "copy_wait": slice(2, 3),
     "sem_wait": slice(0, 1),
+    "sem_reach": slice(0, 1),
     "barrier_wait": slice(0, 1),
 }
 
@@ -42,7 +43,7 @@ def refuse_endless_waits(kernel: Kernel) -> None:
     for op in ops:
         for ref in _semaphores(op, _WAITS):
             root = roots.of(ref)
-            waits = op.name != "sem_wait" or op.operands[1] not in zeros
+            waits = op.name[:4] != "sem_" or op.operands[1] not in zeros
             if waits and root in own and root not in counted:
                 raise _refusal(kernel, op, root)
 

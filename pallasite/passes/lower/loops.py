@@ -16,6 +16,7 @@ from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.ir.rewrite import Rewriter, inline, map_ops
 from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import INDEX
+from pallasite.ops.gpu import SEMAPHORES
 from pallasite.passes.analysis.grid import GridInfo, analyze_pipeline, find_pipeline
 
 
@@ -58,10 +59,13 @@ def to_loops(kernel: Kernel, info: GridInfo) -> Kernel:
 
 
 def _scratch_ops(kernel: Kernel) -> list[Op]:
-    """Allocations and their initialisation: each program has its own."""
+    """Allocations and their initialisation: each program has its own, except of what
+    programs count with together."""
     refs: set[Value] = set()
     found: list[Op] = []
     for op in kernel.body.ops:
+        if op.name == "alloc" and op.result.ref.space == SEMAPHORES:
+            continue
         if op.name == "alloc":
             refs.add(op.result)
         elif op.name == "pipeline" or refs.isdisjoint(op.operands):

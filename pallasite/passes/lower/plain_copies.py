@@ -1,8 +1,8 @@
 """Copies that complete where they start, for backends whose programs never wait.
 
 In: a kernel with async copies and semaphores. Out: the same kernel with loads and
-stores, and counters in scalar memory. Copies with a GPU's barriers, or none, stay as
-they are.
+stores, and counters in scalar memory. Copies with a GPU's barriers, or none, and a
+GPU's semaphores stay as they are.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,8 @@ from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
 from pallasite.ir.types import I32, RefType
+
+OF_GPUS = ("mbarrier", "gpu_sem")  # what others of their threads signal
 
 
 def plain_copies(kernel: Kernel) -> Kernel:
@@ -35,6 +37,8 @@ def _without_waiting(op: Op, builder: Rewriter) -> Sequence[Value] | None:
         return (counter,)
     if op.name == "subview" and _counts(op.result.ref):
         return builder.emit(op.name, *op.operands, **op.attrs)
+    if op.name[:4] == "sem_" and op.operands[0].ref.space in OF_GPUS:
+        return None
     if op.name in ("sem_signal", "sem_wait"):
         ref, amount = op.operands
         change = "add" if op.name == "sem_signal" else "sub"
@@ -44,7 +48,7 @@ def _without_waiting(op: Op, builder: Rewriter) -> Sequence[Value] | None:
 
 
 def _counts(ref: RefType) -> bool:
-    return ref.is_semaphore and ref.space != "mbarrier"
+    return ref.is_semaphore and ref.space not in OF_GPUS
 
 
 def _counter(ref: RefType) -> RefType:

@@ -88,6 +88,8 @@ class _Candidates:
                     self.uses.setdefault(value, []).append(op)
                     if not self.is_value(op, value) or (in_test and op.name == "store"):
                         self.refused.add(value)
+            if op.name == "roles":
+                self.refused |= _exchanged(op)
             for number, region in enumerate(op.regions):
                 is_test = op.name == "while" and number == 0
                 self.visit(region, in_test or is_test or op.name == "warps")
@@ -148,6 +150,16 @@ class _Candidates:
                 return True
             written |= here
         return False
+
+
+def _exchanged(roles: Op) -> set[Value]:
+    """The memory through which roles exchange data: a value would be each one's own."""
+    found, several = set[Value](), set[Value]()
+    for region in roles.regions:
+        refs = {v for v in used_values(region) if v.is_ref}
+        several |= found & refs
+        found |= refs
+    return several
 
 
 Current = dict[Value, Value]  # promoted ref -> its current value

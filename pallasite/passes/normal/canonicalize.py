@@ -5,8 +5,9 @@ functions are the op table's own. Folds constants, applies exact identities, mer
 views, resolves known branches and loops, and performs CSE and dead-code elimination.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.rewrite import (
     Pattern,
@@ -18,6 +19,7 @@ from pallasite.ir.rewrite import (
     substitute,
 )
 from pallasite.ir.roles import Cond, Loop
+from pallasite.ir.types import INDEX
 from pallasite.passes.normal import algebra, views
 from pallasite.passes.normal.algebra import constant_of
 
@@ -53,46 +55,87 @@ def known_loop(op: Op, b: Rewriter) -> Sequence[Value] | None:
     return None
 
 
-def own_counter(op: Op, b: Rewriter) -> Sequence[Value] | None:
-    """A loop-carried number that counts in step with its loop is the loop's index."""
+def known_carries(op: Op, b: Rewriter) -> Sequence[Value] | None:
+    """A loop without what it carries unchanged, and with its counters by its index.
+
+    A counter is an integer to which each iteration adds the same: as many times as the
+    index has been moved on. Integers wrap around, so it is that in any case.
+    """
     loop = Loop.of(op)
-    if constant_of(b, loop.step) != 1:
+    counts = [_count(loop, n, b) for n in range(len(loop.inits))]
+    kept = [n for n, count in enumerate(counts) if count is None]
+    if len(kept) == len(counts):
         return None
-    counters = [_counts_along(loop, n, b) for n in range(len(loop.inits))]
-    if not any(counters):
-        return None
-    kept = [n for n, counts in enumerate(counters) if not counts]
-    dropped = [n for n, counts in enumerate(counters) if counts]
-    mapping = dict.fromkeys(_picked(loop.carried, dropped), loop.index)
+    inner, after = Builder(op.loc), list(loop.results)
+    inside = dict[Value, Value]()
+    for n, count in enumerate(counts):
+        if count is not None:
+            inside[loop.carried[n]] = count(inner, loop.index)
     body = Block(
         (loop.index, *_picked(loop.carried, kept)),
         loop.body.ops,
         _picked(loop.yields, kept),
     )
+    body = substitute(body, inside)
     new = loop.with_(
         inits=_picked(loop.inits, kept),
-        body=substitute(body, mapping),
+        body=Block(body.params, (*inner.ops, *body.ops), body.yields),
         results=_picked(loop.results, kept),
     )
     b.ops.append(new.to_op())
-    end = b.max(loop.first, loop.limit)
-    return [
-        end if counts else value
-        for value, counts in zip(loop.results, counters, strict=True)
-    ]
+    end = _end(loop, b)
+    for n, count in enumerate(counts):
+        if count is not None:
+            after[n] = count(b, end)
+    return after
 
 
-def _counts_along(loop: Loop, n: int, b: Rewriter) -> bool:
+def _count(loop: Loop, n: int, b: Rewriter) -> Callable[[Builder, Value], Value] | None:
+    """A carried value as a function of the index, if it is unchanged or a counter."""
     start, param = loop.inits[n], loop.carried[n]
-    number = constant_of(b, start)
-    same = number is not None and number == constant_of(b, loop.first)
-    if param.type != loop.index.type or not (same or start is loop.first):
-        return False
+    if param.is_ref:
+        return None
+    if loop.yields[n] is param:
+        return lambda b, index: start
     add = b.producer(loop.yields[n], "add")
-    if add is None or param not in add.operands:
-        return False
+    if param.tile.shape or not param.tile.dtype.is_integer or add is None:
+        return None
+    first, stride = constant_of(b, loop.first), constant_of(b, loop.step)
+    bits, wide = param.tile.dtype.bits, INDEX.dtype.bits
+    if param not in add.operands or bits < wide or stride is None or stride <= 0:
+        return None
+    # Distances from the first index may wrap around, as 32-bit counters do.
+    if (stride > 1 or bits > wide) and (first is None or first < 0):
+        return None
     x, y = add.operands
-    return constant_of(b, y if x is param else x) == 1
+    step = y if x is param else x
+    by = constant_of(b, step)
+    own = {*loop.body.params, *(v for each in loop.body.ops for v in each.results)}
+    if by is None and step in own:
+        return None
+    begin = constant_of(b, start)
+    same = start is loop.first or (begin is not None and begin == first)
+
+    def at(b: Builder, index: Value) -> Value:
+        if same and by == stride and param.type == index.type:
+            return index
+        past = index if first == 0 else b.sub(index, loop.first)
+        past = past if stride == 1 else b.div(past, loop.step)
+        past = b.cast(past, param.tile.dtype)
+        return b.add(start, b.mul(past, step if by is None else b.like(by, past)))
+
+    return at
+
+
+def _end(loop: Loop, b: Rewriter) -> Value:
+    """The index after a loop: that of the first iteration that does not run."""
+    last = b.max(loop.first, loop.limit)
+    if constant_of(b, loop.step) == 1:
+        return last
+    length, one = b.sub(last, loop.first), b.like(1, last)
+    rounds = b.div(b.max(b.sub(length, one), b.like(0, last)), loop.step)
+    any_ = b.cast(b.op("gt", length, b.like(0, last)), last.tile.dtype)
+    return b.add(loop.first, b.mul(b.add(rounds, any_), loop.step))
 
 
 def _picked(values: Sequence[Value], kept: Sequence[int]) -> tuple[Value, ...]:
@@ -104,5 +147,5 @@ PATTERNS: tuple[Pattern, ...] = (
     *views.PATTERNS,
     ("cond", known_branch),
     ("for", known_loop),
-    ("for", own_counter),
+    ("for", known_carries),
 )

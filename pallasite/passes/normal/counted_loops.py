@@ -9,8 +9,7 @@ as long as that is below n: the indices of a `for`, if i + s cannot wrap around,
 is shown from the range of n. `i <= n` is `i < n + 1`. `i != n` is `i < n` if s is 1 and
 the ranges show that first <= n. A loop that counts down is the same with all signs
 changed. `i * c < n`, for a power of two c, is `i < n / c` rounded up: where multiples
-of c wrap around before they reach n, the loop never ends. Also here: what a loop
-carries but never changes is its initial value.
+of c wrap around before they reach n, the loop never ends.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import clone, is_pure, substitute
-from pallasite.ir.roles import Loop, While
+from pallasite.ir.roles import While
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.facts_walk import FactsWalk
@@ -31,7 +30,7 @@ _SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
 
 def counted_loops(kernel: Kernel) -> Kernel:
     """Turn counted `while` loops into `for` loops."""
-    if not any(op.name in ("while", "for") for op in walk(kernel.body)):
+    if not any(op.name == "while" for op in walk(kernel.body)):
         return kernel
     body = _Walk().block(kernel.body)
     return kernel if body is kernel.body else canonicalize(kernel.with_(body=body))
@@ -50,8 +49,6 @@ class _Counter:
 
 class _Walk(FactsWalk):
     def rewritten(self, op: Op) -> Sequence[Op]:
-        if op.name == "for":
-            return (_without_unchanged(op),)
         if op.name != "while":
             return (op,)
         loop = While.of(op)
@@ -245,26 +242,3 @@ def _for(
 def _counted(b: Builder, index: Value, first: Value, step: int) -> Value:
     """The counter at an index: the index itself, or as far below the first value."""
     return index if step > 0 else b.sub(first, index)
-
-
-def _without_unchanged(op: Op) -> Op:
-    """A loop without the carried values that its body yields as it got them."""
-    loop = Loop.of(op)
-    parts = zip(loop.carried, loop.inits, loop.yields, strict=True)
-    fixed: Mapping[Value, Value] = {
-        param: init
-        for param, init, out in parts
-        if out is param and not param.is_ref and _is_used(loop.body, param)
-    }
-    if not fixed:
-        return op
-    code = substitute(Block((), loop.body.ops), fixed)
-    body = Block(loop.body.params, code.ops, loop.body.yields)
-    return loop.with_(body=body).to_op()
-
-
-def _is_used(body: Block, value: Value) -> bool:
-    return any(
-        value in (*op.operands, *(v for r in op.regions for v in r.yields))
-        for op in walk(body)
-    )

@@ -2,8 +2,9 @@
 
 In: `reshape` of elementwise ops of a `reshape`, whose other operands are constants or
 equal along the dimensions that were split or joined, as `exp(s.reshape(n, k, 128) -
-m[:, None, :]).reshape(n, k * 128)`. Out: the same ops in the first shape. Proof: they
-act element by element, and both reshapes keep the order of elements.
+m[:, None, :]).reshape(n, k * 128)`. Out: the same ops in the first shape. And matmuls
+are added up in the shape of a matrix, where each would be folded before. Proof: these
+ops act element by element, and reshapes keep the order of elements.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,34 @@ def folds(kernel: Kernel) -> Kernel:
     return kernel if new is kernel else dead_code(new)
 
 
+def _folded_last(op: Op, b: Rewriter) -> Value | None:
+    """The fold of a sum, of the sum of folded matmuls."""
+    folds = [b.producer(v, "reshape") for v in op.operands]
+    sources = [fold.operands[0] for fold in folds if fold is not None]
+    if len(sources) < 2 or sources[0].tile.shape != sources[1].tile.shape:
+        return None
+    if not all(_is_product(b, v) for v in sources):
+        return None
+    return b.reshape(b.add(*sources), shape=op.result.tile.shape)
+
+
+def _is_product(b: Rewriter, value: Value) -> bool:
+    """Whether a tile is a sum of matmuls."""
+    pending, seen = [value], set[Value]()
+    while pending:
+        value = pending.pop()
+        op = b.producer(value)
+        if op is None or op.name not in ("add", "dot"):
+            return False
+        if op.name == "add" and value not in seen:
+            pending += op.operands
+        seen.add(value)
+    return True
+
+
 def _unfolded(op: Op, b: Rewriter) -> Value | None:
+    if op.name == "add":
+        return _folded_last(op, b)
     if op.name != "reshape" or op.operands[0].is_ref:
         return None
     (x,), shape = op.operands, tuple(op.attrs["shape"])

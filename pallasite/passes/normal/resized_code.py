@@ -233,6 +233,10 @@ class Joined(Resized):
         self, b: Builder, form: _Form, shape: tuple[int, ...], d: int
     ) -> Value:
         type_, old = TileType(shape, I32), self.dim.size
+        if form.rest is not None and form.position < 0 and form.program <= 0:
+            taken = _Form(-form.program, -form.position)
+            rest = b.broadcast(form.rest, shape)
+            return b.sub(rest, self._written_out(b, taken, shape, d))
 
         def times(x: Value, number: int) -> Value:
             return x if number == 1 else b.mul(x, b.constant(number, type_))

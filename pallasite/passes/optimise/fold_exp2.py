@@ -10,7 +10,8 @@ Where the factor needs a multiplication of its own, that must be on fewer elemen
 there are exponentials; on less than half as many, if the numbers are not results of
 arithmetic that rounds. Equal numbers stay equal and finite constants stay finite:
 `exp(x - x)` is 1 for masked scores, however large the masking value. The error is that
-of rounding `c` once more.
+of rounding `c` once more. What is stored has its own base again, as the maxima that an
+attention has as results; constants among it, such as the masking value, are exact.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -152,9 +153,23 @@ class _Group:
         return total < sum(op.result.tile.size for op in self.exps)
 
     def cut(self, code: _Code) -> set[float]:
-        """Finite constants that would overflow with the factor."""
+        """Finite constants that would overflow with the factor, or that are stored."""
         numbers = {number_of(code.makers, v) for v in self.leaves}
-        return {n for n in numbers if n is not None and _is_cut(n)}
+        kept = {n for n in numbers if n and not isinf(n)}
+        return kept if self.is_stored(code) else set(filter(_is_cut, kept))
+
+    def is_stored(self, code: _Code) -> bool:
+        """Whether a scaled value is stored, in its own base."""
+        uses = (use for v in self.inner for use in code.uses.get(v, ()))
+        return any("store" in _ends(u, code) for u in uses if not self.is_own(u, code))
+
+    def rounds(self, code: _Code) -> bool:
+        """Whether all but constants are products of what has been rounded before."""
+        others = [v for v in self.leaves if number_of(code.makers, v) is None]
+        products = [code.product(v) for v in others]
+        makers = [code.makers.get(p[0]) for p in products if p is not None]
+        known = [m.name for m in makers if m is not None]
+        return len(known) == len(others) and {*_ROUNDING, "dot"}.issuperset(known)
 
     def leaf_cost(self, value: Value, code: _Code) -> int:
         """How many elements a leaf multiplies; twice that if its value was exact."""
@@ -176,7 +191,10 @@ class _Group:
                 v in self.inner or number_of(code.makers, v) for v in use.op.operands
             ]
             return None if None in compared or False in compared else 0
-        return value.tile.size if _is_rounded(use, code) else None
+        ends, may_end = _ends(use, code), {*_ROUNDING}
+        if "store" in ends and self.rounds(code):
+            may_end.add("store")
+        return value.tile.size if ends <= may_end else None
 
     def is_own(self, use: _Use, code: _Code) -> bool:
         if use.region is None and use.op in self.exps:
@@ -184,13 +202,14 @@ class _Group:
         return code.scaled_value(use) in self.inner
 
 
-def _is_rounded(use: _Use, code: _Code) -> bool:
-    """Whether a value is used only by arithmetic that rounds."""
+def _ends(use: _Use, code: _Code) -> set[str]:
+    """What a value is used by at last, after ops that only move its elements."""
     if use.region is not None:
-        return False
+        return {"yield"}
     if table()[use.op.name].moves:
-        return all(_is_rounded(u, code) for u in code.uses.get(use.op.result, ()))
-    return use.op.name in _ROUNDING
+        uses = code.uses.get(use.op.result, ())
+        return set[str]().union(*(_ends(u, code) for u in uses))
+    return {use.op.name}
 
 
 def _groups(code: _Code) -> Iterator[_Group]:

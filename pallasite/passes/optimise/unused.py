@@ -1,8 +1,8 @@
 """Removes dead loop-carried values and dead scratch.
 
-After canonicalize, a `for` may carry a value that never changes, or that only its own
-next iteration uses; scratch may be written but never read. `drop_unused` removes them
-and canonicalizes again, to a fixed point.
+After canonicalize, a `for` may carry a value that only its own next iteration uses;
+scratch may be written but never read. `drop_unused` removes them and canonicalizes
+again, to a fixed point.
 """
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -30,12 +30,10 @@ def _drop_carries(kernel: Kernel) -> Kernel:
         loop = Loop.of(op)
         params, inits = loop.carried, loop.inits
         live = _live_carries(loop, used)
-        fixed = {n for n, p in enumerate(params) if loop.yields[n] is p}
-        kept = [n for n in range(len(params)) if n in live and n not in fixed]
+        kept = sorted(live)
         if len(kept) == len(params):
             return None
-        # A dropped carried value that is still used is one that never changes.
-        mapping = {params[n]: inits[n] for n in range(len(params)) if n not in kept}
+        mapping = {params[n]: inits[n] for n in range(len(params)) if n not in live}
         block = Block(
             (loop.index, *(params[n] for n in kept)),
             loop.body.ops,

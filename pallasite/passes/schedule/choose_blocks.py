@@ -15,6 +15,7 @@ from pallasite.ir.nodes import Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place, loop_dims
+from pallasite.passes.analysis.step_table import StepTable, reached
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.schedule.cut_steps import cut_steps
 from pallasite.passes.schedule.loop_over_k import loop_over_k
@@ -81,6 +82,14 @@ class Blocks:
         """How many times a program runs its body."""
         grid = self.found.pipeline.grid
         return prod(n for a in self.found.info.sequential if (n := grid[a]) is not None)
+
+    @cached_property
+    def runs(self) -> dict[Op, float]:
+        """At which share of all steps each matmul runs, as far as that is known."""
+        table = StepTable(self.found.pipeline.ids, self.found.pipeline.grid)
+        table.add_ops(self.body.ops)
+        found = reached(self.body, table)
+        return {op: float(at.mean()) for op, at in found if op.name == "dot"}
 
     @property
     def is_sized_at_run_time(self) -> bool:

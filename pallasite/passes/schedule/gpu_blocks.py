@@ -47,6 +47,7 @@ SHARED_SHARE = 0.88  # of shared memory, for matmul operands
 LEAST_SIDE = 16  # of a matmul's tile
 LARGEST_SIDE = 256
 ENOUGH_STAGES = 4  # of operands, when choosing their depth
+MERGED_DEPTH = 128  # of a matmul along rows of several dimensions
 ROW_BYTES = 128  # of an operand along k: the swizzle width of shared memory
 # Measured: an m x n tile costs as much as one without edge effects that has this many
 # more rows and columns. Blocks are changed only if that gains a quarter; those of the
@@ -271,8 +272,10 @@ def _wider_steps(products: "_WithProducts") -> "_WithProducts | None":
     wide = _WithProducts(made, products.chip, products.tiles)
     if wide._stages({}) < 2:  # a step is not loaded during the one before
         return None
-    own = products.seconds({}) or products.best()
-    return wide if own > GAIN_OF_STEPS * wide.best() else None
+    own, new = products.seconds({}), wide.seconds({})
+    if own is None or new is None:  # sides may grow without wider steps, too
+        own, new = products.best(), wide.best()
+    return wide if own > GAIN_OF_STEPS * new else None
 
 
 def _batches_apart(blocks: Blocks) -> Blocks:
@@ -491,11 +494,25 @@ class _WithProducts:
                     dim.size >> n for n in range(1, 20) if not dim.size % (1 << n)
                 ]
                 swizzled = [n for n in halves if LEAST_SIDE <= n <= ROW_BYTES // widest]
+                if dim.is_merged:
+                    swizzled = self._merged_depths(dim, products)
                 depths = [dim.size, *swizzled]
                 if exact:
                     depths = [n for n in depths if n <= EXACT_DEPTH] or depths
                 deep[dim] = depths
         return deep
+
+    def _merged_depths(self, dim: LoopDim, products: Iterable[Dot]) -> list[int]:
+        """Sizes of a dimension whose positions are several of a depth, each.
+
+        Matrix units pad most multiples: of these, the largest part that they use.
+        """
+        per = max(dim.per(v) for dot in products for v in dot.op.operands)
+        sizes = [n for n in range(1, dim.size) if not dim.size % n]
+        sizes = [n for n in sizes if LEAST_SIDE <= n * per <= MERGED_DEPTH]
+        used = {n: n * per / whole(n * per, LEAST_SIDE) for n in sizes}
+        best = max(used.values(), default=0.0)
+        return sorted((n for n in sizes if used[n] == best), reverse=True)
 
     # --- resources and time ---
 
@@ -513,6 +530,17 @@ class _WithProducts:
     def _stages(self, sizes: Sizes) -> int:
         available = int(SHARED_SHARE * self.chip.shared.bytes)
         return available // max(self._operand_bytes(sizes), 1)
+
+    def _rows_deep(self, sizes: Sizes) -> float:
+        """How many rows of shared memory a stage of a merged depth has, or one."""
+        deep = [
+            sizes.get(dim, dim.size) * dim.per(dot.lhs.value)
+            for dim in self._deep
+            if dim.is_merged
+            for dot in map(Dot.of, dim.products)
+        ]
+        widest = self._widest(self.blocks.dots)
+        return max(min(deep, default=0) * widest / ROW_BYTES, 1)
 
     def _register_bytes(self, sizes: Sizes) -> int:
         """Registers for results of matmuls, and for operands that are kept there."""
@@ -570,12 +598,13 @@ class _WithProducts:
         if is_exact and self._register_bytes(sizes) > EXACT_BYTES:
             return None
         waves = ceil(self.blocks.programs(sizes) / self.chip.cores)
-        work = sum(self._work(dot, sizes) for dot in self.blocks.dots)
+        runs = self.blocks.runs
+        work = sum(runs[d.op] * self._work(d, sizes) for d in self.blocks.dots)
         steps = self.blocks.steps
         wanted = self.tiles.stages
         if self._is_one_product:
             wanted = self.tiles.stages_alone
-        missing = max(wanted - stages, 0)
+        missing = max(wanted - stages * self._rows_deep(sizes), 0)
         work *= waves * steps * self.chip.cores * (1 + 0.3 * missing)
         return self.machine.multiplying(2 * work, self._types)
 

@@ -1,10 +1,11 @@
 """join_rows: programs whose matmuls have few rows become programs of many rows.
 
 In: a kernel with a parallel axis of which each step shows one element of a dimension,
-such as a row of an image, and multiplies its few rows with what is the same for all.
-Out: `factor` steps in one: windows show as many elements, tiles have `factor` times the
-rows, and matmuls too. Matrix units are used whole, and what is the same for all steps
-is loaded once for several.
+such as a row of an image, or a few around it that it takes one at a time, and
+multiplies its few rows with what is the same for all. Out: `factor` steps in one:
+windows show as many elements, tiles have `factor` times the rows, and matmuls too.
+Matrix units are used whole, and what is the same for all steps is loaded once for
+several.
 
 Proof: the steps are independent. A tile that differs between steps is replaced by those
 of the merged steps, one below the other. Ops that are the same for each row (of its
@@ -15,7 +16,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, Block, BlockDim, Kernel, Op, Span, Value, walk
+from pallasite.ir.nodes import (
+    Access,
+    At,
+    Block,
+    BlockDim,
+    Kernel,
+    Op,
+    Span,
+    Value,
+    walk,
+)
 from pallasite.ir.opdef import TILE
 from pallasite.ir.rewrite import inline, is_elementwise
 from pallasite.ir.roles import Dot, Pipeline, Shown
@@ -50,6 +61,7 @@ class _Joining:
             raise CannotReblock("what a program computes depends on its number")
         self.steps = steps
         self.new: dict[Value, Value] = {}  # by values that differ between steps
+        self.around = set[Value]()  # blocks of which a step shows several rows
 
     def kernel(self) -> Kernel:
         old = self.pipeline
@@ -81,27 +93,29 @@ class _Joining:
         (d,) = along
         form = moves.forms[d].affine
         first = None if form is None else form.const
-        if first is None or form != Affine(unit, first) or dims[d].kind != "squeezed":
+        around = dims[d].kind == "element"
+        one = around or dims[d].kind == "squeezed"
+        if first is None or form != Affine(unit, first) or not one:
             raise CannotReblock(f"{moves.name} does not move element by element")
-        inside = first >= 0 and first + self.steps <= extents[d]
+        more = (dims[d].size or 0) - 1 if around else 0
+        extent = extents[d] + sum(dims[d].padding)
+        inside = first >= 0 and first + self.steps + more <= extent
         before = any(dim.kind != "squeezed" for dim in dims[:d])
         if not inside or before or (moves.written and first):
             raise CannotReblock(f"{moves.name} is not made of whole rows")
-        aligned = first % self.factor == 0
-        kind = "blocked" if aligned and extents[d] % self.factor == 0 else "element"
+        aligned = first % self.factor == 0 and extents[d] % self.factor == 0
+        kind = "blocked" if aligned and not around else "element"
         inner = zip(dims[d + 1 : -1], extents[d + 1 : -1], strict=True)
         apart = any(dim.kind != "blocked" or dim.size != n for dim, n in inner)
         if moves.written and (kind != "blocked" or apart):
             raise CannotReblock(f"rows of {moves.name} are apart in memory")
-        wide = replace(
-            shown.window,
-            dims=(*dims[:d], BlockDim(self.factor, kind), *dims[d + 1 :]),
-        )
-        block = Value(
-            shown.block.ref.with_shape((self.factor, *shown.block.ref.shape)),
-            shown.block.name,
-        )
+        rows = BlockDim(self.factor + more, kind, dims[d].padding)
+        wide = replace(shown.window, dims=(*dims[:d], rows, *dims[d + 1 :]))
+        rest = shown.block.ref.shape[1 if around else 0 :]
+        block = Value(shown.block.ref.with_shape((rows.size, *rest)), shown.block.name)
         self.new[shown.block] = block
+        if around:
+            self.around.add(shown.block)
         return Shown(shown.array, wide, self.map(shown, d, first, kind), block)
 
     def map(self, shown: Shown, d: int, first: int, kind: str) -> Block:
@@ -138,13 +152,17 @@ class _Joining:
     def index(self, access: Access) -> tuple:
         if access.mask is not None or any(v in self.new for v in access.index_operands):
             raise CannotReblock("an access has a mask or a computed place")
-        return (Span(0, self.factor), *access.index)
+        if access.ref not in self.around:
+            return (Span(0, self.factor), *access.index)
+        row, *rest = access.index
+        if not isinstance(row, At) or row.start is None:
+            raise CannotReblock("a step takes several of the rows that it shows")
+        return (Span(row.start, self.factor), *rest)
 
     def load(self, op: Op, b: Builder) -> None:
         access = Access.of(op)
-        if not op.result.tile.rank or not all(
-            isinstance(e, Span) for e in access.index[:1]
-        ):
+        rows = access.index[access.ref in self.around :][:1]
+        if not op.result.tile.rank or not all(isinstance(e, Span) for e in rows):
             raise CannotReblock("a program loads a single element")
         ref, index = self.new[access.ref], self.index(access)
         tile = b.load(ref, index, access.index_operands)

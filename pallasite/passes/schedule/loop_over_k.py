@@ -57,7 +57,7 @@ def why_not_in_rounds(
         reduced: whether it may be reduced, too, if matmuls need neither the result of
             that nor of each other.
     """
-    whole = dim.whole
+    whole = None if dim.is_merged else dim.whole
     if reduced and dim.reduces and not dim.is_twice and _are_apart(found, dim):
         whole = dim.besides
     if whole is not None or not dim.products:

@@ -12,12 +12,16 @@ result's position `P = i * size + P % size` needs is `e = P % size + at`, for a 
 pieces are found by comparing `e`, and program indices are `P / size`. A load at
 `i * size + start + e` of an array is then the array's element `P + at + start`; past
 its ends that is the window's fill value. What is computed for positions that a mask or
-a piece beside it drops may be any number: it is never selected.
+a piece beside it drops may be any number: it is never selected. So where a choice by
+program drops a load, as at an edge, where its index is clamped, it may start anywhere;
+where loads start is enumerated for all other programs.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
+
+import numpy as np
 
 from pallasite.ir.build import Builder, Scalar
 from pallasite.ir.nodes import (
@@ -35,11 +39,11 @@ from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import dead_code, is_elementwise, producers_of
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import I32, RefType, TileType
-from pallasite.passes.analysis.affine import Affine, Forms
+from pallasite.passes.analysis.block_table import last_number
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import constant_inputs
-from pallasite.passes.lower.place_windows import number_limits, unclamped
+from pallasite.passes.analysis.step_table import StepTable
 
 MOST_PARTS = 16  # elements of operands that one element of a result is computed from
 
@@ -61,6 +65,7 @@ class Place(NamedTuple):
 
 
 Places = tuple[Place, ...]
+Steps = np.ndarray  # something at each step of the grid, as in `StepTable`
 
 
 def shifted_arrays(kernel: Kernel) -> Kernel:
@@ -88,8 +93,8 @@ class _Arrays:
         self.kernel, self.old = kernel, old
         self.made = producers_of(old.body)
         self.constant = constant_inputs(kernel)
-        self.forms = Forms(old.ids)
-        self.forms.add_ops(old.body.ops)
+        self.table = StepTable(old.ids, old.grid)
+        self.table.add_ops(old.body.ops)
         self.sizes = [n or 0 for n in old.grid]
         self.windows = dict(zip(old.blocks, old.shown, strict=True))
         self.b = Builder(old.op.loc)
@@ -114,35 +119,31 @@ class _Arrays:
             self.loaded[array] = self.b.load(self.whole(array, "in"))
         return self.loaded[array]
 
-    def first(self, form: Affine | None, last: int) -> Affine:
-        """Where something starts, if that is a sum of grid indices, never clamped."""
-        if form is None or form.const is None:
-            raise NotShifted("an index is no sum of program indices")
-        coeffs = tuple(
-            c if n > 1 else 0 for c, n in zip(form.coeffs, self.sizes, strict=True)
-        )
-        found = Affine(coeffs, form.const)
-        low, high = found.range(self.sizes)
-        if low < 0 or high > last:
-            raise NotShifted("an index is clamped")
-        return found
+    def number(self, value: Value, table: StepTable, last: int) -> Steps:
+        """An index at each step, clamped."""
+        found = table.of(value)
+        if found is None:
+            raise NotShifted("an index is not known")
+        return np.clip(found.astype(np.int64), 0, last)
 
-    def starts(self, shown: Shown) -> list[Affine]:
+    def starts(self, shown: Shown) -> list[Steps]:
         """The first element of a window's block, per dimension of its array."""
-        shape, found = shown.array.ref.shape, list[Affine]()
+        shape, found = shown.array.ref.shape, list[Steps]()
         if any(dim.kind == "bounded" for dim in shown.window.dims):
             raise NotShifted("its blocks vary in size")
-        forms = Forms(shown.index_map.params)
-        forms.add_ops(shown.index_map.ops)
-        limits = number_limits(shown.window, shape)
-        indices = unclamped(shown.index_map, shown.window, shape)
-        for dim, index, last in zip(shown.window.dims, indices, limits, strict=True):
-            first = self.first(forms.of(index).affine, last)
-            if dim.kind == "blocked":
-                first = first.times(dim.size)
-            padding = dim.padding[0] if dim.kind == "element" else 0
-            found.append(Affine(first.coeffs, (first.const or 0) - padding))
+        table = StepTable(shown.index_map.params, self.old.grid)
+        table.add_ops(shown.index_map.ops)
+        yields = shown.index_map.yields
+        for dim, n, index in zip(shown.window.dims, shape, yields, strict=True):
+            first = self.number(index, table, last_number(dim, n))
+            first = first * (dim.size if dim.kind == "blocked" else 1)
+            found.append(first - dim.padding[0])
         return found
+
+    def along(self, axis: int) -> Steps:
+        """The index along an axis at each step."""
+        shape = [n if a == axis else 1 for a, n in enumerate(self.sizes)]
+        return np.arange(self.sizes[axis]).reshape(shape)
 
     def kernel_of_one(self) -> Kernel:
         shown = [*self.shown.values()]
@@ -162,24 +163,29 @@ class _Result:
     def __init__(self, arrays: _Arrays, shown: Shown):
         self.all, self.b, self.result = arrays, arrays.b, shown
         self.shape = shown.array.ref.shape
-        self.known: dict[tuple[Value, Places], Value] = {}
+        self.known: dict[object, Value] = {}
         self.parts = set[tuple[Value, Places]]()
         self.sizes, self.dims = list[int](), dict[int, int]()
         dims, starts = shown.window.dims, arrays.starts(shown)
+        self.every = np.ones((1,) * len(arrays.sizes), bool)
         for d, (dim, n, first) in enumerate(zip(dims, self.shape, starts, strict=True)):
-            size = 1 if dim.kind == "squeezed" else dim.size
-            self.sizes.append(size)
-            axes = [a for a, c in enumerate(first.coeffs) if c]
-            if not axes and first.const == 0 and size >= n:
+            self.sizes.append(1 if dim.kind == "squeezed" else dim.size)
+            if not first.any() and self.sizes[d] >= n:
                 continue
-            alone = len(axes) == 1 and axes[0] not in self.dims and not first.const
-            if not alone or first.coeffs[axes[0]] != size:
-                raise NotShifted("a result's blocks do not follow the grid")
-            if arrays.sizes[axes[0]] * size < n:
+            axis = self.axis_of(first, d)
+            if arrays.sizes[axis] * self.sizes[d] < n:
                 raise NotShifted("no program writes some elements of a result")
-            self.dims[axes[0]] = d
+            self.dims[axis] = d
         if any(n > 1 and a not in self.dims for a, n in enumerate(arrays.sizes)):
             raise NotShifted("several programs write a block")
+
+    def axis_of(self, first: Steps, d: int) -> int:
+        """The grid axis whose index is that of a result's block."""
+        for axis in range(len(self.all.sizes)):
+            own = self.sizes[d] * self.all.along(axis)
+            if axis not in self.dims and not (first - own).any():
+                return axis
+        raise NotShifted("a result's blocks do not follow the grid")
 
     def store(self) -> None:
         """Compute all elements of the result."""
@@ -195,24 +201,24 @@ class _Result:
         kept = [
             d for d, n in enumerate(self.result.window.dims) if n.kind != "squeezed"
         ]
-        value = self.value(access.value, tuple(map(Place, kept)))
+        value = self.value(access.value, tuple(map(Place, kept)), self.every)
         self.b.store(self.all.whole(self.result.array, "out"), value)
 
     # --- tiles ---
 
-    def value(self, value: Value, places: Places) -> Value:
-        """A tile's elements at all positions."""
+    def value(self, value: Value, places: Places, at: Steps) -> Value:
+        """A tile's elements at all positions; `at`: of programs that use them."""
         places = tuple(Place(None, p.at) if self.span(p) == 1 else p for p in places)
-        key = value, places
+        key = value, places, at.shape, at.tobytes()
         if key not in self.known:
-            self.known[key] = self.made(value, places)
+            self.known[key] = self.made(value, places, at)
         return self.known[key]
 
     def span(self, place: Place) -> int:
         """How many different elements a program takes."""
         return 1 if place.dim is None else self.sizes[place.dim]
 
-    def made(self, value: Value, places: Places) -> Value:
+    def made(self, value: Value, places: Places, at: Steps) -> Value:
         if value in self.all.old.ids:
             return self.index(self.all.old.ids.index(value))
         op = self.all.made.get(value)
@@ -220,14 +226,28 @@ class _Result:
             raise NotShifted("a value is not computed by an op")
         self.b.loc = op.loc
         if op.name == "load":
-            return self.load(op, places)
+            return self.load(op, places, at)
         rule = _RULES.get(op.name)
         if rule is not None:
-            return rule(self, op, places)
+            return rule(self, op, places, at)
         if table()[op.name].effect is not Effect.PURE or not is_elementwise(op):
             raise NotShifted(f"{op.name!r} is not elementwise")
-        operands = [self.value(v, places if v.type.shape else ()) for v in op.operands]
+        which = self.which(op, at)
+        operands = [
+            self.value(v, places if v.type.shape else (), used)
+            for v, used in zip(op.operands, which, strict=True)
+        ]
         return self.b.op(op.name, *operands, **op.attrs)
+
+    def which(self, op: Op, at: Steps) -> list[Steps]:
+        """The programs that use each operand."""
+        test = op.operands[0]
+        while (made := self.all.made.get(test)) and made.name == "broadcast_in_dim":
+            (test,) = made.operands
+        table = self.all.table.of(test)
+        if op.name != "select_n" or len(op.operands) != 3 or table is None:
+            return [at] * len(op.operands)
+        return [at, at & ~table.astype(bool), at & table.astype(bool)]
 
     def index(self, axis: int) -> Value:
         """The index of the program that computes each position."""
@@ -247,21 +267,21 @@ class _Result:
             found = b.rem(found, b.like(size, found))
         return b.add(found, b.like(place.at, found)) if place.at else found
 
-    def constant(self, op: Op, places: Places) -> Value:
+    def constant(self, op: Op, places: Places, at: Steps) -> Value:
         return self.b.constant(op.attrs["value"], op.result.tile.with_shape(self.shape))
 
-    def iota(self, op: Op, places: Places) -> Value:
+    def iota(self, op: Op, places: Places, at: Steps) -> Value:
         found = self.element(places[op.attrs["dim"]])
         return self.b.cast(found, op.result.tile.dtype)
 
-    def broadcast(self, op: Op, places: Places) -> Value:
+    def broadcast(self, op: Op, places: Places, at: Steps) -> Value:
         (x,) = op.operands
         pairs = zip(x.tile.shape, op.attrs["dims"], strict=True)
         whole = op.result.tile.shape
         inner = (Place(None) if n == 1 != whole[d] else places[d] for n, d in pairs)
-        return self.value(x, tuple(inner))
+        return self.value(x, tuple(inner), at)
 
-    def reshape(self, op: Op, places: Places) -> Value:
+    def reshape(self, op: Op, places: Places, at: Steps) -> Value:
         """Dimensions of one element come and go."""
         (x,) = op.operands
         long = [p for p, n in zip(places, op.result.tile.shape, strict=True) if n != 1]
@@ -271,22 +291,22 @@ class _Result:
             raise NotShifted("a reshape moves elements")
         pending = iter(long)
         inner = (Place(None) if n == 1 else next(pending) for n in x.tile.shape)
-        return self.value(x, tuple(inner))
+        return self.value(x, tuple(inner), at)
 
-    def transpose(self, op: Op, places: Places) -> Value:
+    def transpose(self, op: Op, places: Places, at: Steps) -> Value:
         inner = [Place(None)] * len(places)
         for place, d in zip(places, op.attrs["perm"], strict=True):
             inner[d] = place
-        return self.value(op.operands[0], tuple(inner))
+        return self.value(op.operands[0], tuple(inner), at)
 
-    def slice(self, op: Op, places: Places) -> Value:
+    def slice(self, op: Op, places: Places, at: Steps) -> Value:
         if set(op.attrs["strides"]) - {1}:
             raise NotShifted("a slice has steps")
         pairs = zip(places, op.attrs["starts"], strict=True)
         moved = tuple(Place(p.dim, p.at + start) for p, start in pairs)
-        return self.value(op.operands[0], moved)
+        return self.value(op.operands[0], moved, at)
 
-    def pad(self, op: Op, places: Places) -> Value:
+    def pad(self, op: Op, places: Places, at: Steps) -> Value:
         x, fill = op.operands
         if any(op.attrs["interior"]):
             raise NotShifted("padding is inside a tile")
@@ -298,14 +318,14 @@ class _Result:
             for test in (self.is_from(0, place), self.is_before(n, place))
         ]
         if False in tests:
-            return self.value(fill, ())
-        found, rest = self.value(x, moved), self.value(fill, ())
+            return self.value(fill, (), at)
+        found, rest = self.value(x, moved, at), self.value(fill, (), at)
         for test in tests:
             if isinstance(test, Value):
                 found = self.b.select(test, found, rest)
         return found
 
-    def joined(self, op: Op, places: Places) -> Value:
+    def joined(self, op: Op, places: Places, at: Steps) -> Value:
         axis, start, found = op.attrs["axis"], 0, None
         for piece in op.operands:
             end = start + piece.tile.shape[axis]
@@ -313,7 +333,7 @@ class _Result:
             if here is not False and self.is_from(end, places[axis]) is not True:
                 moved = [*places]
                 moved[axis] = Place(places[axis].dim, places[axis].at - start)
-                part = self.value(piece, tuple(moved))
+                part = self.value(piece, tuple(moved), at)
                 after = found is not None and isinstance(here, Value)
                 found = self.b.select(here, part, found) if after else part
             start = end
@@ -335,7 +355,7 @@ class _Result:
 
     # --- loads ---
 
-    def load(self, op: Op, places: Places) -> Value:
+    def load(self, op: Op, places: Places, at: Steps) -> Value:
         access = Access.of(op)
         if access.mask is not None:
             raise NotShifted("a load is masked")
@@ -344,19 +364,18 @@ class _Result:
         if access.ref not in self.all.kernel.params and shown is None:
             raise NotShifted("it loads from a view")
         kinds = [d.kind for d in shown.window.dims] if shown is not None else []
-        none = Affine((0,) * len(self.all.sizes))
         starts = self.all.starts(shown) if shown is not None else None
         entries, pending = iter(access.split_index()), iter(places)
         where = list[Place]()
         for k, n in enumerate(array.ref.shape):
-            first = none if starts is None else starts[k]
+            first = np.int64(0) * self.every if starts is None else starts[k]
             place = Place(None)
             if not kinds or kinds[k] != "squeezed":
                 size = n if shown is None else shown.window.dims[k].size
                 entry, operand = next(entries)
                 inner, place = self.entry(entry, operand, size, pending)
-                first = first.plus(inner)
-            where.append(self.position(first, place))
+                first = first + inner
+            where.append(self.position(first, place, at))
         fill = shown.window.fill if shown is not None else None
         return self.elements(array, tuple(where), 0 if fill is None else fill)
 
@@ -366,33 +385,30 @@ class _Result:
         operand: Value | None,
         size: int,
         places: Iterator[Place],
-    ) -> tuple[Affine, Place]:
+    ) -> tuple[Steps, Place]:
         """Where an access starts in a block, and the elements that follow."""
         if not isinstance(entry, (At, Span)) or getattr(entry, "stride", 1) != 1:
             raise NotShifted("a load takes elements one by one")
         place = next(places) if isinstance(entry, Span) else Place(None)
         count = entry.size if isinstance(entry, Span) else 1
         if operand is None:
-            none = (0,) * len(self.all.sizes)
-            return Affine(none, entry.start or 0), place
-        form = self.all.forms.of(operand)
-        affine = None if form.spread else form.affine
-        return self.all.first(affine, size - count), place
+            return np.asarray(entry.start or 0), place
+        return self.all.number(operand, self.all.table, size - count), place
 
-    def position(self, first: Affine, place: Place) -> Place:
+    def position(self, first: Steps, place: Place, at: Steps) -> Place:
         """An array's element as a position of the result, moved."""
-        axes, start = [a for a, c in enumerate(first.coeffs) if c], first.const or 0
-        d = place.dim
-        if not axes:
-            if d is not None and d in self.dims.values():
-                raise NotShifted("programs read the same elements")
-            return Place(d, place.at + start)
-        own = self.dims.get(axes[0])
-        if len(axes) > 1 or own is None or first.coeffs[axes[0]] != self.sizes[own]:
-            raise NotShifted("blocks advance in another way than those of the result")
-        if d != own and not (d is None and self.sizes[own] == 1):
-            raise NotShifted("blocks advance in another way than those of the result")
-        return Place(own, place.at + start)
+        ways: list[tuple[int | None, Steps]] = []
+        if place.dim is None or place.dim not in self.dims.values():
+            ways.append((place.dim, first))
+        for axis, d in self.dims.items():
+            if place.dim == d or (place.dim is None and self.sizes[d] == 1):
+                ways.append((d, first - self.sizes[d] * self.all.along(axis)))
+        for d, moved in ways:
+            shape = np.broadcast_shapes(moved.shape, at.shape)
+            used = np.broadcast_to(moved, shape)[np.broadcast_to(at, shape)]
+            if not (used - used[:1]).any():
+                return Place(d, place.at + (int(used[0]) if used.size else 0))
+        raise NotShifted("blocks advance in another way than those of the result")
 
     def elements(self, array: Value, where: Places, fill: Scalar) -> Value:
         """An array's elements at all positions, each moved by a number."""
@@ -425,7 +441,7 @@ class _Result:
         return b.broadcast(found, self.shape, sorted(dims))
 
 
-_RULES: dict[str, Callable[[_Result, Op, Places], Value]] = {
+_RULES: dict[str, Callable[[_Result, Op, Places, Steps], Value]] = {
     "constant": _Result.constant,
     "iota": _Result.iota,
     "broadcast_in_dim": _Result.broadcast,

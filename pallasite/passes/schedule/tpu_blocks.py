@@ -3,14 +3,15 @@
 A TPU runs one program after another, at a cost for each: blocks grow along dimensions
 in which programs are independent, steps along k are merged, and other consecutive steps
 are gathered into one program, as long as the estimate falls and everything fits.
-A loop of matmuls is also tried as steps of the grid (`loop_steps.py`), and a program of
-one row as a block of one row (`row_tiles.py`). Kernels that gain little stay as they
+A loop of matmuls is also tried as steps of the grid (`loop_steps.py`), a program of one
+row as a block of one row (`row_tiles.py`), and rows that steps go through part by part
+as whole rows (`whole_rows.py`). Kernels that gain little stay as they
 are, and blocks that do not fit are split.
 """
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
-from math import prod
+from math import inf, prod
 
 from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -36,6 +37,7 @@ from pallasite.passes.schedule.merge_k_steps import merge_k_steps
 from pallasite.passes.schedule.reblock import axis_of, cut, grow
 from pallasite.passes.schedule.row_tiles import row_tiles
 from pallasite.passes.schedule.unroll_rounds import MOST_ROUNDS, unroll_rounds
+from pallasite.passes.schedule.whole_rows import whole_rows
 from pallasite.passes.schedule.widen_steps import widen_steps
 from pallasite.target import Machine, Tpu
 
@@ -72,7 +74,8 @@ def for_tpu(kernel: Kernel, chip: Tpu, vmem_bytes: int | None = None) -> Kernel:
     if not fits:
         start = _cut_to_fit(start, limit)
     best = _largest(start, limit)
-    for apart in (loop_steps(start.kernel), row_tiles(start.kernel)):
+    rows = whole_rows(start.kernel, None, largest=inf)
+    for apart in (loop_steps(start.kernel), row_tiles(start.kernel), rows):
         other = None if apart is start.kernel else _Estimate.of(apart, chip)
         if other is not None and other.fits(limit):
             new = _largest(other, limit)

@@ -1,9 +1,11 @@
-"""unroll_rounds: unrolls loops with matmuls.
+"""unroll_rounds: unrolls loops with matmuls, and loops of a few operations.
 
 In: a loop that multiplies and does something with the product, such as one over the
-keys of attention. Out: the same iterations in the same order, several per iteration. A
-TPU does not start an iteration before the previous one has ended; in straight-line code
-it overlaps the matmuls of one iteration with the vector code of another.
+keys of attention; or one that moves or computes a row in each iteration. Out: the same
+iterations in the same order, several per iteration. A TPU does not start an iteration
+before the previous one has ended; in straight-line code it overlaps the matmuls of one
+iteration with the vector code of another, and waits for the addresses of several rows
+at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,17 +29,34 @@ def unroll_rounds(
         size: measures the amount of code in a block.
         most: limit for the unrolled body.
     """
-    return map_ops(kernel, partial(_unrolled, size, most))
+    return map_ops(kernel, partial(_unrolled, size, most, _multiplies))
+
+
+def unroll_short(kernel: Kernel, size: Callable[[Block], float], most: float) -> Kernel:
+    """Unroll loops without matmuls and without memory of their own."""
+    return map_ops(kernel, partial(_unrolled, size, most, _is_plain))
+
+
+def _multiplies(names: set[str]) -> bool:
+    return "dot" in names
+
+
+def _is_plain(names: set[str]) -> bool:
+    return not names & {"dot", "alloc", "copy_start", "copy_wait"}
 
 
 def _unrolled(
-    size: Callable[[Block], float], most: float, op: Op, b: Rewriter
+    size: Callable[[Block], float],
+    most: float,
+    asked: Callable[[set[str]], bool],
+    op: Op,
+    b: Rewriter,
 ) -> Sequence[Value] | None:
     if op.name != "for":
         return None
     loop = Loop.of(op)
     inside = {inner.name for inner in walk(loop.body)}
-    if "dot" not in inside or inside & {"for", "while", "pipeline"}:
+    if not asked(inside) or inside & {"for", "while", "pipeline"}:
         return None
     rounds = loop.rounds(b.producers)
     factor = _factor(rounds, size(loop.body), most)

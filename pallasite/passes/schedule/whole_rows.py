@@ -50,12 +50,13 @@ ENOUGH = 3  # programs per core that load as fast as any number
 _CODE = {"pipeline", "load", "store", "cond", "for", "alloc"}
 
 
-def whole_rows(kernel: Kernel, chip: Gpu | None) -> Kernel:
+def whole_rows(kernel: Kernel, chip: Gpu | None, largest: float = LARGEST) -> Kernel:
     """The kernel over whole rows, in normal form; itself if it is not one over parts.
 
     Args:
         kernel: in normal form.
         chip: the GPU that runs it; None: it runs elsewhere.
+        largest: elements of a tile that a program elsewhere can hold.
     """
     if kernel.level != TILE or kernel.aliases or not _steps_through_rows(kernel):
         return kernel
@@ -68,7 +69,7 @@ def whole_rows(kernel: Kernel, chip: Gpu | None) -> Kernel:
     shown = _shown_whole(program)
     if shown is None:
         return kernel
-    most = LARGEST if chip is None else inf
+    most = largest if chip is None else inf
     whole = whole_loops(kernel_of(shown, main_refs(shown.body), ()), most)
     program = program.with_body(Pipeline.of(find_pipeline(whole)).body).simplified()
     if any(op.name in ("for", "alloc", "cond") for op in walk(program.body)):

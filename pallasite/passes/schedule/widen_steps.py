@@ -200,9 +200,11 @@ class Wider(Joined):
 
     def _guarded(self, b: Builder, guard: Guard) -> None:
         """A branch that only some steps take."""
-        tests = [self._some(b, part.value, part.truth) for part in guard.parts]
-        region = self.block(guard.taken)
-        self._branch_if(b, guard, [t for t in tests if t is not None], region)
+        some = [self._some(b, part.value, part.truth) for part in guard.parts]
+        tests = [test for test in some if test is not None]
+        if len(tests) < len(some):
+            raise CannotReblock("which of the merged steps are skipped is not known")
+        self._branch_if(b, guard, tests, self.block(guard.taken))
 
     def _branch_if(
         self, b: Builder, guard: Guard, tests: Sequence[Value], taken: Block

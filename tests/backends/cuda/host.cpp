@@ -489,6 +489,22 @@ void barrier_wait(u32 at, u32 parity) {
   }
   --b.waiting;
 }
+int semaphore_count(const int* at) {
+  const int n = *at;
+  spin();  // whoever looks again and again lets others run
+  return n;
+}
+void semaphore_signal(int* at, int n) {
+  *at += n;
+  ++events;
+}
+void semaphore_reach(const int* at, int n) {
+  while (*(const volatile int*)at < n) spin();
+}
+void semaphore_wait(int* at, int n) {
+  semaphore_reach(at, n);
+  *at -= n;
+}
 void products_together() {
   auto& mine = flights[current];
   if (late_products) mine.whole.push_back(mine.open);

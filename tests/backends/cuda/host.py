@@ -65,6 +65,7 @@ OWN = {
     },
     **dict.fromkeys(hopper.BARRIERS, ""),
     **dict.fromkeys(hopper.CLUSTERS, ""),
+    **dict.fromkeys(hopper.SEMAPHORES, ""),
     **dict.fromkeys(hopper.MAPS, ""),
     **dict.fromkeys(hopper.COPIES, ""),
     "operand": hopper.BARRIERS["operand"],
@@ -185,6 +186,8 @@ class Code:
         self.kernel, self.launched = kernel, emit.Launched.of(text)
         self.in_cluster = blocks_in_cluster(text)
         count = len(kernel.params) + len(self.launched.scratch)
+        if self.launched.semaphores:  # of all blocks, which run at the same time
+            self.in_cluster, count = self.launched.programs, count + 2
         path = _library(text, self.launched.name, count, folder, optimise)
         self.library = ctypes.CDLL(str(path))
         self.library.run.restype = ctypes.c_char_p
@@ -213,7 +216,8 @@ class Code:
         scratch = [
             memory.place(np.full(n, PATTERN, np.uint8)) for n in launched.scratch
         ]
-        arrays = [*inputs, *results, *scratch]
+        words = [np.zeros(n, np.int32) for n in [launched.semaphores] if n]
+        arrays = [*inputs, *words, *results, *scratch, *words]
         pointers = (ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays))
         rng = np.random.default_rng(seed)
         clusters = launched.programs // self.in_cluster

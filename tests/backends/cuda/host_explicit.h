@@ -51,6 +51,12 @@ template <int N> void copies_reading() { host::leave_but(N); }
 template <int N> void copies_left() { host::leave_but(N); }
 void copies_together();
 void stores_before_copies();
+// Semaphores, in main memory or at their place in shared memory.
+inline void main_before_copies() {}
+int semaphore_count(const int* at);
+void semaphore_signal(int* at, int n);
+void semaphore_wait(int* at, int n);
+void semaphore_reach(const int* at, int n);
 inline void put_matrices(u32 at, const u32* x) {
   const int lane = threadIdx.x % 32;
   for (int n = 0; n < 4; ++n) {

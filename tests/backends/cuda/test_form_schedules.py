@@ -11,12 +11,13 @@ from functools import cache
 
 import pytest
 
+from pallasite import config
 from pallasite.autodiff.backward import keeping_plan
 from pallasite.backends import base
 from pallasite.sites import calls_in
 from pallasite.target import GPUS, Machine
 from tests.forms import all_forms
-from tests.forms.form import SIZES
+from tests.forms.form import SIZES, gradient
 
 
 @cache
@@ -99,6 +100,21 @@ def test_two_steps_of_64_keys_are_one_of_128():
     assert found == rings(scheduled("causal grid, column statistics"))
 
 
+def test_a_thin_path_leaves_steps_as_deep_as_they_were():
+    """Its second product runs once, so fewer steps do not save any of it."""
+    found = rings(scheduled("LoRA: a second, thin path"))
+    assert {ring.split(",", 1)[1] for ring in found[:2]} == {"128,64]", "64,128]"}
+
+
+def test_merged_queries_skip_keys_after_them():
+    """Of 64 queries each, in a loop over 128 keys up to a rounded quotient."""
+    grid, loop = map(
+        scheduled, ("causal grid, column statistics", "fori loop, flat program order")
+    )
+    assert rings(loop) == rings(grid)
+    assert loop.count(" = for ") == grid.count(" = for ")
+
+
 @pytest.mark.parametrize(
     "name, step",
     [
@@ -116,6 +132,27 @@ def test_gradients_by_blocks_of_other_sizes(name: str, step: str):
         f"128,{step.split(',')[1]}]",
         f"{step}]",
     ]
+
+
+@pytest.mark.parametrize(
+    "name, rows",
+    [("conv2d of nine shifted matmuls", 112), ("conv2d row by row of images", 32)],
+)
+def test_gradients_of_convolutions(name: str, rows: int):
+    """A tap of the weights per program; its rows, with zeros after them, are deep."""
+    form = next(form for form in all_forms() if form.name == name)
+    structs = form.problem.structs(SIZES["model"])
+    with config.override(target="gpu:h200"):
+        asked = gradient(form.make(SIZES["model"]), structs)
+        _, *calls = calls_in(asked, *structs)
+    found = {}
+    for call in calls:
+        options = replace(call.options, chip=GPUS["h200"])
+        text = base.Compiled(base.get("cuda"), call.kernel, options).scheduled.text
+        found[call.kernel.name] = [ring.split(",", 1)[1] for ring in rings(text)]
+    assert found.pop("kernel_d_w") == [f"{rows},128]"] * 2
+    ((rows_of_x, _),) = found.values()
+    assert rows_of_x.startswith("192,")
 
 
 def test_two_matmuls_of_whole_weights_are_loops():

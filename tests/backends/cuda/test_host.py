@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import config
 from pallasite import kernels as library
 from pallasite import tpu as pltpu
 from pallasite.autodiff.backward import keeping_plan
@@ -24,6 +25,7 @@ from pallasite.passes.schedule.join_rows import join_rows
 from pallasite.sites import calls_in
 from pallasite.target import GPUS, Machine
 from pallasite.target.chip import Memory
+from tests.autodiff.test_gather_overlaps import convolved
 from tests.backends.cuda import host, kernels
 from tests.backends.cuda.kernels import bf16, f32
 from tests.xla import pull_back
@@ -691,6 +693,80 @@ def test_sums_of_shifted_products(side, depth, columns, taps, dtype, tmp_path):
         precision="highest",
     )
     assert kernels.error(got, jnp.maximum(want, 0)) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("shape", "start", "dtype"),
+    [
+        ((8, 14), 1, bf16),  # 112 rows are a multiple of an instruction's
+        ((7, 7), 2, bf16),  # 49 are not
+        ((5, 1), 0, jnp.float16),
+        ((1, 28), 1, bf16),
+        ((28, 28), 2, bf16),  # in parts of 112
+        ((27, 9), 1, bf16),  # in parts of 81
+    ],
+)
+def test_contracted_rows_of_a_shifted_part(shape, start, dtype, tmp_path, small_chip):
+    """A convolution's weights: zeros follow the rows in shared memory."""
+    images = 4
+
+    def kernel(x_ref, y_ref, o_ref):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        x = x_ref[start : start + shape[0], start : start + shape[1], :]
+        x, y = (v.reshape(-1, v.shape[-1]) for v in (x, y_ref[...]))
+        o_ref[...] += jnp.dot(x.T, y, preferred_element_type=f32)
+
+    def call(x, y):
+        block = lambda v: pl.BlockSpec((None, *v.shape[1:]), lambda i: (i, 0, 0, 0))
+        return pl.pallas_call(
+            kernel,
+            jax.ShapeDtypeStruct((64, 128), f32),
+            grid=(images,),
+            in_specs=[block(x), block(y)],
+            out_specs=pl.BlockSpec((64, 128), lambda i: (0, 0)),
+        )(x, y)
+
+    x = kernels.normal(images, shape[0] + 2, shape[1] + 2, 64, dtype=dtype)
+    y = kernels.normal(images, *shape, 128, dtype=dtype, seed=1)
+    # What is beside the rows is not multiplied, not even by zero.
+    x = x.at[:, : start + 0].set(jnp.nan).at[:, start + shape[0] :].set(jnp.inf)
+    (given,) = pl.lower(call)(x, y).kernels
+    given, arrays = run_passes(given), [np.asarray(v) for v in (x, y)]
+    (got,) = host.run(given, arrays, tmp_path, timings=list(host.TIMINGS))
+    part = x[:, start : start + shape[0], start : start + shape[1]]
+    want = np.einsum("nyxc,nyxd->cd", part.astype(f32), y.astype(f32))
+    assert kernels.error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_gradient_of_a_convolution(by_rows, tmp_path, small_chip):
+    """Every tap is a program's; a few rows of an image are one tile."""
+    x = kernels.normal(3, 9, 9, 64, dtype=bf16)
+    w = kernels.normal(3, 3, 64, 64, dtype=bf16, seed=1)
+    seed = kernels.normal(3, 7, 7, 64, dtype=bf16, seed=2)
+    run = partial(convolved, by_rows=by_rows)
+    with config.override(target="gpu:h200"):
+        backward = partial(pull_back, run)
+        _, *calls = calls_in(backward, (x, w), seed)
+    assert len(calls) == 2
+    got = {}
+    for call in calls:
+        kernel, given = run_passes(call.kernel), {v.shape: v for v in (x, w, seed)}
+        arrays = [np.asarray(given[ref.ref.shape]) for ref in kernel.inputs]
+        (found,) = host.run(kernel, arrays, tmp_path)
+        found = found.astype(np.float32)
+        wanted = w if found.shape[-4:] == w.shape else x
+        got[wanted.shape] = found.sum(tuple(range(found.ndim - 4)))
+    dims = ("NHWC", "HWIO", "NHWC")
+    reference = lambda x, w: jax.lax.conv_general_dilated(
+        x, w, (1, 1), "VALID", dimension_numbers=dims, precision="highest"
+    )
+    want = pull_back(reference, (x.astype(f32), w.astype(f32)), seed.astype(f32))
+    for expected in want:
+        assert kernels.error(got[expected.shape], expected) < 1e-2
 
 
 def test_rows_that_are_no_multiple_of_an_instructions(tmp_path):

@@ -27,8 +27,6 @@ from pallasite.ir.types import INDEX
 from pallasite.ir.verify import verify
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.normal.canonicalize import canonicalize
-from pallasite.passes.normal.derive_counters import derive_counters
-from pallasite.passes.optimise.unused import drop_unused
 from pallasite.passes.run import run
 from pallasite.target import GPUS, Gpu
 from pallasite.target.chip import Memory
@@ -235,7 +233,7 @@ COUNTED = (
 def test_counters_come_from_the_index():
     before = kernel(COUNTED)
     assert overlap(before) is before  # what the loads depend on is carried
-    after = drop_unused(derive_counters(before))
+    after = canonicalize(before)
     (loop,) = [op for op in walk(after.body) if op.name == "for"]
     assert len(loop.results) == 1
     made = overlap(after)

@@ -230,6 +230,31 @@ def test_nobody_waits_at_the_end_until_main_memory_has_the_results(tmp_path):
 # --- warpgroups side by side ---
 
 
+@needs_compiler
+def test_a_warpgroup_loads_what_another_one_stored(tmp_path):
+    """Memory that each of them uses only as a whole, which could be a value of each."""
+
+    def kernel(x_ref, o_ref, buffer, full):
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == 0)
+        def _():
+            buffer[...] = x_ref[...] + 1
+            plgpu.barrier_arrive(full)
+
+        @pl.when(wg == 1)
+        def _():
+            plgpu.barrier_wait(full)
+            o_ref[...] = buffer[...]
+
+    memory = [plgpu.SMEM((64, 4), F32), plgpu.Barrier()]
+    side = dict(num_threads=2, thread_name="wg")
+    function = plgpu.kernel(kernel, out(64, 4), scratch_shapes=memory, **side)
+    (x,) = operands((64, 4), dtype=F32)
+    np.testing.assert_array_equal(run(function, x, folder=tmp_path), x + 1)
+    np.testing.assert_array_equal(function(x), x + 1)
+
+
 def exchange_kernel(x_ref, o_ref, buffer, barrier):
     """Each of two warpgroups goes on with what the other has stored."""
     wg = lax.axis_index("wg")

@@ -27,6 +27,8 @@ from tests.backends.tpu.harness import (
     run_compiled,
 )
 from tests.backends.triton.test_blocks import matmul
+from tests.forms import all_forms
+from tests.forms.form import SIZES
 from tests.passes.test_reblock import COPY, head, rows
 from tests.passes.test_same_meaning import outputs
 from tests.zoo.attention import flash_scratch_call
@@ -271,3 +273,58 @@ def test_programs_that_see_their_neighbours_blocks_are_joined():
     arrays = random_arrays(kernel)
     (got,), (want,) = simulated(kernel, arrays), emulated(kernel, arrays)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name, whole",
+    [
+        ("softmax online over a grid", "softmax rows of 8"),
+        ("rms norm in vector scratch over a grid", "rms norm rows of 16"),
+    ],
+)
+def test_rows_in_parts_are_rows(name: str, whole: str):
+    """Two turns along rows read them once, as whole rows are read."""
+    forms = {form.name: form for form in all_forms()}
+    grids = []
+    for form in (forms[name], forms[whole]):
+        structs = form.problem.structs(SIZES["part"])
+        (made,) = kernels_in(form.make(SIZES["part"]), *structs)
+        new = for_tpu(run(made), TPUS["v6e"])
+        verify(new)
+        grids.append(head(new).split(", semantics")[0])
+    assert grids[0] == grids[1]
+
+
+def test_rows_that_do_not_fit_stay_in_parts():
+    columns = 1 << 22
+
+    def kernel(x_ref, o_ref, sum_ref):
+        turn, j = pl.program_id(0), pl.program_id(1)
+
+        @pl.when((turn == 0) & (j == 0))
+        def _():
+            sum_ref[...] = jnp.zeros_like(sum_ref)
+
+        @pl.when(turn == 0)
+        def _():
+            sum_ref[...] += x_ref[...].sum(axis=1, keepdims=True)
+
+        @pl.when(turn == 1)
+        def _():
+            o_ref[...] = x_ref[...] / sum_ref[...]
+
+    shape = jax.ShapeDtypeStruct((8, columns), jnp.float32)
+    spec = pl.BlockSpec((8, 2048), lambda t, j: (0, j))
+    out = pl.BlockSpec((8, 2048), lambda t, j: (0, j * t))
+    call = pl.pallas_call(
+        kernel,
+        out_shape=shape,
+        grid=(2, columns // 2048),
+        in_specs=[spec],
+        out_specs=out,
+        scratch_shapes=[pltpu.VMEM((8, 1), jnp.float32)],
+    )
+    (made,) = kernels_in(call, shape)
+    estimate = _Estimate.of(for_tpu(run(made), TPUS["v6e"]), TPUS["v6e"])
+    assert estimate is not None and estimate.vmem <= TPUS["v6e"].scoped_vmem
+    assert len(estimate.grid) == 2

@@ -73,3 +73,38 @@ def test_a_reshape_to_another_shape_stays():
     text = text.replace("%o: ref<f32[6,8]", "%o: ref<f32[12,4]")
     kernel = parse_kernel(text)
     assert folds(kernel) is kernel
+
+
+SUMS = """
+kernel @k(%x: ref<f32[6,8] any>, %y: ref<f32[8,4] any>, %o: ref<f32[2,3,4] any>)
+    outputs 1 {
+  %a: f32[6,8] = load %x[:, :]
+  %b: f32[8,4] = load %y[:, :]
+  %p: f32[6,4] = dot %a, %b {contract=((1,), (0,)), batch=((), ()), dtype=f32, precision=None}
+  %q: f32[6,4] = OTHER
+  %f: f32[2,3,4] = reshape %p {shape=(2, 3, 4)}
+  %g: f32[2,3,4] = reshape %q {shape=(2, 3, 4)}
+  %s: f32[2,3,4] = add %f, %g
+  %t: f32[2,3,4] = add %s, %f
+  store %o[:, :, :] = %t
+}
+"""  # noqa: E501
+
+
+def test_matmuls_are_added_up_before_they_are_folded():
+    dot = (
+        "dot %a, %b {contract=((1,), (0,)), batch=((), ()), dtype=f32, precision=None}"
+    )
+    kernel = parse_kernel(SUMS.replace("OTHER", dot))
+    new = folds(kernel)
+    assert_same_meaning(kernel, new)
+    assert names(new).count("reshape") == 1 and "f32[6,4] = add" in new.text
+    assert folds(new) is new
+
+
+def test_other_tiles_are_added_up_as_they_are():
+    text = SUMS.replace(
+        "OTHER", "slice %a {starts=(0, 0), limits=(6, 4), strides=(1, 1)}"
+    )
+    kernel = parse_kernel(text)
+    assert folds(kernel) is kernel

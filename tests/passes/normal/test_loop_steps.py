@@ -127,3 +127,14 @@ def test_counters_of_other_types_keep_the_loop(dtype):
     changes = {"FIRST": "%first", "STEP": "%step", "(%k: i32,": f"(%k: {dtype},"}
     kernel = kernel_of(LIMIT=numbers, AT=at, **changes)
     assert loop_steps(kernel) is kernel
+
+
+def test_a_length_that_is_rounded():
+    """The guard has no quotient, so that programs and steps can be merged."""
+    limit = """
+      %m: i32 = add %i, %three
+      %limit: i32 = div %m, %two"""
+    kernel = kernel_of(LIMIT=limit)
+    new = loop_steps(kernel)
+    assert_same_meaning(kernel, new)
+    assert "grid=(2, 2)" in new.text and "div" not in new.text.split("body")[-1]
