@@ -7,7 +7,7 @@ The importer makes index arrays of an access that is wider than its ref. Out: a 
 
 Proof: along the dimension the window's only block is all of the array, so that what is
 past the block is past the array. Loads are masked off there, and what is stored there
-is dropped, as by a block that hangs over. No other access to the block leaves the array.
+is dropped, as by a block that hangs over. No other access of it leaves the array.
 
 Kernel in, Kernel out.
 """
@@ -58,7 +58,7 @@ def wide_blocks(kernel: Kernel) -> Kernel:
 
 
 class _Extents(IndexArrays):
-    """Up to where accesses of blocks count, and which blocks have to stay as they are."""
+    """Up to where accesses of blocks count, and which blocks stay as they are."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ def softmax(x_ref, o_ref):
 def pointers(x_ref, o_ref):
     rows = pl.program_id(0) * 4 + jnp.arange(4)
     lanes = jnp.arange(16)
-    mask = (rows[:, None] < 6) & (13 > lanes[None])
+    mask = (rows[:, None] < 6) & (lanes[None] < 13)
     at = rows[:, None], lanes[None]
     x = plt.load(x_ref.at[at], mask=mask, other=0.0)
     plt.store(o_ref.at[at], x - x.sum(1, keepdims=True), mask=mask)
