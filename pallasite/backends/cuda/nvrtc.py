@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pallasite.backends.cuda.text import with_short_loops_written_out
 from pallasite.errors import CompileError, UnsupportedError
 from pallasite.runtime import cache as cache_files
 
@@ -43,6 +44,7 @@ def compile_ptx(text: str, arch: str, lines: bool = False) -> str:
         CompileError: NVRTC is not installed, or rejects the text.
     """
     nvrtc = _library()
+    text = text if lines else with_short_loops_written_out(text)
     program = ctypes.c_void_p()
     _check(
         nvrtc.nvrtcCreateProgram(

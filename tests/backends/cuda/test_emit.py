@@ -14,6 +14,7 @@ from pallasite import tpu as pltpu
 from pallasite.autodiff.backward import keeping_plan
 from pallasite.backends import base, cuda
 from pallasite.backends.cuda import BACKEND, emit, nvrtc
+from pallasite.backends.cuda import text as c_text
 from pallasite.errors import CompileError, UnsupportedError
 from pallasite.ir.nodes import Kernel
 from pallasite.sites import calls_in
@@ -612,3 +613,40 @@ def test_programs_that_share_a_multiprocessor_start_with_enough_registers(
     (call,) = calls_in(run, x, y)
     text = base.Compiled(BACKEND, call.kernel, base.Options(), shared=())["cuda"]
     assert f"__launch_bounds__(256, {programs})" in text
+
+
+def test_many_short_loops_are_written_out():
+    loops = [
+        "  EACH(2) { get<16>(x1 + i * 4, p2 + (b0 + i) / 2); if (i < 2) x1[i] = 0; }",
+        "  EACH(3) v5[i] = x1[i] + xi[i];",
+        "  EACH(32) v6[i] = x1[i];",
+        '  EACH(2) asm volatile("mov %0, i;" : "+f"(v5[i]));',
+        "  EACH(4) {",
+        "    v7[i] = 0;",
+        "  }",
+    ]
+    few = "\n".join([*loops, ""])
+    assert c_text.with_short_loops_written_out(few) == few
+    many = few * c_text.MANY_LOOPS
+    assert c_text.with_short_loops_written_out(many).splitlines()[:7] == [
+        "  { get<16>(x1 + 0 * 4, p2 + (b0 + 0) / 2); if (0 < 2) x1[0] = 0; }",
+        "  { get<16>(x1 + 1 * 4, p2 + (b0 + 1) / 2); if (1 < 2) x1[1] = 0; }",
+        "  v5[0] = x1[0] + xi[0];",
+        "  v5[1] = x1[1] + xi[1];",
+        "  v5[2] = x1[2] + xi[2];",
+        *loops[2:4],
+    ]
+
+
+@needs_nvrtc
+def test_written_out_loops_are_the_same_code(monkeypatch):
+    lines = [f"float x{k}[4]; EACH(4) x{k}[i] = a0[{k} + i];" for k in range(3)]
+    body = "\n".join(line.replace("; EACH", ";\n  EACH") for line in lines)
+    sums = "\n".join(f"  EACH(4) a1[{k} * 4 + i] = x{k}[i] + x0[i];" for k in range(3))
+    head = 'extern "C" __global__ void pl_sums(const float* a0, float* a1) {'
+    code = "\n".join([head, body, sums, "}", ""])
+    text = emit.functions.used(code, {}) + "\n" + code
+    as_loops = nvrtc.compile_ptx(text, "sm_90a")
+    monkeypatch.setattr(c_text, "MANY_LOOPS", 1)
+    assert c_text.with_short_loops_written_out(text) != text
+    assert nvrtc.compile_ptx(text, "sm_90a").count(";") == as_loops.count(";")
