@@ -70,9 +70,12 @@ class _Lines:
         return bool(value.type.shape) and self._root(value) in self.roots
 
     def _root(self, value: Value) -> Value:
-        while value in self.parent:
-            value = self.parent[value]
-        return value
+        root = value
+        while root in self.parent:
+            root = self.parent[root]
+        while value is not root:  # the next walk is short
+            self.parent[value], value = root, self.parent[value]
+        return root
 
     def _join(self, x: Value, y: Value) -> None:
         x, y = self._root(x), self._root(y)
