@@ -9,7 +9,7 @@ import pallasite as pl
 from pallasite.ir.nodes import walk
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.optimise.split_accesses import split_accesses
+from pallasite.passes.optimise.split_accesses import MOST_IN_ALL, split_accesses
 from pallasite.sites import calls_in
 from tests.fuzz.agreement import run_numpy
 from tests.passes.normal.test_same_meaning import inputs, results
@@ -129,3 +129,24 @@ kernel @k(%x: ref<i32 any>, %o: ref<f32[1] any>) outputs 1 {
     after = split_accesses(kernel)
     verify(after)
     assert run_numpy(after, [np.int32(-7)]) == run_numpy(kernel, [np.int32(-7)])
+
+
+def test_halves_of_halves_stay_tiles():
+    """A tree of sums would become a load and a number per element."""
+
+    def body(x_ref, o_ref):
+        x = jnp.sin(x_ref[...])
+        while x.size > 1:
+            x = x[: x.size // 2] + x[x.size // 2 :]
+        o_ref[...] = x
+
+    x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    out = jax.ShapeDtypeStruct((1,), jnp.float32)
+    (found,) = calls_in(pl.pallas_call(body, out), x)
+    before = found.kernel
+    after = split_accesses(before)
+    verify(after)
+    assert 2 < names(after).count("load") <= MOST_IN_ALL
+    arrays = inputs(before)
+    for old, new in zip(results(before, arrays), results(after, arrays), strict=True):
+        np.testing.assert_array_equal(old, new)

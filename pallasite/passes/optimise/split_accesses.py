@@ -10,6 +10,7 @@ it stands, so nothing is stored between its parts; the parts of a store are disj
 cover what the store did.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from pallasite.ir.rewrite import (
 MOST_PARTS = 4  # of one tile, if they may be shorter than a transaction
 MOST_LONG_PARTS = 16  # with rows of this many elements, as stencils have
 LONG_ROW = 64
+MOST_IN_ALL = 32  # of one tile, as parts of parts: halves of halves are never done
 
 
 class Box(NamedTuple):
@@ -43,15 +45,33 @@ def split_accesses(kernel: Kernel) -> Kernel:
     """Slices at loads, concatenations at stores, as far as they can be moved."""
     if kernel.level != TILE:
         return kernel  # its author chose who has which elements
+    parts_of = _Parts({}, Counter())
     while True:
-        new = dead_code(map_ops(kernel, _Split(kernel).rewritten))
+        new = dead_code(map_ops(kernel, _Split(kernel, parts_of).rewritten))
         if new is kernel:
             return kernel
         kernel = new
 
 
+class _Parts(NamedTuple):
+    """Which tile each part is from, and how many parts there are of each."""
+
+    whole: dict[Value, Value]
+    count: Counter[Value]
+
+    def may_add(self, value: Value, boxes: Sequence[Box]) -> bool:
+        whole = self.whole.get(value, value)
+        return self.count[whole] + len(boxes) <= MOST_IN_ALL
+
+    def add(self, value: Value, parts: Sequence[Value]) -> None:
+        whole = self.whole.get(value, value)
+        self.count[whole] += len(parts) - (whole is not value)
+        self.whole.update(dict.fromkeys(parts, whole))
+
+
 class _Split:
-    def __init__(self, kernel: Kernel):
+    def __init__(self, kernel: Kernel, parts_of: _Parts):
+        self.parts_of = parts_of
         self.users = users_of(kernel.body)
         self.parts: dict[tuple[Value, Box], Value] = {}
 
@@ -63,7 +83,7 @@ class _Split:
         if len(op.results) != 1 or op.result.is_ref:
             return None
         boxes = self.boxes(op.result)
-        if boxes:
+        if boxes and self.parts_of.may_add(op.result, boxes):
             return self.in_boxes(op, b, boxes)
         return self.joined(op, b) if is_elementwise(op) else None
 
@@ -80,6 +100,7 @@ class _Split:
         )
 
     def in_boxes(self, op: Op, b: Rewriter, boxes: Sequence[Box]) -> Value | None:
+        parts = list[Value]()
         for box in boxes:
             if op.name == "load":
                 made = _loaded(op, b, box)
@@ -92,6 +113,8 @@ class _Split:
                 b.ops.clear()
                 return None
             self.parts[op.result, box] = made
+            parts.append(made)
+        self.parts_of.add(op.result, parts)
         # The op itself stays until its slices are gone.
         b.ops.append(op)
         return op.result
