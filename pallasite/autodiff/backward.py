@@ -33,7 +33,6 @@ from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
-from pallasite.autodiff.owned_blocks import owned_blocks
 from pallasite.autodiff.owned_rows import owned_rows
 from pallasite.autodiff.partial_sums import Sums, bytes_of, cut_into_parts
 from pallasite.autodiff.rerolled import rerolled
@@ -44,6 +43,11 @@ from pallasite.autodiff.reverse_rules import accumulated
 from pallasite.autodiff.row_blocks import row_blocks
 from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
+from pallasite.autodiff.sorted_steps import (
+    by_sorted_steps,
+    sorted_steps,
+    with_row_views,
+)
 from pallasite.autodiff.unrounded import unrounded
 from pallasite.autodiff.zero_cotangents import without
 from pallasite.backends.base import Together, lowered_together
@@ -223,6 +227,8 @@ def _run(
     """The results of one kernel; `flowing`: refs of cotangents that it may take."""
     from pallasite.primitive import bind_call
 
+    if step.sorting is not None:
+        arrays = arrays | step.sorting.arrays(arrays)
     known = [names.get(ref, ()) for ref in (*step.operands, *step.results)]
     rule = inherit(call.partition, step.kernel, known)
     options = replace(call, kernel=step.kernel, cost_estimate=None, partition=rule)
@@ -467,6 +473,7 @@ def _plan(
         if machine.gpu is not None:
             program, more = rerolled(program, results)
             gathered += more
+            program = with_row_views(program, list(targets.values()))
         most = MOST_SCATTERED * sum(map(bytes_of, kernel.params))
         variants = _scattered(program, list(targets.values()), most, machine)
     # Partial sums are for small operands, such as the weights of a norm.
@@ -503,11 +510,12 @@ class _Ways:
         """All of them, the fastest first; `gathered`: programs that all have."""
         for program in gathered:
             _check_lost(program, made)
+        is_gpu = self.sums.machine.gpu is not None
         ways = [
             self.way(stages.with_more(gathered), merges)
             for program, merges in variants
             for stages in _alternatives(
-                program, made, self.added(merges), bool(self.moving)
+                program, made, self.added(merges), bool(self.moving), is_gpu
             )
         ]
         if all(way.estimate.seconds == inf for way in ways) and not self.moving:
@@ -534,7 +542,7 @@ class _Ways:
         ]
         steps = _narrowed(steps, self.final)
         machine = self.sums.machine
-        estimated = estimate([step.kernel for step in steps], machine)
+        estimated = estimate([step.typical or step.kernel for step in steps], machine)
         merging = sum(merge_seconds(merge, machine) for merge in merges)
         estimated = replace(estimated, seconds=estimated.seconds + merging)
         return Way(tuple(steps), estimated, stages, tuple(merges))
@@ -604,7 +612,11 @@ def _reversed(
 
 
 def _alternatives(
-    program: Program, made: Reversed, results: Sequence[Value], moving: bool
+    program: Program,
+    made: Reversed,
+    results: Sequence[Value],
+    moving: bool,
+    named: bool,
 ) -> list[Stages]:
     """Split into stages, unless several would have to change the same memory.
 
@@ -623,8 +635,8 @@ def _alternatives(
         repeating |= repeats
         return not repeats
 
-    careful = split(program, repeats_nothing)
-    return [careful, split(program, lambda _: True)] if repeating else [careful]
+    careful = split(program, repeats_nothing, named)
+    return [careful, split(program, lambda _: True, named)] if repeating else [careful]
 
 
 def _check_lost(program: Program, made: Reversed) -> None:
@@ -662,15 +674,20 @@ def _kernels(
     mine = [replace(p, changes=p.ref in changing) for p in mine]
     stage, mine, same = (stage, mine, {}) if changing else apart(stage, mine)
     built, pending = [], list[tuple[Program, list[Placement]]]()
+    is_gpu = sums.machine.gpu is not None
+    shared = [p.ref for p in mine if not all(p.kept)] if is_gpu else []
+    for refs in sorted_steps(stage, shared) if not changing else ():
+        made = by_sorted_steps(stage, refs)
+        mine = [p for p in mine if p.ref not in refs]
+        one, typical = (
+            _kernel(each, [place(each, ref) for ref in refs], stage.name, sums, same)
+            for each in (made.program, made.typical)
+        )
+        built.append(replace(one, sorting=made.sorting, typical=typical.kernel))
     if sums.machine.cores > 1 and not changing:
-        is_gpu = sums.machine.gpu is not None
         for p in [p for p in mine if not all(p.kept)]:
-            owned = owned_blocks(stage, p.ref) if is_gpu else None
-            by_rows = owned_rows(stage, p.ref, is_gpu) if owned is None else None
-            if owned is not None:
-                mine.remove(p)
-                pending.append((owned, [place(owned, p.ref)]))
-            elif by_rows is not None:
+            by_rows = owned_rows(stage, p.ref, is_gpu)
+            if by_rows is not None:
                 mine.remove(p)
                 reach = [place(by_rows.reach, ref) for ref in by_rows.refs]
                 pending.append((by_rows.reach, reach))
@@ -678,16 +695,28 @@ def _kernels(
     for group in [together(mine)] if changing else groups(mine):
         pending.append((only(stage, [p.ref for p in group]), group))
     for program, group in pending:
-        names = [p.ref.name.removesuffix("_ref") for p in group]
-        names = "_".join(dict.fromkeys(names))
-        order = grid_order(group, len(program.sizes))
-        own = sums.with_work(program)
-        parts = {} if changing else cut_into_parts(group, order, program.sizes, own)
-        one = build(program, f"{stage.name}_{names}", group, order, parts)
-        if prod(program.sizes) < sums.machine.enough_programs:
-            one = replace(one, kernel=carried_axis(one.kernel))
-        built.append(replace(one, results=tuple(same.get(r, r) for r in one.results)))
+        built.append(_kernel(program, group, stage.name, sums, same, bool(changing)))
     return built
+
+
+def _kernel(
+    program: Program,
+    group: Sequence[Placement],
+    name: str,
+    sums: Sums,
+    same: dict[Value, Value],
+    changes: bool = False,
+) -> Built:
+    """The kernel of results that share a grid order; `same`: what they are parts of."""
+    names = [p.ref.name.removesuffix("_ref") for p in group]
+    names = "_".join(dict.fromkeys(names))
+    order = grid_order(group, len(program.sizes))
+    own = sums.with_work(program)
+    parts = {} if changes else cut_into_parts(group, order, program.sizes, own)
+    one = build(program, f"{name}_{names}", group, order, parts)
+    if prod(program.sizes) < sums.machine.enough_programs:
+        one = replace(one, kernel=carried_axis(one.kernel))
+    return replace(one, results=tuple(same.get(r, r) for r in one.results))
 
 
 def together(placements: Sequence[Placement]) -> list[Placement]:
