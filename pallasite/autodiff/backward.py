@@ -563,12 +563,22 @@ def _scattered(
     for ref in targets if machine.cores > 1 else ():
         if prod(program.sizes[a] for a in place(scattering, ref).own) >= enough:
             continue
+        if machine.gpu is not None and _is_sorted(scattering, ref):
+            continue  # its addends need no memory
         found = scattered(scattering, ref)
         if found is not None and sum(map(bytes_of, found[1].refs)) <= most:
             scattering = found[0]
             merges.append(found[1])
     rows = machine.one_unit and all(merge.is_rows for merge in merges)
     return [(scattering, merges), *([(program, [])] if merges and rows else [])]
+
+
+def _is_sorted(program: Program, ref: Value) -> bool:
+    """Whether sorted steps add to a cotangent, and compute nothing costly twice."""
+    if not sorted_steps(program, [ref]):
+        return False
+    costly = ("dot", "for", "while")
+    return all(op.name not in costly for op in walk(only(program, [ref]).body))
 
 
 def _narrowed(steps: list[Built], final: dict[Value, T.DType]) -> list[Built]:
