@@ -26,6 +26,7 @@ from pallasite.passes.normal.replicated import replicated
 from pallasite.passes.normal.rows_in_place import rows_in_place
 from pallasite.passes.normal.unit_dims import unit_dims
 from pallasite.passes.normal.whole_loops import whole_loops
+from pallasite.passes.normal.wide_blocks import wide_blocks
 
 RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("canonicalize", canonicalize),
@@ -35,6 +36,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("guarded_updates", guarded_updates),
     ("pipeline_axes", pipeline_axes),
     ("loop_axes", loop_axes),
+    ("wide_blocks", wide_blocks),
     ("single_slices", single_slices),
     ("narrow_windows", narrow_windows),
     ("idle_clamps", idle_clamps),
