@@ -27,6 +27,7 @@ from pallasite.passes.normal.rows_in_place import rows_in_place
 from pallasite.passes.normal.scratch_parts import scratch_parts
 from pallasite.passes.normal.unit_dims import unit_dims
 from pallasite.passes.normal.whole_loops import whole_loops
+from pallasite.passes.normal.wide_blocks import wide_blocks
 
 RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("canonicalize", canonicalize),
@@ -37,6 +38,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("guarded_updates", guarded_updates),
     ("pipeline_axes", pipeline_axes),
     ("loop_axes", loop_axes),
+    ("wide_blocks", wide_blocks),
     ("single_slices", single_slices),
     ("narrow_windows", narrow_windows),
     ("idle_clamps", idle_clamps),
