@@ -1,8 +1,8 @@
 """scratch_parts: scratch that is only used in disjoint parts is a scratch per part.
 
 In: one scratch for several states, such as the maxima and sums of rows in `stats[0]`
-and `stats[1]`, or the sums of two heads in the halves of `acc`. Out: a scratch for each,
-as other authors write it. What all of it is overwritten with is stored in slices.
+and `stats[1]`, or the sums of two heads in the halves of `acc`. Out: a scratch for
+each, as other authors write it. What all of it is overwritten with is stored in slices.
 
 Proof: every load is of one part, and every store of one part or of all of them, at
 indices that are constant along a dimension; the parts do not overlap. So what a load
@@ -11,6 +11,7 @@ no load reads is not kept.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from pallasite.ir.nodes import Access, At, Gather, Kernel, Op, Span, Value, walk
@@ -61,7 +62,7 @@ def _along(ref: Value, uses: Sequence[Op], dim: int) -> _Parts | None:
             return None
         (loaded if op.name == "load" else stored).add(part)
     parts = sorted(loaded | stored - {whole})
-    apart = all(a[1] <= b[0] for a, b in zip(parts, parts[1:], strict=False))
+    apart = all(a[1] <= b[0] for a, b in pairwise(parts))
     if not apart or not 2 <= len(loaded) <= MOST_PARTS:
         return None
     return _Parts(dim, tuple(sorted(loaded)))
@@ -94,8 +95,8 @@ class _Split:
 
     def rewritten(self, op: Op, b: Rewriter) -> Sequence[Value] | None:
         if op.name == "alloc" and op.result in self.plans:
-            plan = self.plans[op.result]
-            new = {part: _allocated(b, op.result, plan.dim, part) for part in plan.parts}
+            ref, plan = op.result, self.plans[op.result]
+            new = {part: _allocated(b, ref, plan.dim, part) for part in plan.parts}
             first = new[plan.parts[0]]
             self.made[first] = plan, new
             return [first]
@@ -105,7 +106,7 @@ class _Split:
         entry = op.attrs["index"][plan.dim]
         start = entry.start
         part = start, start + (1 if isinstance(entry, At) else entry.size)
-        inside = [part] if op.name == "load" else [p for p in plan.parts if _has(part, p)]
+        inside = [p for p in plan.parts if part[0] <= p[0] and p[1] <= part[1]]
         results: list[Value] = []
         for each in inside:
             index = list(op.attrs["index"])
@@ -117,10 +118,6 @@ class _Split:
             attrs = {**op.attrs, "index": tuple(index)}
             results += b.emit(op.name, new[each], *rest, **attrs)
         return results
-
-
-def _has(outer: Part, inner: Part) -> bool:
-    return outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
 def _allocated(b: Rewriter, ref: Value, dim: int, part: Part) -> Value:
