@@ -661,7 +661,7 @@ def _kernels(
     mine = [place(stage, ref) for ref in results if ref in refs]
     mine = [replace(p, changes=p.ref in changing) for p in mine]
     stage, mine, same = (stage, mine, {}) if changing else apart(stage, mine)
-    built, pending = [], list[tuple[Program, list[Placement]]]()
+    pending = list[tuple[Program, list[Placement]]]()
     if sums.machine.cores > 1 and not changing:
         is_gpu = sums.machine.gpu is not None
         for p in [p for p in mine if not all(p.kept)]:
@@ -675,19 +675,70 @@ def _kernels(
                 reach = [place(by_rows.reach, ref) for ref in by_rows.refs]
                 pending.append((by_rows.reach, reach))
                 pending.append((by_rows.rows, [place(by_rows.rows, p.ref)]))
-    for group in [together(mine)] if changing else groups(mine):
-        pending.append((only(stage, [p.ref for p in group]), group))
-    for program, group in pending:
-        names = [p.ref.name.removesuffix("_ref") for p in group]
-        names = "_".join(dict.fromkeys(names))
-        order = grid_order(group, len(program.sizes))
-        own = sums.with_work(program)
-        parts = {} if changing else cut_into_parts(group, order, program.sizes, own)
-        one = build(program, f"{stage.name}_{names}", group, order, parts)
-        if prod(program.sizes) < sums.machine.enough_programs:
-            one = replace(one, kernel=carried_axis(one.kernel))
-        built.append(replace(one, results=tuple(same.get(r, r) for r in one.results)))
-    return built
+    chains = [together(mine)] if changing else groups(mine)
+    pending += [(only(stage, [p.ref for p in chain]), chain) for chain in chains]
+    built = [_kernel(*each, stage.name, bool(changing), sums) for each in pending]
+    if len(chains) > 1 and not changing:
+        joined = _joined([p for chain in chains for p in chain], stage, sums)
+        several = built[-len(chains) :]
+        if joined is not None and _seconds([joined], sums) < _seconds(several, sums):
+            built[-len(chains) :] = [joined]
+    return [
+        replace(one, results=tuple(same.get(r, r) for r in one.results))
+        for one in built
+    ]
+
+
+def _kernel(
+    program: Program,
+    group: Sequence[Placement],
+    name: str,
+    changing: bool,
+    sums: Sums,
+) -> Built:
+    """The kernel of some results, with sums in parts where that fills cores."""
+    order = grid_order(group, len(program.sizes))
+    own = sums.with_work(program)
+    parts = {} if changing else cut_into_parts(group, order, program.sizes, own)
+    one = build(program, _named(name, group), group, order, parts)
+    if prod(program.sizes) < sums.machine.enough_programs:
+        one = replace(one, kernel=carried_axis(one.kernel))
+    return one
+
+
+def _named(name: str, group: Sequence[Placement]) -> str:
+    names = [p.ref.name.removesuffix("_ref") for p in group]
+    return f"{name}_{'_'.join(dict.fromkeys(names))}"
+
+
+def _joined(group: list[Placement], stage: Program, sums: Sums) -> Built | None:
+    """One kernel for groups of results, whose programs all write sums of their own.
+
+    Kernels apart would each go through the same loops again. Products have blocks for
+    the sums that they are added to, so that these are apart.
+    """
+    program = only(stage, [p.ref for p in group])
+    if _products(program):
+        return None
+    order = grid_order(group, len(program.sizes))
+    parts = cut_into_parts(group, order, program.sizes, sums)
+    shared = frozenset[int].intersection(*(p.own for p in group))
+    whole = {a: n for a, n in enumerate(program.sizes) if a not in shared and n > 1}
+    if parts != whole:
+        return None
+    return build(program, _named(stage.name, group), group, order, parts)
+
+
+def _seconds(kernels: Sequence[Built], sums: Sums) -> float:
+    """How long some kernels take, with adding up what they sum in parts."""
+    taken = [
+        bytes_of(ref) * n
+        for one in kernels
+        for ref, n in zip(one.results, one.parts, strict=True)
+        if n > 1
+    ]
+    adding = sums.machine.copying(sum(taken)) if taken else 0.0
+    return estimate([one.kernel for one in kernels], sums.machine).seconds + adding
 
 
 def together(placements: Sequence[Placement]) -> list[Placement]:

@@ -121,6 +121,8 @@ def _places(ref: Value, views: Sequence[Op], adds: Sequence[Op]) -> _Places | No
             return None
     entries = list(zip(*(a.index for a in accesses), strict=True))
     dims = tuple(d for d, found in enumerate(entries) if len(set(found)) > 1)
+    if not dims:
+        return None  # several additions to one place
     sizes, counts, numbers = list[int | None](), list[int](), list[list[int]]()
     for d in dims:
         first, n = entries[d][0], shown.ref.shape[d]
@@ -136,7 +138,7 @@ def _places(ref: Value, views: Sequence[Op], adds: Sequence[Op]) -> _Places | No
         counts.append(n // size)
         numbers.append([e.start // size for e in entries[d]])
     by_place = dict(zip(zip(*numbers, strict=True), adds, strict=True))
-    if not dims or len(by_place) != len(adds) or len(adds) != prod(counts):
+    if len(by_place) != len(adds) or len(adds) != prod(counts):
         return None
     return _Places(
         ref, window, indices, dims, tuple(sizes), tuple(counts), by_place

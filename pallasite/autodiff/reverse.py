@@ -337,16 +337,21 @@ class _Reverse:
                 self.add(b, ct, access.other, b.select(access.mask, zero, cotangent))
         if not self.activity.depends(access.ref):
             return
-        ref = self.twin(b, access.ref)
+        ref, mask = self.twin(b, access.ref), access.mask
+        if mask is not None and not access.index_operands:
+            # All of it is inside: an added zero is as good as none, and a sum that
+            # takes all of a block may be its first value.
+            cotangent = b.select(mask, cotangent, b.like(0, cotangent))
+            mask = None
         value = b.cast(cotangent, ref.ref.dtype)
         index_operands = tuple(_read_indices(b, access))
-        new = Access(ref, access.index, index_operands, value, None, access.mask)
+        new = Access(ref, access.index, index_operands, value, None, mask)
         b.emit(
             "atomic_rmw",
             *access_operands(new),
             kind="add",
             index=access.index,
-            mask=access.mask is not None,
+            mask=mask is not None,
         )
 
     def at_store(self, b: Builder, op: Op, ct: Cotangents) -> None:

@@ -25,17 +25,21 @@ from pallasite.passes.normal.products import products
 from pallasite.passes.normal.program_order import program_order
 from pallasite.passes.normal.replicated import replicated
 from pallasite.passes.normal.rows_in_place import rows_in_place
+from pallasite.passes.normal.scratch_parts import scratch_parts
 from pallasite.passes.normal.unit_dims import unit_dims
 from pallasite.passes.normal.whole_loops import whole_loops
+from pallasite.passes.normal.wide_blocks import wide_blocks
 
 RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("canonicalize", canonicalize),
     ("counted_loops", counted_loops),
     ("rows_in_place", rows_in_place),
+    ("scratch_parts", scratch_parts),
     ("guarded_starts", guarded_starts),
     ("guarded_updates", guarded_updates),
     ("pipeline_axes", pipeline_axes),
     ("loop_axes", loop_axes),
+    ("wide_blocks", wide_blocks),
     ("single_slices", single_slices),
     ("narrow_windows", narrow_windows),
     ("idle_clamps", idle_clamps),
