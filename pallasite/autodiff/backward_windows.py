@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
 
 from pallasite.autodiff.backward_sums import Sum, expand_sums
+from pallasite.autodiff.step_order import Sorting
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
@@ -36,9 +36,6 @@ from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.lower.per_program import Program, main_refs
 from pallasite.passes.optimise.unused import drop_unused
-
-if TYPE_CHECKING:
-    from pallasite.autodiff.sorted_steps import Sorting
 
 Key = tuple[object, ...]
 
@@ -228,7 +225,7 @@ class Built:
     own: tuple[frozenset[int], ...]  # per result: the axes that choose its block
     order: tuple[int, ...]  # the program's grid axes with several steps, slowest first
     changing: tuple[Value, ...] = ()  # results initialised by the last operands
-    sorting: "Sorting | None" = None  # makes some operands just before the kernel runs
+    sorting: Sorting | None = None  # makes some operands just before the kernel runs
     typical: Kernel | None = None  # the kernel to estimate, if loops depend on data
 
     def taking(self, refs: Collection[Value]) -> tuple[int, ...]:
