@@ -1,15 +1,17 @@
 """counted_loops: a `while` that only counts becomes a `for`.
 
 In: loops that go on while a carried integer has not reached a bound that the loop does
-not change, and that add a constant to it in each iteration. Out: loops over as many
-indices, in which the counter is computed from the index. What else they carry stays.
+not change, in memory or not, and that add a constant to it in each iteration. Out:
+loops over as many indices, in which the counter is computed from the index. What else
+they carry stays.
 
 With counter i, step s > 0 and bound n, `while i < n` runs for i = first, first + s, ...
 as long as that is below n: the indices of a `for`, if i + s cannot wrap around, which
 is shown from the range of n. `i <= n` is `i < n + 1`. `i != n` is `i < n` if s is 1 and
 the ranges show that first <= n. A loop that counts down is the same with all signs
 changed. `i * c < n`, for a power of two c, is `i < n / c` rounded up: where multiples
-of c wrap around before they reach n, the loop never ends.
+of c wrap around before they reach n, the loop never ends. Nor does `i < n` where s is a
+power of two and i + s wraps around: i would come to the same numbers again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +23,7 @@ from pallasite.ir.rewrite import clone, is_pure, substitute
 from pallasite.ir.roles import While
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.intervals import Facts
+from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.facts_walk import FactsWalk
 from pallasite.passes.normal.canonicalize import canonicalize
 
@@ -32,7 +35,7 @@ def counted_loops(kernel: Kernel) -> Kernel:
     """Turn counted `while` loops into `for` loops."""
     if not any(op.name == "while" for op in walk(kernel.body)):
         return kernel
-    body = _Walk().block(kernel.body)
+    body = _Walk(Roots(kernel)).block(kernel.body)
     return kernel if body is kernel.body else canonicalize(kernel.with_(body=body))
 
 
@@ -48,6 +51,10 @@ class _Counter:
 
 
 class _Walk(FactsWalk):
+    def __init__(self, roots: Roots) -> None:
+        super().__init__()
+        self.roots = roots
+
     def rewritten(self, op: Op) -> Sequence[Op]:
         if op.name != "while":
             return (op,)
@@ -58,7 +65,7 @@ class _Walk(FactsWalk):
     def counted(self, op: Op, loop: While, counter: _Counter) -> Sequence[Op] | None:
         first = loop.inits[counter.at]
         b = Builder(op.loc)
-        bound = _outside(b, loop, counter.bound)
+        bound = self.outside(b, loop, counter.bound)
         if bound is None:
             return None
         if counter.factor > 1:
@@ -71,6 +78,30 @@ class _Walk(FactsWalk):
             return None
         trips = self.trips(b, first, bound, counter)
         return None if trips is None else _for(b, op, loop, counter, first, trips)
+
+    def outside(self, b: Builder, loop: While, bound: Value) -> Value | None:
+        """The bound before the loop, if iterations do not change it."""
+        condition, body = loop.condition, loop.body
+        params = zip(
+            condition.params, loop.inits, body.params, body.yields, strict=True
+        )
+        fixed = {p: init for p, init, inside, out in params if inside is out}
+        needed = _needed(condition, bound)
+        if not all(is_pure(op) or self.loads_the_same(op, loop) for op in needed):
+            return None
+        used = {v for op in needed for v in op.operands} | {bound}
+        if any(p in used and p not in fixed for p in condition.params):
+            return None
+        copy = clone(Block((), tuple(needed), (bound,)), fixed)
+        b.ops += copy.ops
+        return copy.yields[0]
+
+    def loads_the_same(self, op: Op, loop: While) -> bool:
+        """Whether an op loads what iterations do not write, as the bound in memory."""
+        if op.name != "load":
+            return False
+        root = self.roots.of(op.operands[0])
+        return root not in self.roots.written(loop.condition, loop.body)
 
     def as_index(self, b: Builder, value: Value) -> Value | None:
         """An integer of another type as an i32, if it is known to be one."""
@@ -99,8 +130,11 @@ class _Walk(FactsWalk):
             low, high = (0, 0), ends
         if test == "ne" and (size != 1 or low[1] > high[0]):
             return None
+        if test not in ("lt", "le", "ne"):
+            return None
         # What is added to last is below the bound, or at it.
-        if test not in ("lt", "le", "ne") or high[1] > MOST - size + (test == "lt"):
+        may_wrap = high[1] > MOST - size + (test == "lt")
+        if may_wrap and (test != "lt" or size & (size - 1)):
             return None
         if test == "le":
             bound = b.add(bound, b.index(1))
@@ -126,13 +160,20 @@ def _counter(loop: While) -> _Counter | None:
         (test.operands, test.name),
         (test.operands[::-1], _SWAPPED[test.name]),
     ):
-        value, factor = _multiplied(value, tests)
+        value, factor = _multiplied(_assumed(value, tests), tests)
         if value not in params or value.is_ref or not value.tile.dtype.is_integer:
             continue
         step = _step(loop.body, params.index(value))
         if step and (factor == 1 or (step == 1 and name == "lt")):
             return _Counter(params.index(value), step, name, bound, factor)
     return None
+
+
+def _assumed(value: Value, made: Mapping[Value, Op]) -> Value:
+    """A value without what the author promised of it (`pl.multiple_of`)."""
+    while (op := made.get(value)) is not None and op.name == "assume_multiple":
+        value = op.operands[0]
+    return value
 
 
 def _multiplied(value: Value, made: Mapping[Value, Op]) -> tuple[Value, int]:
@@ -163,28 +204,13 @@ def _step(body: Block, at: int) -> int | None:
     if add is None or add.name not in ("add", "sub"):
         return None
     x, y = add.operands
-    if add.name == "add" and y is body.params[at]:
+    if add.name == "add" and _assumed(y, makers) is body.params[at]:
         x, y = y, x
     by = makers.get(y)
-    if x is not body.params[at] or by is None or by.name != "constant":
+    is_counter = _assumed(x, makers) is body.params[at]
+    if not is_counter or by is None or by.name != "constant":
         return None
     return by.attrs["value"] if add.name == "add" else -by.attrs["value"]
-
-
-def _outside(b: Builder, loop: While, bound: Value) -> Value | None:
-    """The bound before the loop, if iterations do not change it."""
-    condition, body = loop.condition, loop.body
-    params = zip(condition.params, loop.inits, body.params, body.yields, strict=True)
-    fixed = {p: init for p, init, inside, out in params if inside is out}
-    needed = _needed(condition, bound)
-    if not all(is_pure(op) for op in needed):
-        return None
-    used = {v for op in needed for v in op.operands} | {bound}
-    if any(p in used and p not in fixed for p in condition.params):
-        return None
-    copy = clone(Block((), tuple(needed), (bound,)), fixed)
-    b.ops += copy.ops
-    return copy.yields[0]
 
 
 def _needed(block: Block, value: Value) -> list[Op]:
