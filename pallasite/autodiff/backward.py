@@ -53,6 +53,7 @@ from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.rewrite import substitute
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.lower.per_program import Program, main_refs
+from pallasite.passes.transform.unaliased import unaliased
 from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 from pallasite.target import Machine
@@ -262,6 +263,7 @@ def plan(
     Raises:
         NoBackwardKernel: there are none.
     """
+    kernel = _unaliased(kernel)
     made = _plan(kernel, wanted, known, machine)
     composed = _composed(made, kernel, wanted, known)
     if composed is None:
@@ -338,6 +340,7 @@ def keeping_plan(
     It does if a first backward kernel would otherwise repeat matmuls of the program,
     and the residuals are small compared with operands and results.
     """
+    kernel = _unaliased(kernel)
     if not _has_products(kernel) or kernel.aliases:
         return None
     if any(op.name in UNREPEATABLE for op in walk(kernel.body)):
@@ -370,7 +373,7 @@ def using_kept(
     if not zero:
         return made
     stages = [without(stage, zero) for stage in keeps.stages]
-    steps = _steps(stages, made, kernel, made.choices[0].stages.saved)
+    steps = _steps(stages, made, _unaliased(kernel), made.choices[0].stages.saved)
     seeds = {n: ref for n, ref in made.seeds.items() if ref not in zero}
     return replace(made, steps=steps, seeds=seeds)
 
@@ -416,6 +419,13 @@ def _keeping(
     new = Way(steps, estimated, way.stages)
     backward = replace(made, steps=steps, choices=(new, *made.choices))
     return KeepingPlan(one, kept.refs, kernel.outputs, known, backward, stages)
+
+
+@functools.lru_cache(maxsize=64)
+def _unaliased(kernel: Kernel) -> Kernel:
+    """The kernel without aliases that make no difference: cotangents of memory that
+    is updated in place are updated in place, too, by one program after another."""
+    return unaliased(kernel, range(len(kernel.inputs)))
 
 
 def _has_products(kernel: Kernel) -> bool:
