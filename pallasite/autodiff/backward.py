@@ -33,7 +33,6 @@ from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
-from pallasite.autodiff.owned_blocks import owned_blocks
 from pallasite.autodiff.owned_rows import owned_rows
 from pallasite.autodiff.partial_sums import Sums, bytes_of, cut_into_parts
 from pallasite.autodiff.rerolled import rerolled
@@ -44,6 +43,11 @@ from pallasite.autodiff.reverse_rules import accumulated
 from pallasite.autodiff.row_blocks import row_blocks
 from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
+from pallasite.autodiff.sorted_steps import (
+    by_sorted_steps,
+    sorted_steps,
+    with_row_views,
+)
 from pallasite.autodiff.unrounded import unrounded
 from pallasite.autodiff.zero_cotangents import without
 from pallasite.backends.base import Together, lowered_together
@@ -224,6 +228,8 @@ def _run(
     """The results of one kernel; `flowing`: refs of cotangents that it may take."""
     from pallasite.primitive import bind_call
 
+    if step.sorting is not None:
+        arrays = arrays | step.sorting.arrays(arrays)
     known = [names.get(ref, ()) for ref in (*step.operands, *step.results)]
     rule = inherit(call.partition, step.kernel, known)
     options = replace(call, kernel=step.kernel, cost_estimate=None, partition=rule)
@@ -477,6 +483,7 @@ def _plan(
         if machine.gpu is not None:
             program, more = rerolled(program, results)
             gathered += more
+            program = with_row_views(program, list(targets.values()))
         most = MOST_SCATTERED * sum(map(bytes_of, kernel.params))
         variants = _scattered(program, list(targets.values()), most, machine)
     # Partial sums are for small operands, such as the weights of a norm.
@@ -513,11 +520,12 @@ class _Ways:
         """All of them, the fastest first; `gathered`: programs that all have."""
         for program in gathered:
             _check_lost(program, made)
+        is_gpu = self.sums.machine.gpu is not None
         ways = [
             self.way(stages.with_more(gathered), merges)
             for program, merges in variants
             for stages in _alternatives(
-                program, made, self.added(merges), bool(self.moving)
+                program, made, self.added(merges), bool(self.moving), is_gpu
             )
         ]
         if all(way.estimate.seconds == inf for way in ways) and not self.moving:
@@ -544,7 +552,7 @@ class _Ways:
         ]
         steps = _narrowed(steps, self.final)
         machine = self.sums.machine
-        estimated = estimate([step.kernel for step in steps], machine)
+        estimated = estimate([step.typical or step.kernel for step in steps], machine)
         merging = sum(merge_seconds(merge, machine) for merge in merges)
         estimated = replace(estimated, seconds=estimated.seconds + merging)
         return Way(tuple(steps), estimated, stages, tuple(merges))
@@ -565,12 +573,22 @@ def _scattered(
     for ref in targets if machine.cores > 1 else ():
         if prod(program.sizes[a] for a in place(scattering, ref).own) >= enough:
             continue
+        if machine.gpu is not None and _is_sorted(scattering, ref):
+            continue  # its addends need no memory
         found = scattered(scattering, ref)
         if found is not None and sum(map(bytes_of, found[1].refs)) <= most:
             scattering = found[0]
             merges.append(found[1])
     rows = machine.one_unit and all(merge.is_rows for merge in merges)
     return [(scattering, merges), *([(program, [])] if merges and rows else [])]
+
+
+def _is_sorted(program: Program, ref: Value) -> bool:
+    """Whether sorted steps add to a cotangent, and compute nothing costly twice."""
+    if not sorted_steps(program, [ref]):
+        return False
+    costly = ("dot", "for", "while")
+    return all(op.name not in costly for op in walk(only(program, [ref]).body))
 
 
 def _narrowed(steps: list[Built], final: dict[Value, T.DType]) -> list[Built]:
@@ -614,7 +632,11 @@ def _reversed(
 
 
 def _alternatives(
-    program: Program, made: Reversed, results: Sequence[Value], moving: bool
+    program: Program,
+    made: Reversed,
+    results: Sequence[Value],
+    moving: bool,
+    named: bool,
 ) -> list[Stages]:
     """Split into stages, unless several would have to change the same memory.
 
@@ -633,8 +655,8 @@ def _alternatives(
         repeating |= repeats
         return not repeats
 
-    careful = split(program, repeats_nothing)
-    return [careful, split(program, lambda _: True)] if repeating else [careful]
+    careful = split(program, repeats_nothing, named)
+    return [careful, split(program, lambda _: True, named)] if repeating else [careful]
 
 
 def _check_lost(program: Program, made: Reversed) -> None:
@@ -671,33 +693,89 @@ def _kernels(
     mine = [place(stage, ref) for ref in results if ref in refs]
     mine = [replace(p, changes=p.ref in changing) for p in mine]
     stage, mine, same = (stage, mine, {}) if changing else apart(stage, mine)
-    built, pending = [], list[tuple[Program, list[Placement]]]()
+    built, pending = list[Built](), list[tuple[Program, list[Placement]]]()
+    is_gpu = sums.machine.gpu is not None
+    shared = [p.ref for p in mine if not all(p.kept)] if is_gpu else []
+    for refs in sorted_steps(stage, shared) if not changing else ():
+        made = by_sorted_steps(stage, refs)
+        mine = [p for p in mine if p.ref not in refs]
+        one, typical = (
+            _kernel(each, [place(each, r) for r in refs], stage.name, False, sums)
+            for each in (made.program, made.typical)
+        )
+        built.append(replace(one, sorting=made.sorting, typical=typical.kernel))
     if sums.machine.cores > 1 and not changing:
-        is_gpu = sums.machine.gpu is not None
         for p in [p for p in mine if not all(p.kept)]:
-            owned = owned_blocks(stage, p.ref) if is_gpu else None
-            by_rows = owned_rows(stage, p.ref, is_gpu) if owned is None else None
-            if owned is not None:
-                mine.remove(p)
-                pending.append((owned, [place(owned, p.ref)]))
-            elif by_rows is not None:
+            by_rows = owned_rows(stage, p.ref, is_gpu)
+            if by_rows is not None:
                 mine.remove(p)
                 reach = [place(by_rows.reach, ref) for ref in by_rows.refs]
                 pending.append((by_rows.reach, reach))
                 pending.append((by_rows.rows, [place(by_rows.rows, p.ref)]))
-    for group in [together(mine)] if changing else groups(mine):
-        pending.append((only(stage, [p.ref for p in group]), group))
-    for program, group in pending:
-        names = [p.ref.name.removesuffix("_ref") for p in group]
-        names = "_".join(dict.fromkeys(names))
-        order = grid_order(group, len(program.sizes))
-        own = sums.with_work(program)
-        parts = {} if changing else cut_into_parts(group, order, program.sizes, own)
-        one = build(program, f"{stage.name}_{names}", group, order, parts)
-        if prod(program.sizes) < sums.machine.enough_programs:
-            one = replace(one, kernel=carried_axis(one.kernel))
-        built.append(replace(one, results=tuple(same.get(r, r) for r in one.results)))
-    return built
+    chains = [together(mine)] if changing else groups(mine)
+    pending += [(only(stage, [p.ref for p in chain]), chain) for chain in chains]
+    built += [_kernel(*each, stage.name, bool(changing), sums) for each in pending]
+    if len(chains) > 1 and not changing:
+        joined = _joined([p for chain in chains for p in chain], stage, sums)
+        several = built[-len(chains) :]
+        if joined is not None and _seconds([joined], sums) < _seconds(several, sums):
+            built[-len(chains) :] = [joined]
+    return [
+        replace(one, results=tuple(same.get(r, r) for r in one.results))
+        for one in built
+    ]
+
+
+def _kernel(
+    program: Program,
+    group: Sequence[Placement],
+    name: str,
+    changing: bool,
+    sums: Sums,
+) -> Built:
+    """The kernel of some results, with sums in parts where that fills cores."""
+    order = grid_order(group, len(program.sizes))
+    own = sums.with_work(program)
+    parts = {} if changing else cut_into_parts(group, order, program.sizes, own)
+    one = build(program, _named(name, group), group, order, parts)
+    if prod(program.sizes) < sums.machine.enough_programs:
+        one = replace(one, kernel=carried_axis(one.kernel))
+    return one
+
+
+def _named(name: str, group: Sequence[Placement]) -> str:
+    names = [p.ref.name.removesuffix("_ref") for p in group]
+    return f"{name}_{'_'.join(dict.fromkeys(names))}"
+
+
+def _joined(group: list[Placement], stage: Program, sums: Sums) -> Built | None:
+    """One kernel for groups of results, whose programs all write sums of their own.
+
+    Kernels apart would each go through the same loops again. Products have blocks for
+    the sums that they are added to, so that these are apart.
+    """
+    program = only(stage, [p.ref for p in group])
+    if _products(program):
+        return None
+    order = grid_order(group, len(program.sizes))
+    parts = cut_into_parts(group, order, program.sizes, sums)
+    shared = frozenset[int].intersection(*(p.own for p in group))
+    whole = {a: n for a, n in enumerate(program.sizes) if a not in shared and n > 1}
+    if parts != whole:
+        return None
+    return build(program, _named(stage.name, group), group, order, parts)
+
+
+def _seconds(kernels: Sequence[Built], sums: Sums) -> float:
+    """How long some kernels take, with adding up what they sum in parts."""
+    taken = [
+        bytes_of(ref) * n
+        for one in kernels
+        for ref, n in zip(one.results, one.parts, strict=True)
+        if n > 1
+    ]
+    adding = sums.machine.copying(sum(taken)) if taken else 0.0
+    return estimate([one.kernel for one in kernels], sums.machine).seconds + adding
 
 
 def together(placements: Sequence[Placement]) -> list[Placement]:

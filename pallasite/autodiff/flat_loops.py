@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pallasite.ir.build import Builder, access_operands
-from pallasite.ir.nodes import Access, Block, BlockDim, Op, Span, Value, walk
+from pallasite.ir.nodes import Access, At, Block, BlockDim, Op, Span, Value, walk
 from pallasite.ir.rewrite import producers_of, substitute
 from pallasite.ir.roles import Cond, Loop
 from pallasite.passes.analysis.affine import Affine, Forms
@@ -138,22 +138,26 @@ class _Nest:
         shown = [d for d, dim in enumerate(window.dims) if dim.kind != "squeezed"]
         pairs = access.split_index()
         for place, (entry, start) in enumerate(pairs):
-            if not isinstance(entry, Span) or start is None or entry.stride != 1:
+            if start is None or not isinstance(entry, At | Span):
                 continue
+            size = entry.size if isinstance(entry, Span) else 1
             dim, form = shown[place], forms.of(start)
-            size, whole = entry.size, window.dims[dim].size
+            whole = window.dims[dim].size
             moves = form.affine == Affine((size,), 0) and not form.spread
             divides = size * self.steps == whole
             even = view.operands[0].ref.shape[dim] % whole == 0
             by_outer = view.operands[1 + dim] is self.outer.index
             is_block = window.dims[dim].kind == "blocked"
-            if not (moves and divides and even and by_outer and is_block):
+            is_dense = not isinstance(entry, Span) or entry.stride == 1
+            if not (moves and divides and even and by_outer and is_block and is_dense):
                 continue
             dims, numbers = list(window.dims), list(view.operands[1:])
-            dims[dim], numbers[dim] = BlockDim(size), index
+            is_row = isinstance(entry, At)
+            dims[dim] = BlockDim(1, "squeezed") if is_row else BlockDim(size)
+            numbers[dim] = index
             new = replace(window, dims=tuple(dims))
             block = b.op("block_view", view.operands[0], *numbers, window=new)
-            pairs[place] = (Span(0, size), None)
+            pairs[place : place + 1] = [] if is_row else [(Span(0, size), None)]
             entries = tuple(each for each, _ in pairs)
             starts = tuple(v for _, v in pairs if v is not None)
             access = replace(access, ref=block, index=entries, index_operands=starts)

@@ -17,6 +17,7 @@ from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Dot
 from pallasite.ir.rule_table import RuleTable
 from pallasite.ir.types import DType
+from pallasite.ops import meaning
 from pallasite.ops.neutral import neutral
 
 Array = Any
@@ -119,11 +120,11 @@ def _bitcast(op: Op, x: Array) -> Array:
 
 def bitcast(x: np.ndarray, old: DType, new: DType) -> Array:
     """The same bits as another type; low bits come first along the last dimension."""
+    if old.bits == new.bits:
+        return meaning.bitcast(x, dtype=new)
     if old.bits < 8 or new.bits < 8:
         return _bitcast_small(x, old, new)
     x = np.require(x, requirements="C")  # ascontiguousarray makes scalars 1-d
-    if old.bits == new.bits:
-        return x.view(new.np)
     if old.bits > new.bits:
         return x[..., None].view(new.np)
     return x.view(new.np)[..., 0]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import tpu as pltpu
 from pallasite.autodiff import backward
 from pallasite.autodiff.explain_grad import full_plan
 from pallasite.errors import NoBackwardKernel, SpecError
@@ -369,3 +370,54 @@ def test_stores_to_parts_have_right_cotangents(name):
         jax.vjp(f, x)[1](g)[0] for f in (run, lambda x: run(x, interpret=True))
     )
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("row", [lambda t: t, lambda t: pl.ds(t, 1)])
+def test_states_of_blocks_of_rows_are_one_parallel_kernel(row, monkeypatch):
+    """Sums along both axes of programs are in parts: a loop runs once for all of them,
+    whether it takes rows by an integer or by a slice."""
+
+    def kernel(x_ref, a_ref, b_ref, o_ref, h_ref):
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            h_ref[...] = jnp.zeros_like(h_ref)
+
+        def step(t, h):
+            h = a_ref[...] * h + (x_ref[row(t), :] * b_ref[row(t), :]).reshape(1, 32)
+            o_ref[row(t), :] = jnp.sin(h).reshape(o_ref[row(t), :].shape)
+            return h
+
+        h_ref[...] = jax.lax.fori_loop(0, 4, step, h_ref[...])
+
+    def run(x, a, b):
+        wide = pl.BlockSpec((None, 4, 32), lambda n, j, t: (n, t, j))
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=(3, 2, 5),
+            in_specs=[
+                wide,
+                pl.BlockSpec((1, 32), lambda n, j, t: (0, j)),
+                pl.BlockSpec((None, 4, 1), lambda n, j, t: (n, t, 0)),
+            ],
+            out_specs=wide,
+            scratch_shapes=[pltpu.VMEM((1, 32), jnp.float32)],
+        )(x, a, b)
+
+    def reference(x, a, b):
+        values = jnp.moveaxis(x * b, 1, 0)
+        step = lambda h, x: (a * h + x, jnp.sin(a * h + x))
+        zero = jnp.zeros((3, 64), jnp.float32)
+        return jnp.moveaxis(jax.lax.scan(step, zero, values)[1], 0, 1)
+
+    rng = np.random.default_rng(0)
+    shapes = (3, 20, 64), (1, 64), (3, 20, 1)
+    args = [jnp.asarray(rng.normal(size=s) * 0.5, jnp.float32) for s in shapes]
+    monkeypatch.setattr(backward, "chip_for", lambda _: GPUS["h200"])
+    (original,) = kernels_in(run, *args)
+    (only,) = full_plan(original, machine=Machine.usual(GPUS["h200"])).steps
+    assert not only.changing and sorted(only.parts) == [1, 2, 3]
+    assert set(Pipeline.of(find_pipeline(only.kernel)).semantics) == {"parallel"}
+    gradient = lambda f: jax.jit(jax.grad(lambda *a: f(*a).sum(), (0, 1, 2)))(*args)
+    for got, want in zip(gradient(run), gradient(reference), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

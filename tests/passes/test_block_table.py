@@ -61,3 +61,12 @@ def test_numbers_of_all_steps():
     found = evaluate_map(index_map("%r: i32 = div %i0, %two"), steps)
     assert found is not None
     assert [numbers.tolist() for numbers in found] == [[0] * 6 + [1] * 6]
+
+
+def test_bitcasts_have_the_other_types_numbers():
+    code = "%u: u32 = cast %i0 {dtype=u32}\n%s: u32 = constant {value=30, type=u32[]}\n"
+    code += "%w: u32 = shift_left %u, %s\n%r: i32 = bitcast %w {dtype=i32}"
+    steps = np.indices((4, 1), np.int32).reshape(2, -1)
+    found = evaluate_map(index_map(code), steps)
+    assert found is not None
+    assert found[0].tolist() == [0, 1 << 30, -(1 << 31), -(1 << 30)]

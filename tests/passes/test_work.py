@@ -137,6 +137,23 @@ def test_what_only_data_decide():
     assert (most.transcendentals, least.transcendentals) == (8, 0)
 
 
+def test_bits_of_scalars_are_followed():
+    """Which blocks are read may depend on bits of numbers, as hashes do."""
+
+    def kernel(x_ref, o_ref):
+        bits = lax.bitcast_convert_type(pl.program_id(0) * 1.0, jnp.int32)
+
+        @pl.when((bits & (1 << 30)) != 0)  # of 2.0 and 3.0
+        def _():
+            o_ref[...] = jnp.exp(x_ref[...])
+
+    rows = pl.BlockSpec((8,), lambda i: (i,))
+    x = jax.ShapeDtypeStruct((32,), jnp.float32)
+    call = pl.pallas_call(kernel, out_shape=x, grid=4, in_specs=[rows], out_specs=rows)
+    found = work_of(call, x)
+    assert found.transcendentals == 2 * 8 and found.exact
+
+
 def test_a_block_that_data_place_is_taken_to_move_every_time():
     found = work_in_zoo("gather_rows")
     table = [row for row in found.traffic if not row.exact]

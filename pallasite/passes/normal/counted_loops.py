@@ -11,16 +11,20 @@ is shown from the range of n. `i <= n` is `i < n + 1`. `i != n` is `i < n` if s 
 the ranges show that first <= n. A loop that counts down is the same with all signs
 changed. `i * c < n`, for a power of two c, is `i < n / c` rounded up: where multiples
 of c wrap around before they reach n, the loop never ends. Nor does `i < n` where s is a
-power of two and i + s wraps around: i would come to the same numbers again.
+power of two and i + s wraps around: i would come to the same numbers again. An integer
+that is asserted to be a multiple (`pl.multiple_of`) is the same integer.
+
+A `for` in steps of s counts its iterations: index j stands for first + s * j, as far as
+that is below the limit, so there are (limit - first) / s of them, rounded up.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import clone, is_pure, substitute
-from pallasite.ir.roles import While
+from pallasite.ir.roles import Loop, While
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import Roots
@@ -33,10 +37,39 @@ _SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
 
 def counted_loops(kernel: Kernel) -> Kernel:
     """Turn counted `while` loops into `for` loops."""
-    if not any(op.name == "while" for op in walk(kernel.body)):
-        return kernel
-    body = _Walk(Roots(kernel)).block(kernel.body)
-    return kernel if body is kernel.body else canonicalize(kernel.with_(body=body))
+    for name in ("while", "for"):
+        if any(op.name == name for op in walk(kernel.body)):
+            walker = _Walk(Roots(kernel)) if name == "while" else _UnitSteps()
+            body = walker.block(kernel.body)
+            if body is not kernel.body:
+                kernel = canonicalize(kernel.with_(body=body))
+    return kernel
+
+
+class _UnitSteps(FactsWalk):
+    def rewritten(self, op: Op) -> Sequence[Op]:
+        loop = Loop.of(op) if op.name == "for" else None
+        if loop is None or loop.index.tile != INDEX:
+            return (op,)
+        first, limit, step = map(self.facts.of, loop.bounds)
+        by, b = step.number, Builder(op.loc)
+        if by is None or by < 2:
+            return (op,)
+        if first.number is not None and limit.number is not None:
+            trips = b.index(max(0, -((first.number - limit.number) // by)))
+        else:
+            ends = limit.low - first.high, limit.high - first.low + by - 1
+            if ends[0] < LEAST or ends[1] > MOST:
+                return (op,)
+            length = b.sub(loop.limit, loop.first)
+            trips = b.div(b.add(length, b.index(by - 1)), b.index(by))
+        zero, one, inner = b.index(0), b.index(1), Builder(op.loc)
+        number = Value(INDEX, loop.index.name)
+        index = inner.add(loop.first, inner.mul(number, inner.index(by)))
+        code = substitute(replace(loop.body, params=()), {loop.index: index})
+        body = Block((number, *loop.carried), (*inner.ops, *code.ops), code.yields)
+        new = loop.with_(first=zero, limit=trips, step=one, body=body)
+        return (*b.ops, new.to_op())
 
 
 @dataclass(frozen=True)
@@ -160,20 +193,13 @@ def _counter(loop: While) -> _Counter | None:
         (test.operands, test.name),
         (test.operands[::-1], _SWAPPED[test.name]),
     ):
-        value, factor = _multiplied(_assumed(value, tests), tests)
+        value, factor = _multiplied(_asserted(value, tests), tests)
         if value not in params or value.is_ref or not value.tile.dtype.is_integer:
             continue
         step = _step(loop.body, params.index(value))
         if step and (factor == 1 or (step == 1 and name == "lt")):
             return _Counter(params.index(value), step, name, bound, factor)
     return None
-
-
-def _assumed(value: Value, made: Mapping[Value, Op]) -> Value:
-    """A value without what the author promised of it (`pl.multiple_of`)."""
-    while (op := made.get(value)) is not None and op.name == "assume_multiple":
-        value = op.operands[0]
-    return value
 
 
 def _multiplied(value: Value, made: Mapping[Value, Op]) -> tuple[Value, int]:
@@ -200,17 +226,25 @@ def _quotient(b: Builder, value: Value, by: int) -> Value:
 def _step(body: Block, at: int) -> int | None:
     """The constant that an iteration adds to a carried integer."""
     makers = {v: op for op in body.ops for v in op.results}
-    add = makers.get(body.yields[at])
+    add = makers.get(_asserted(body.yields[at], makers))
     if add is None or add.name not in ("add", "sub"):
         return None
-    x, y = add.operands
-    if add.name == "add" and _assumed(y, makers) is body.params[at]:
+    x, y = (_asserted(v, makers) for v in add.operands)
+    if add.name == "add" and y is body.params[at]:
         x, y = y, x
     by = makers.get(y)
-    is_counter = _assumed(x, makers) is body.params[at]
-    if not is_counter or by is None or by.name != "constant":
+    if x is not body.params[at] or by is None or by.name != "constant":
         return None
     return by.attrs["value"] if add.name == "add" else -by.attrs["value"]
+
+
+def _asserted(value: Value, makers: Mapping[Value, Op]) -> Value:
+    """The integer that a value is, which may be asserted to be a multiple."""
+    op = makers.get(value)
+    while op is not None and op.name == "assume_multiple":
+        value = op.operands[0]
+        op = makers.get(value)
+    return value
 
 
 def _needed(block: Block, value: Value) -> list[Op]:
