@@ -32,7 +32,11 @@ from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_results import narrow_results
-from pallasite.autodiff.normal_program import expected_cotangents, normal_program
+from pallasite.autodiff.normal_program import (
+    expected_cotangents,
+    normal_program,
+    own_results,
+)
 from pallasite.autodiff.owned_rows import owned_rows
 from pallasite.autodiff.partial_sums import Sums, bytes_of, cut_into_parts
 from pallasite.autodiff.rerolled import rerolled
@@ -57,7 +61,6 @@ from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.rewrite import substitute
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.lower.per_program import Program, main_refs
-from pallasite.passes.transform.unaliased import unaliased
 from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 from pallasite.target import Machine
@@ -269,7 +272,7 @@ def plan(
     Raises:
         NoBackwardKernel: there are none.
     """
-    kernel = _unaliased(kernel)
+    kernel = own_results(kernel)
     made = _plan(kernel, wanted, known, machine)
     composed = _composed(made, kernel, wanted, known)
     if composed is None:
@@ -346,7 +349,7 @@ def keeping_plan(
     It does if a first backward kernel would otherwise repeat matmuls of the program,
     and the residuals are small compared with operands and results.
     """
-    kernel = _unaliased(kernel)
+    kernel = own_results(kernel)
     if not _has_products(kernel) or kernel.aliases:
         return None
     if any(op.name in UNREPEATABLE for op in walk(kernel.body)):
@@ -379,7 +382,7 @@ def using_kept(
     if not zero:
         return made
     stages = [without(stage, zero) for stage in keeps.stages]
-    steps = _steps(stages, made, _unaliased(kernel), made.choices[0].stages.saved)
+    steps = _steps(stages, made, own_results(kernel), made.choices[0].stages.saved)
     seeds = {n: ref for n, ref in made.seeds.items() if ref not in zero}
     return replace(made, steps=steps, seeds=seeds)
 
@@ -425,13 +428,6 @@ def _keeping(
     new = Way(steps, estimated, way.stages)
     backward = replace(made, steps=steps, choices=(new, *made.choices))
     return KeepingPlan(one, kept.refs, kernel.outputs, known, backward, stages)
-
-
-@functools.lru_cache(maxsize=64)
-def _unaliased(kernel: Kernel) -> Kernel:
-    """The kernel without aliases that make no difference: cotangents of memory that
-    is updated in place are updated in place, too, by one program after another."""
-    return unaliased(kernel, range(len(kernel.inputs)))
 
 
 def _has_products(kernel: Kernel) -> bool:

@@ -23,7 +23,15 @@ from pallasite.passes.schedule.gpu_blocks import fewer_rows
 from pallasite.passes.schedule.joined_windows import joined_windows
 from pallasite.passes.schedule.previous_blocks import previous_blocks
 from pallasite.passes.schedule.whole_rows import whole_rows
+from pallasite.passes.transform.unaliased import unaliased
 from pallasite.target import Machine
+
+
+@functools.lru_cache(maxsize=64)
+def own_results(kernel: Kernel) -> Kernel:
+    """The kernel without aliases that make no difference: cotangents of memory that is
+    updated in place are updated in place, too, by one program after another."""
+    return unaliased(kernel, range(len(kernel.inputs)))
 
 
 @functools.lru_cache(maxsize=64)
