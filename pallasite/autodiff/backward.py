@@ -32,11 +32,7 @@ from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_results import narrow_results
-from pallasite.autodiff.normal_program import (
-    expected_cotangents,
-    normal_program,
-    own_results,
-)
+from pallasite.autodiff.normal_program import expected_cotangents, normal_program
 from pallasite.autodiff.owned_rows import owned_rows
 from pallasite.autodiff.partial_sums import Sums, bytes_of, cut_into_parts
 from pallasite.autodiff.rerolled import rerolled
@@ -272,7 +268,6 @@ def plan(
     Raises:
         NoBackwardKernel: there are none.
     """
-    kernel = own_results(kernel)
     made = _plan(kernel, wanted, known, machine)
     composed = _composed(made, kernel, wanted, known)
     if composed is None:
@@ -289,9 +284,9 @@ def _composed(
 ) -> BackwardPlan | None:
     """The kernels of a program in two parts (`first_products.py`), if there are two."""
     machine = made.machine
-    if machine.gpu is None or kernel.aliases or not _has_products(kernel):
-        return None
     normal, program = normal_program(kernel, machine)
+    if machine.gpu is None or normal.aliases or not _has_products(kernel):
+        return None
     found = cut(program)
     if found is None:
         return None
@@ -349,12 +344,13 @@ def keeping_plan(
     It does if a first backward kernel would otherwise repeat matmuls of the program,
     and the residuals are small compared with operands and results.
     """
-    kernel = own_results(kernel)
-    if not _has_products(kernel) or kernel.aliases:
+    if not _has_products(kernel):
         return None
     if any(op.name in UNREPEATABLE for op in walk(kernel.body)):
         return None
     try:
+        if normal_program(kernel, machine)[0].aliases:
+            return None
         known = expected_cotangents(kernel, machine)
         made = plan(kernel, wanted, known, machine)
         if not made.steps or not _has_products(made.steps[0].kernel):
@@ -382,7 +378,7 @@ def using_kept(
     if not zero:
         return made
     stages = [without(stage, zero) for stage in keeps.stages]
-    steps = _steps(stages, made, own_results(kernel), made.choices[0].stages.saved)
+    steps = _steps(stages, made, kernel, made.choices[0].stages.saved)
     seeds = {n: ref for n, ref in made.seeds.items() if ref not in zero}
     return replace(made, steps=steps, seeds=seeds)
 

@@ -28,15 +28,10 @@ from pallasite.target import Machine
 
 
 @functools.lru_cache(maxsize=64)
-def own_results(kernel: Kernel) -> Kernel:
-    """The kernel without aliases that make no difference: cotangents of memory that is
-    updated in place are updated in place, too, by one program after another."""
-    return unaliased(kernel, range(len(kernel.inputs)))
-
-
-@functools.lru_cache(maxsize=64)
 def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     """The kernel in normal form, and as a program."""
+    # Cotangents of memory that is updated in place are, too: in order.
+    kernel = unaliased(kernel, range(len(kernel.inputs)))
     normal = run(kernel, NORMAL)
     kernel, gpu = seams(results_in_scratch(normal)), machine.gpu is not None
     if gpu:
