@@ -33,7 +33,6 @@ from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
-from pallasite.autodiff.owned_blocks import owned_blocks
 from pallasite.autodiff.owned_rows import owned_rows
 from pallasite.autodiff.partial_sums import Sums, bytes_of, cut_into_parts
 from pallasite.autodiff.rerolled import rerolled
@@ -44,6 +43,11 @@ from pallasite.autodiff.reverse_rules import accumulated
 from pallasite.autodiff.row_blocks import row_blocks
 from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
+from pallasite.autodiff.sorted_steps import (
+    by_sorted_steps,
+    sorted_steps,
+    with_row_views,
+)
 from pallasite.autodiff.unrounded import unrounded
 from pallasite.autodiff.zero_cotangents import without
 from pallasite.backends.base import Together, lowered_together
@@ -223,6 +227,8 @@ def _run(
     """The results of one kernel; `flowing`: refs of cotangents that it may take."""
     from pallasite.primitive import bind_call
 
+    if step.sorting is not None:
+        arrays = arrays | step.sorting.arrays(arrays)
     known = [names.get(ref, ()) for ref in (*step.operands, *step.results)]
     rule = inherit(call.partition, step.kernel, known)
     options = replace(call, kernel=step.kernel, cost_estimate=None, partition=rule)
@@ -278,9 +284,9 @@ def _composed(
 ) -> BackwardPlan | None:
     """The kernels of a program in two parts (`first_products.py`), if there are two."""
     machine = made.machine
-    if machine.gpu is None or kernel.aliases or not _has_products(kernel):
-        return None
     normal, program = normal_program(kernel, machine)
+    if machine.gpu is None or normal.aliases or not _has_products(kernel):
+        return None
     found = cut(program)
     if found is None:
         return None
@@ -338,11 +344,13 @@ def keeping_plan(
     It does if a first backward kernel would otherwise repeat matmuls of the program,
     and the residuals are small compared with operands and results.
     """
-    if not _has_products(kernel) or kernel.aliases:
+    if not _has_products(kernel):
         return None
     if any(op.name in UNREPEATABLE for op in walk(kernel.body)):
         return None
     try:
+        if normal_program(kernel, machine)[0].aliases:
+            return None
         known = expected_cotangents(kernel, machine)
         made = plan(kernel, wanted, known, machine)
         if not made.steps or not _has_products(made.steps[0].kernel):
@@ -467,6 +475,7 @@ def _plan(
         if machine.gpu is not None:
             program, more = rerolled(program, results)
             gathered += more
+            program = with_row_views(program, list(targets.values()))
         most = MOST_SCATTERED * sum(map(bytes_of, kernel.params))
         variants = _scattered(program, list(targets.values()), most, machine)
     # Partial sums are for small operands, such as the weights of a norm.
@@ -503,11 +512,12 @@ class _Ways:
         """All of them, the fastest first; `gathered`: programs that all have."""
         for program in gathered:
             _check_lost(program, made)
+        is_gpu = self.sums.machine.gpu is not None
         ways = [
             self.way(stages.with_more(gathered), merges)
             for program, merges in variants
             for stages in _alternatives(
-                program, made, self.added(merges), bool(self.moving)
+                program, made, self.added(merges), bool(self.moving), is_gpu
             )
         ]
         if all(way.estimate.seconds == inf for way in ways) and not self.moving:
@@ -534,7 +544,7 @@ class _Ways:
         ]
         steps = _narrowed(steps, self.final)
         machine = self.sums.machine
-        estimated = estimate([step.kernel for step in steps], machine)
+        estimated = estimate([step.typical or step.kernel for step in steps], machine)
         merging = sum(merge_seconds(merge, machine) for merge in merges)
         estimated = replace(estimated, seconds=estimated.seconds + merging)
         return Way(tuple(steps), estimated, stages, tuple(merges))
@@ -555,12 +565,22 @@ def _scattered(
     for ref in targets if machine.cores > 1 else ():
         if prod(program.sizes[a] for a in place(scattering, ref).own) >= enough:
             continue
+        if machine.gpu is not None and _is_sorted(scattering, ref):
+            continue  # its addends need no memory
         found = scattered(scattering, ref)
         if found is not None and sum(map(bytes_of, found[1].refs)) <= most:
             scattering = found[0]
             merges.append(found[1])
     rows = machine.one_unit and all(merge.is_rows for merge in merges)
     return [(scattering, merges), *([(program, [])] if merges and rows else [])]
+
+
+def _is_sorted(program: Program, ref: Value) -> bool:
+    """Whether sorted steps add to a cotangent, and compute nothing costly twice."""
+    if not sorted_steps(program, [ref]):
+        return False
+    costly = ("dot", "for", "while")
+    return all(op.name not in costly for op in walk(only(program, [ref]).body))
 
 
 def _narrowed(steps: list[Built], final: dict[Value, T.DType]) -> list[Built]:
@@ -604,7 +624,11 @@ def _reversed(
 
 
 def _alternatives(
-    program: Program, made: Reversed, results: Sequence[Value], moving: bool
+    program: Program,
+    made: Reversed,
+    results: Sequence[Value],
+    moving: bool,
+    named: bool,
 ) -> list[Stages]:
     """Split into stages, unless several would have to change the same memory.
 
@@ -623,8 +647,8 @@ def _alternatives(
         repeating |= repeats
         return not repeats
 
-    careful = split(program, repeats_nothing)
-    return [careful, split(program, lambda _: True)] if repeating else [careful]
+    careful = split(program, repeats_nothing, named)
+    return [careful, split(program, lambda _: True, named)] if repeating else [careful]
 
 
 def _check_lost(program: Program, made: Reversed) -> None:
@@ -661,23 +685,28 @@ def _kernels(
     mine = [place(stage, ref) for ref in results if ref in refs]
     mine = [replace(p, changes=p.ref in changing) for p in mine]
     stage, mine, same = (stage, mine, {}) if changing else apart(stage, mine)
-    pending = list[tuple[Program, list[Placement]]]()
+    built, pending = list[Built](), list[tuple[Program, list[Placement]]]()
+    is_gpu = sums.machine.gpu is not None
+    shared = [p.ref for p in mine if not all(p.kept)] if is_gpu else []
+    for refs in sorted_steps(stage, shared) if not changing else ():
+        made = by_sorted_steps(stage, refs)
+        mine = [p for p in mine if p.ref not in refs]
+        one, typical = (
+            _kernel(each, [place(each, r) for r in refs], stage.name, False, sums)
+            for each in (made.program, made.typical)
+        )
+        built.append(replace(one, sorting=made.sorting, typical=typical.kernel))
     if sums.machine.cores > 1 and not changing:
-        is_gpu = sums.machine.gpu is not None
         for p in [p for p in mine if not all(p.kept)]:
-            owned = owned_blocks(stage, p.ref) if is_gpu else None
-            by_rows = owned_rows(stage, p.ref, is_gpu) if owned is None else None
-            if owned is not None:
-                mine.remove(p)
-                pending.append((owned, [place(owned, p.ref)]))
-            elif by_rows is not None:
+            by_rows = owned_rows(stage, p.ref, is_gpu)
+            if by_rows is not None:
                 mine.remove(p)
                 reach = [place(by_rows.reach, ref) for ref in by_rows.refs]
                 pending.append((by_rows.reach, reach))
                 pending.append((by_rows.rows, [place(by_rows.rows, p.ref)]))
     chains = [together(mine)] if changing else groups(mine)
     pending += [(only(stage, [p.ref for p in chain]), chain) for chain in chains]
-    built = [_kernel(*each, stage.name, bool(changing), sums) for each in pending]
+    built += [_kernel(*each, stage.name, bool(changing), sums) for each in pending]
     if len(chains) > 1 and not changing:
         joined = _joined([p for chain in chains for p in chain], stage, sums)
         several = built[-len(chains) :]

@@ -26,12 +26,15 @@ from pallasite.passes.schedule.gpu_tiles import narrow_steps
 from pallasite.passes.schedule.joined_windows import joined_windows
 from pallasite.passes.schedule.previous_blocks import previous_blocks
 from pallasite.passes.schedule.whole_rows import whole_rows
+from pallasite.passes.transform.unaliased import unaliased
 from pallasite.target import Machine
 
 
 @functools.lru_cache(maxsize=64)
 def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     """The kernel in normal form, and as a program."""
+    # Cotangents of memory that is updated in place are, too: in order.
+    kernel = unaliased(kernel, range(len(kernel.inputs)))
     normal = run(kernel, NORMAL)
     kernel, gpu = seams(results_in_scratch(normal)), machine.gpu is not None
     if gpu:

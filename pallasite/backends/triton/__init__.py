@@ -42,6 +42,7 @@ from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.exact_factors import exact_factors
 from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.normal.sums_of_products import sums_of_products
+from pallasite.passes.optimise.added_products import added_products
 from pallasite.passes.optimise.early_loads import early_loads
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
@@ -118,6 +119,7 @@ class TritonBackend:
             Pass("split_accesses", split_accesses),
             Pass("one_hots", one_hot_reads),
             Pass("sums_of_products", sums_of_products),
+            Pass("added_products", added_products),
             Pass("exact_factors", exact_factors),
             Pass("loop_steps", loop_steps),
             Pass("edge_fills", edge_fills),

@@ -18,12 +18,14 @@ from pallasite.passes.normal.loop_axes import loop_axes
 from pallasite.passes.normal.masks import masks
 from pallasite.passes.normal.narrow_windows import narrow_windows
 from pallasite.passes.normal.order import order
+from pallasite.passes.normal.own_scratch import own_scratch
 from pallasite.passes.normal.pipeline_axes import pipeline_axes
 from pallasite.passes.normal.positions import positions
 from pallasite.passes.normal.products import products
 from pallasite.passes.normal.program_order import program_order
 from pallasite.passes.normal.replicated import replicated
 from pallasite.passes.normal.rows_in_place import rows_in_place
+from pallasite.passes.normal.scratch_parts import scratch_parts
 from pallasite.passes.normal.unit_dims import unit_dims
 from pallasite.passes.normal.whole_loops import whole_loops
 from pallasite.passes.normal.wide_blocks import wide_blocks
@@ -32,6 +34,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("canonicalize", canonicalize),
     ("counted_loops", counted_loops),
     ("rows_in_place", rows_in_place),
+    ("scratch_parts", scratch_parts),
     ("guarded_starts", guarded_starts),
     ("guarded_updates", guarded_updates),
     ("pipeline_axes", pipeline_axes),
@@ -46,6 +49,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("known_clamps", known_clamps),
     ("masks", masks),
     ("joined_loops", joined_loops),
+    ("own_scratch", own_scratch),
     ("unit_dims", unit_dims),
     ("replicated", replicated),
     ("columns", columns),
