@@ -45,7 +45,6 @@ from pallasite.passes.transform.batch import (
     changed_operands,
     maps_a_grid_size,
 )
-from pallasite.runtime.ffi import lower_unaliased
 from pallasite.sharding.rule import Partition
 from pallasite.target import CHIPS, Chip, Host, chip, chip_of_device, host, named
 
@@ -720,9 +719,13 @@ def _report_once() -> None:
     jaxcompat.keep_out_of_callback_log(CheckError)
 
 
-mlir.register_lowering(
-    call_p, functools.partial(lower_unaliased, lowered_p), cacheable=False
-)
+def _lower_unaliased(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
+    from pallasite.runtime.ffi import lower_unaliased
+
+    return lower_unaliased(lowered_p, ctx, *operands, call=call)
+
+
+mlir.register_lowering(call_p, _lower_unaliased, cacheable=False)
 for _platform in (None, *base.DEFAULTS):
     _rule = functools.partial(_lower, _platform)
     mlir.register_lowering(lowered_p, _rule, platform=_platform)
