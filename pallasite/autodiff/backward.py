@@ -227,8 +227,8 @@ def _run(
     """The results of one kernel; `flowing`: refs of cotangents that it may take."""
     from pallasite.primitive import bind_call
 
-    if step.sorting is not None:
-        arrays = arrays | step.sorting.arrays(arrays)
+    if step.steps is not None:
+        arrays = arrays | step.steps.arrays(arrays)
     known = [names.get(ref, ()) for ref in (*step.operands, *step.results)]
     rule = inherit(call.partition, step.kernel, known)
     options = replace(call, kernel=step.kernel, cost_estimate=None, partition=rule)
@@ -683,7 +683,7 @@ def _kernels(
     mine = [place(stage, ref) for ref in results if ref in refs]
     mine = [replace(p, changes=p.ref in changing) for p in mine]
     stage, mine, same = (stage, mine, {}) if changing else apart(stage, mine)
-    built, pending = list[Built](), list[tuple[Program, list[Placement]]]()
+    built = list[Built]()
     is_gpu = sums.machine.gpu is not None
     shared = [p.ref for p in mine if not all(p.kept)] if is_gpu else []
     for refs in sorted_steps(stage, shared) if not changing else ():
@@ -693,18 +693,25 @@ def _kernels(
             _kernel(each, [place(each, r) for r in refs], stage.name, False, sums)
             for each in (made.program, made.typical)
         )
-        built.append(replace(one, sorting=made.sorting, typical=typical.kernel))
+        built.append(replace(one, steps=made.sorting, typical=typical.kernel))
     if sums.machine.cores > 1 and not changing:
-        for p in [p for p in mine if not all(p.kept)]:
-            by_rows = owned_rows(stage, p.ref, is_gpu)
-            if by_rows is not None:
+        enough = min(sums.machine.enough_programs, prod(stage.sizes))
+        alone = lambda p: all(p.kept) and prod(stage.sizes[a] for a in p.own) >= enough
+        for p in [p for p in mine if not alone(p)]:
+            made = owned_rows(stage, p.ref, is_gpu)
+            if made is not None:
                 mine.remove(p)
-                reach = [place(by_rows.reach, ref) for ref in by_rows.refs]
-                pending.append((by_rows.reach, reach))
-                pending.append((by_rows.rows, [place(by_rows.rows, p.ref)]))
+                reach = [place(made.reach, ref) for ref in made.refs]
+                built.append(_kernel(made.reach, reach, stage.name, False, sums))
+                one, typical = (
+                    _kernel(each, [place(each, p.ref)], stage.name, False, sums)
+                    for each in (made.rows, made.typical)
+                )
+                built.append(replace(one, steps=made.steps, typical=typical.kernel))
     chains = [together(mine)] if changing else groups(mine)
-    pending += [(only(stage, [p.ref for p in chain]), chain) for chain in chains]
-    built += [_kernel(*each, stage.name, bool(changing), sums) for each in pending]
+    for chain in chains:
+        one = only(stage, [p.ref for p in chain])
+        built.append(_kernel(one, chain, stage.name, bool(changing), sums))
     if len(chains) > 1 and not changing:
         joined = _joined([p for chain in chains for p in chain], stage, sums)
         several = built[-len(chains) :]
