@@ -284,9 +284,9 @@ def _composed(
 ) -> BackwardPlan | None:
     """The kernels of a program in two parts (`first_products.py`), if there are two."""
     machine = made.machine
-    if machine.gpu is None or kernel.aliases or not _has_products(kernel):
-        return None
     normal, program = normal_program(kernel, machine)
+    if machine.gpu is None or normal.aliases or not _has_products(kernel):
+        return None
     found = cut(program)
     if found is None:
         return None
@@ -344,11 +344,13 @@ def keeping_plan(
     It does if a first backward kernel would otherwise repeat matmuls of the program,
     and the residuals are small compared with operands and results.
     """
-    if not _has_products(kernel) or kernel.aliases:
+    if not _has_products(kernel):
         return None
     if any(op.name in UNREPEATABLE for op in walk(kernel.body)):
         return None
     try:
+        if normal_program(kernel, machine)[0].aliases:
+            return None
         known = expected_cotangents(kernel, machine)
         made = plan(kernel, wanted, known, machine)
         if not made.steps or not _has_products(made.steps[0].kernel):

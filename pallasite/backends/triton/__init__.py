@@ -48,6 +48,7 @@ from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
 from pallasite.passes.optimise.guard_range import guard_range
 from pallasite.passes.optimise.hoist import hoist
+from pallasite.passes.optimise.known_recurrences import known_recurrences
 from pallasite.passes.optimise.known_scans import known_scans
 from pallasite.passes.optimise.one_hots import one_hot_reads
 from pallasite.passes.optimise.sink_loads import sink_loads
@@ -109,6 +110,7 @@ class TritonBackend:
             Pass("check_types", partial(check_types, chip=chip)),
             Pass("own_inputs", own_inputs),
             Pass("matrix_units", write_out),
+            Pass("known_recurrences", known_recurrences),
             Pass("known_scans", known_scans),
             Pass("ordered_sums", ordered_sums),
             Pass("previous_blocks", previous_blocks),

@@ -21,11 +21,11 @@ from pallasite.ir.rewrite import Rewriter, inline, map_ops
 from pallasite.ir.roles import Loop
 from pallasite.passes.analysis.memory import Roots, constant_inputs, written_refs
 
-MOST_ROUNDS = 8  # iterations that become one
+FEW_ROUNDS, MOST_ROUNDS = 8, 32  # iterations that become one
 IN_FLIGHT = 1 << 13  # bytes that one iteration shall load
 # If some are what earlier code wrote: then no iteration starts loads for the next ones.
 ALONE = 1 << 15
-MOST_OPS = 24  # of a body, because code is repeated
+MOST_CODE = 400  # ops of all these iterations
 # Elements that its ops compute: more take longer than a load, and what is loaded early
 # is held in registers as often as it is used.
 MOST_COMPUTED = 1 << 16
@@ -72,7 +72,7 @@ class _Early:
             op.name in ("load", "store") or row.effect is Effect.PURE
             for op, row in zip(ops, rows, strict=True)
         )
-        if not plain or len(ops) > MOST_OPS or any(op.regions for op in ops):
+        if not plain or any(op.regions for op in ops):
             return 1
         # Triton itself starts loads ahead in loops that neither carry nor store.
         waits = bool(loop.carried) or any(op.name == "store" for op in ops)
@@ -89,7 +89,8 @@ class _Early:
             return 1
         shown = {self.roots.of(o.operands[0]) for o in early if o.name == "load"}
         most = IN_FLIGHT if shown <= self.constant else ALONE
-        return min(MOST_ROUNDS, most // loaded)
+        rounds = max(min(FEW_ROUNDS, most // loaded), IN_FLIGHT // loaded)
+        return min(MOST_ROUNDS, rounds, MOST_CODE // len(ops))
 
     def early(self, block: Block, carried: set[Value]) -> list[Op]:
         """Loads that may come before all else, and what computes their places."""
