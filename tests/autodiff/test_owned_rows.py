@@ -11,7 +11,7 @@ from jax import lax
 import pallasite as pl
 from pallasite import config
 from pallasite import tpu as pltpu
-from pallasite.autodiff import backward, owned_rows
+from pallasite.autodiff import backward, backward_kernels, owned_rows
 from pallasite.autodiff.explain_grad import chosen_plan, full_plan
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
@@ -136,7 +136,7 @@ def test_rows_get_addends_in_the_order_of_steps(
         at_once = any("%again" in text for text in steps)
         assert at_once == (target != "cpu" and not numbered)
         got = pull_back(function, (weights, x), seed)
-        monkeypatch.setattr(backward, "owned_rows", lambda *_: None)
+        monkeypatch.setattr(backward_kernels, "owned_rows", lambda *_: None)
         backward.plan.cache_clear()
         want = pull_back(function, (weights, x), seed)
     for mine, theirs in zip(got, want, strict=True):
