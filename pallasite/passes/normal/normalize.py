@@ -18,7 +18,6 @@ from pallasite.passes.normal.loop_axes import loop_axes
 from pallasite.passes.normal.masks import masks
 from pallasite.passes.normal.narrow_windows import narrow_windows
 from pallasite.passes.normal.order import order
-from pallasite.passes.normal.own_scratch import own_scratch
 from pallasite.passes.normal.pipeline_axes import pipeline_axes
 from pallasite.passes.normal.positions import positions
 from pallasite.passes.normal.products import products
@@ -49,7 +48,6 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("known_clamps", known_clamps),
     ("masks", masks),
     ("joined_loops", joined_loops),
-    ("own_scratch", own_scratch),
     ("unit_dims", unit_dims),
     ("replicated", replicated),
     ("columns", columns),
