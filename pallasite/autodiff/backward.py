@@ -662,9 +662,8 @@ def _repeats_products(stage: Program, results: Sequence[Value]) -> bool:
     refs = Roots(stage.body).written(stage.body)
     stage, placed, _ = apart(stage, [place(stage, r) for r in results if r in refs])
     parts = [only(stage, [p.ref for p in chain]) for chain in groups(placed)]
-    return sum(map(_products, parts)) > products_of(
-        only(stage, [p.ref for p in placed])
-    )
+    joined = only(stage, [p.ref for p in placed])
+    return sum(map(products_of, parts)) > products_of(joined)
 
 
 def _cotangent_ref(ref: Value, dtype: T.DType, name: str) -> Value:
