@@ -54,7 +54,7 @@ def _is_line(value: Value) -> bool:
 
 def _is_plain_dot(op: Op) -> bool:
     sides = Dot.of(op).sides
-    plain = all(_is_matrix(s.value) and len(s.contract) == 1 for s in sides)
+    plain = all(len(s.free) == len(s.contract) == 1 and not s.batch for s in sides)
     return plain and op.attrs["precision"] in SYMMETRIC
 
 
@@ -138,7 +138,9 @@ def _pinned(op: Op, scratch: set[Value]) -> Iterator[Value]:
         return
     if is_elementwise(op) or _is_turn(op):
         return
-    if op.name in ("constant", "iota", "reduce"):
+    if op.name in ("constant", "iota"):
+        return
+    if op.name == "reduce" and _is_matrix(op.operands[0]):
         return
     if op.name in ("broadcast_in_dim", "reshape"):
         source = op.operands[0]
@@ -218,10 +220,10 @@ class _Turned(FormWalk):
         return b.op("reduce", self.held(op.operands[0]), **{**op.attrs, "axes": axes})
 
     def dot(self, b: Builder, op: Op) -> Value:
-        sides = [
-            (self.held(v), (1 - dims[0],) if self.sets.has(v) else dims)
-            for v, dims in zip(op.operands, op.attrs["contract"], strict=True)
-        ]
+        sides = []
+        for side in Dot.of(op).sides:
+            ((dim,), turned) = side.contract, self.sets.has(side.value)
+            sides.append((self.held(side.value), (1 - dim if turned else dim,)))
         if self.sets.has(op.result):
             sides.reverse()
         (x, left), (y, right) = sides
