@@ -18,23 +18,20 @@ import jax.numpy as jnp
 
 from pallasite.autodiff.backward_axes import split_axes
 from pallasite.autodiff.backward_choice import Estimate, estimate, sum_of
+from pallasite.autodiff.backward_kernels import groups, kernels_of, products_of
 from pallasite.autodiff.backward_stages import Stages, split, sums_apart
 from pallasite.autodiff.backward_windows import (
     Built,
-    Placement,
     apart,
-    build,
     only,
     place,
 )
-from pallasite.autodiff.carried_axes import carried_axis
 from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
-from pallasite.autodiff.owned_rows import owned_rows
-from pallasite.autodiff.partial_sums import Sums, bytes_of, cut_into_parts
+from pallasite.autodiff.partial_sums import Sums, bytes_of
 from pallasite.autodiff.rerolled import rerolled
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
@@ -44,7 +41,6 @@ from pallasite.autodiff.row_blocks import row_blocks
 from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
 from pallasite.autodiff.sorted_steps import (
-    by_sorted_steps,
     sorted_steps,
     with_row_views,
 )
@@ -227,8 +223,8 @@ def _run(
     """The results of one kernel; `flowing`: refs of cotangents that it may take."""
     from pallasite.primitive import bind_call
 
-    if step.sorting is not None:
-        arrays = arrays | step.sorting.arrays(arrays)
+    if step.steps is not None:
+        arrays = arrays | step.steps.arrays(arrays)
     known = [names.get(ref, ()) for ref in (*step.operands, *step.results)]
     rule = inherit(call.partition, step.kernel, known)
     options = replace(call, kernel=step.kernel, cost_estimate=None, partition=rule)
@@ -291,8 +287,8 @@ def _composed(
     if found is None:
         return None
     sums = Sums.of(normal, machine)
-    (first, *more) = _kernels(found.first, [found.array], set(), sums)
-    (second, *others) = _kernels(found.second, normal.outputs, set(), sums)
+    (first, *more) = kernels_of(found.first, [found.array], set(), sums)
+    (second, *others) = kernels_of(found.second, normal.outputs, set(), sums)
     if more or others or prod((*first.parts, *second.parts)) > 1:
         return None
     number = {ref: n for n, ref in enumerate(normal.inputs)}
@@ -392,7 +388,7 @@ def _steps(
     """The kernels of some stages that change no memory."""
     sums = Sums.of(kernel, made.machine)
     results = [*made.targets.values(), *saved]
-    steps = [built for s in stages for built in _kernels(s, results, set(), sums)]
+    steps = [built for s in stages for built in kernels_of(s, results, set(), sums)]
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in made.targets.items()}
     return tuple(_narrowed(steps, final))
 
@@ -410,7 +406,7 @@ def _keeping(
     if kept is None or sum(map(bytes_of, kept.refs)) > most:
         return None
     sums = Sums.of(kernel, made.machine)
-    forward = _kernels(kept.forward, [*kernel.outputs, *kept.refs], set(), sums)
+    forward = kernels_of(kept.forward, [*kernel.outputs, *kept.refs], set(), sums)
     if len(forward) != 1:
         return None
     (one,) = forward
@@ -540,7 +536,7 @@ class _Ways:
         steps = [
             built
             for stage in stages.programs
-            for built in _kernels(stage, refs, self.moving, self.sums)
+            for built in kernels_of(stage, refs, self.moving, self.sums)
         ]
         steps = _narrowed(steps, self.final)
         machine = self.sums.machine
@@ -666,134 +662,9 @@ def _repeats_products(stage: Program, results: Sequence[Value]) -> bool:
     refs = Roots(stage.body).written(stage.body)
     stage, placed, _ = apart(stage, [place(stage, r) for r in results if r in refs])
     parts = [only(stage, [p.ref for p in chain]) for chain in groups(placed)]
-    return sum(map(_products, parts)) > _products(only(stage, [p.ref for p in placed]))
-
-
-def _products(stage: Program) -> int:
-    return sum(op.name == "dot" for op in walk(stage.body))
+    joined = only(stage, [p.ref for p in placed])
+    return sum(map(products_of, parts)) > products_of(joined)
 
 
 def _cotangent_ref(ref: Value, dtype: T.DType, name: str) -> Value:
     return Value(replace(ref.ref, dtype=dtype, space="any"), f"d_{ref.name or name}")
-
-
-def _kernels(
-    stage: Program, results: Sequence[Value], changing: set[Value], sums: Sums
-) -> list[Built]:
-    """One kernel per group of results that can share a grid order."""
-    refs = Roots(stage.body).written(stage.body)
-    mine = [place(stage, ref) for ref in results if ref in refs]
-    mine = [replace(p, changes=p.ref in changing) for p in mine]
-    stage, mine, same = (stage, mine, {}) if changing else apart(stage, mine)
-    built, pending = list[Built](), list[tuple[Program, list[Placement]]]()
-    is_gpu = sums.machine.gpu is not None
-    shared = [p.ref for p in mine if not all(p.kept)] if is_gpu else []
-    for refs in sorted_steps(stage, shared) if not changing else ():
-        made = by_sorted_steps(stage, refs)
-        mine = [p for p in mine if p.ref not in refs]
-        one, typical = (
-            _kernel(each, [place(each, r) for r in refs], stage.name, False, sums)
-            for each in (made.program, made.typical)
-        )
-        built.append(replace(one, sorting=made.sorting, typical=typical.kernel))
-    if sums.machine.cores > 1 and not changing:
-        for p in [p for p in mine if not all(p.kept)]:
-            by_rows = owned_rows(stage, p.ref, is_gpu)
-            if by_rows is not None:
-                mine.remove(p)
-                reach = [place(by_rows.reach, ref) for ref in by_rows.refs]
-                pending.append((by_rows.reach, reach))
-                pending.append((by_rows.rows, [place(by_rows.rows, p.ref)]))
-    chains = [together(mine)] if changing else groups(mine)
-    pending += [(only(stage, [p.ref for p in chain]), chain) for chain in chains]
-    built += [_kernel(*each, stage.name, bool(changing), sums) for each in pending]
-    if len(chains) > 1 and not changing:
-        joined = _joined([p for chain in chains for p in chain], stage, sums)
-        several = built[-len(chains) :]
-        if joined is not None and _seconds([joined], sums) < _seconds(several, sums):
-            built[-len(chains) :] = [joined]
-    return [
-        replace(one, results=tuple(same.get(r, r) for r in one.results))
-        for one in built
-    ]
-
-
-def _kernel(
-    program: Program,
-    group: Sequence[Placement],
-    name: str,
-    changing: bool,
-    sums: Sums,
-) -> Built:
-    """The kernel of some results, with sums in parts where that fills cores."""
-    order = grid_order(group, len(program.sizes))
-    own = sums.with_work(program)
-    parts = {} if changing else cut_into_parts(group, order, program.sizes, own)
-    one = build(program, _named(name, group), group, order, parts)
-    if prod(program.sizes) < sums.machine.enough_programs:
-        one = replace(one, kernel=carried_axis(one.kernel))
-    return one
-
-
-def _named(name: str, group: Sequence[Placement]) -> str:
-    names = [p.ref.name.removesuffix("_ref") for p in group]
-    return f"{name}_{'_'.join(dict.fromkeys(names))}"
-
-
-def _joined(group: list[Placement], stage: Program, sums: Sums) -> Built | None:
-    """One kernel for groups of results, whose programs all write sums of their own.
-
-    Kernels apart would each go through the same loops again. Products have blocks for
-    the sums that they are added to, so that these are apart.
-    """
-    program = only(stage, [p.ref for p in group])
-    if _products(program):
-        return None
-    order = grid_order(group, len(program.sizes))
-    parts = cut_into_parts(group, order, program.sizes, sums)
-    shared = frozenset[int].intersection(*(p.own for p in group))
-    whole = {a: n for a, n in enumerate(program.sizes) if a not in shared and n > 1}
-    if parts != whole:
-        return None
-    return build(program, _named(stage.name, group), group, order, parts)
-
-
-def _seconds(kernels: Sequence[Built], sums: Sums) -> float:
-    """How long some kernels take, with adding up what they sum in parts."""
-    taken = [
-        bytes_of(ref) * n
-        for one in kernels
-        for ref, n in zip(one.results, one.parts, strict=True)
-        if n > 1
-    ]
-    adding = sums.machine.copying(sum(taken)) if taken else 0.0
-    return estimate([one.kernel for one in kernels], sums.machine).seconds + adding
-
-
-def together(placements: Sequence[Placement]) -> list[Placement]:
-    """One group for all: what does not fit its order is shown whole."""
-    chain: list[Placement] = []
-    for placement in sorted(placements, key=lambda p: -len(p.own)):
-        if chain and not placement.own <= chain[-1].own:
-            whole = (False,) * len(placement.kept)
-            placement = replace(placement, kept=whole, own=frozenset())
-        chain.append(placement)
-    return chain
-
-
-def groups(placements: Sequence[Placement]) -> list[list[Placement]]:
-    """Groups of results whose own axes are nested, so that one order serves them."""
-    chains: list[list[Placement]] = []
-    for placement in sorted(placements, key=lambda p: -len(p.own)):
-        for chain in chains:
-            if placement.own <= chain[-1].own:
-                chain.append(placement)
-                break
-        else:
-            chains.append([placement])
-    return chains
-
-
-def grid_order(group: Sequence[Placement], rank: int) -> list[int]:
-    """Axes that more results have as their own come first."""
-    return sorted(range(rank), key=lambda a: -sum(a in p.own for p in group))

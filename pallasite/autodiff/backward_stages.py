@@ -10,6 +10,7 @@ that is cheap, and otherwise saved to memory by a first stage.
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pallasite.autodiff.iterations_apart import iterations_apart
 from pallasite.autodiff.op_derivative import is_pure
 from pallasite.autodiff.reverse_activity import defined, facts_of
 from pallasite.autodiff.sink_sums import sink_sums
@@ -49,6 +50,11 @@ def split(
         named: also loops that add to blocks which memory names.
     """
     program = program.simplified()
+    apart = iterations_apart(program) if named else None
+    if apart is not None:
+        main, last, array = apart
+        first = split(main, may_cut, named)
+        return Stages((*first.programs, last), (array, *first.saved))
     for op in program.body.ops:
         free = _free_loop(program, op, named)
         if free is None:

@@ -17,6 +17,7 @@ from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.known_integers import known_integers
 from pallasite.passes.normal.results_in_scratch import results_in_scratch
 from pallasite.passes.normal.seams import seams
+from pallasite.passes.normal.untransposed import untransposed
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.known_recurrences import known_recurrences
 from pallasite.passes.optimise.known_scans import known_scans
@@ -39,7 +40,7 @@ def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     kernel, gpu = seams(results_in_scratch(normal)), machine.gpu is not None
     if gpu:
         # Its many programs run in any order, and load shifted copies where they lie.
-        kernel = known_scans(known_recurrences(kernel))
+        kernel = known_scans(known_recurrences(untransposed(kernel)))
         kernel = joined_windows(previous_blocks(kernel))
     if kernel is not normal:
         kernel = run(kernel, NORMAL)  # rules for scratch apply to these, too

@@ -1,10 +1,11 @@
-"""Steps in the order of the blocks that memory names, before a kernel runs.
+"""Which steps each program of a kernel goes through, found before the kernel runs.
 
-`sorted_steps.py` makes the kernels that go through them.
+`sorted_steps.py` and `owned_rows.py` make the kernels.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -67,3 +68,40 @@ def sorted_by(numbers: Any, count: int) -> tuple[Any, Any]:
     which = jnp.arange(count + 1, dtype=numbers.dtype)
     firsts = jnp.searchsorted(numbers, which, method="scan_unrolled")
     return firsts.astype(jnp.int32), order
+
+
+@dataclass(frozen=True)
+class Reaching:
+    """The steps that may reach each block of rows.
+
+    All that do are among them. If offsets ascend, as those of segments do, there are no
+    others.
+
+    Attributes:
+        sizes: the grid that stores which rows a step reaches.
+        own: those of its axes that the programs have, too: they go through the others.
+        rows: how many there are, and in a block.
+        low, high: of each step, the first row that it reaches, and the end of them.
+        firsts, limits: of each block, the first of its steps, and the end of them.
+    """
+
+    sizes: tuple[int, ...]
+    own: tuple[int, ...]
+    rows: tuple[int, int]
+    low: Value
+    high: Value
+    firsts: Value
+    limits: Value
+
+    def arrays(self, known: Mapping[Value, Any]) -> dict[Value, Any]:
+        """The arrays of `firsts` and `limits`."""
+        low, high = (known[ref].reshape(self.sizes) for ref in (self.low, self.high))
+        low, high = low.min(self.own).ravel(), high.max(self.own).ravel()
+        count, size = self.rows
+        start = jnp.arange(0, count, size, dtype=jnp.int32)
+        # No step before one reaches further than the maximum up to it.
+        most, least = jax.lax.cummax(high), jax.lax.cummin(low, reverse=True)
+        place = partial(jnp.searchsorted, side="right", method="scan_unrolled")
+        firsts, limits = place(most, start), place(least, start + (size - 1))
+        found = {self.firsts: firsts, self.limits: limits}
+        return {ref: x.astype(jnp.int32) for ref, x in found.items()}

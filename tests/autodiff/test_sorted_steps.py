@@ -68,7 +68,7 @@ def test_blocks_are_an_axis_of_the_grid():
                 jax.ShapeDtypeStruct((8, 256, 256), BF16)]  # fmt: skip
     pipeline, step = pipelines(grouped, *operands)["kernel_d_w"]
     assert (pipeline.grid, pipeline.semantics) == ((8,), ("parallel",))
-    assert step.sorting.sizes == (256,) and step.sorting.typical == 32
+    assert step.steps.sizes == (256,) and step.steps.typical == 32
     # Its sums are one block, not all of them, and stored as the operand's type.
     assert "f32[8,256,256]" not in step.kernel.text
     assert step.kernel.outputs[0].ref.dtype.name == "bf16"
@@ -142,7 +142,7 @@ def test_rows_of_a_table(per):
         prod(p.grid) for p, _ in found.values() if "sequential" not in p.semantics
     ]
     assert 5000 in counts
-    (sorting,) = {step.sorting for _, step in found.values() if step.sorting}
+    (sorting,) = {step.steps for _, step in found.values() if step.steps}
     assert sorting.sizes == (2048, 16)
 
 
@@ -191,8 +191,8 @@ def test_triton_runs_it(monkeypatch):
     known = dict(zip(made.primals, (which, x, w), strict=True)) | {made.seeds[0]: seed}
     want = pull_back(lambda x, w: reference(which, x, w), (x, w), seed)
     for step in made.steps:
-        if step.sorting is not None:
-            made_now = step.sorting.arrays(known)
+        if step.steps is not None:
+            made_now = step.steps.arrays(known)
             known |= {ref: np.asarray(x) for ref, x in made_now.items()}
         operands = [known[ref] for ref in step.operands]
         found = harness.simulated(

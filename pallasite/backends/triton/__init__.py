@@ -42,6 +42,7 @@ from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.exact_factors import exact_factors
 from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.normal.sums_of_products import sums_of_products
+from pallasite.passes.normal.untransposed import untransposed
 from pallasite.passes.optimise.added_products import added_products
 from pallasite.passes.optimise.early_loads import early_loads
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
@@ -109,6 +110,7 @@ class TritonBackend:
             *rows,
             Pass("check_types", partial(check_types, chip=chip)),
             Pass("own_inputs", own_inputs),
+            Pass("untransposed", untransposed),
             Pass("matrix_units", write_out),
             Pass("known_recurrences", known_recurrences),
             Pass("known_scans", known_scans),

@@ -15,6 +15,7 @@ from pallasite.passes.normal.idle_clamps import idle_clamps
 from pallasite.passes.normal.joined_loops import joined_loops
 from pallasite.passes.normal.known_clamps import known_clamps
 from pallasite.passes.normal.loop_axes import loop_axes
+from pallasite.passes.normal.masked_branches import masked_branches
 from pallasite.passes.normal.masks import masks
 from pallasite.passes.normal.narrow_windows import narrow_windows
 from pallasite.passes.normal.order import order
@@ -47,6 +48,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("positions", positions),
     ("known_clamps", known_clamps),
     ("masks", masks),
+    ("masked_branches", masked_branches),
     ("joined_loops", joined_loops),
     ("unit_dims", unit_dims),
     ("replicated", replicated),
