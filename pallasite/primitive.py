@@ -87,10 +87,8 @@ class Call:
     @property
     def options(self) -> base.Options:
         cost = self.cost_estimate
-        estimate = None
-        if cost is not None:
-            keys = ("flops", "transcendentals", "bytes_accessed")
-            estimate = {k: getattr(cost, k) for k in keys}
+        keys = ("flops", "transcendentals", "bytes_accessed")
+        estimate = None if cost is None else {k: getattr(cost, k) for k in keys}
         return base.Options(
             dict(self.compiler_params),
             estimate,
@@ -720,9 +718,9 @@ def _report_once() -> None:
 
 
 def _lower_unaliased(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
-    from pallasite.runtime.ffi import lower_unaliased
+    from pallasite.runtime import ffi
 
-    return lower_unaliased(lowered_p, ctx, *operands, call=call)
+    return ffi.lower_unaliased(lowered_p, ctx, *operands, call=call)
 
 
 mlir.register_lowering(call_p, _lower_unaliased, cacheable=False)
