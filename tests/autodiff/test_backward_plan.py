@@ -89,6 +89,50 @@ def test_shares_of_a_sum_are_not_rounded():
         share = makers[share].operands[0]
 
 
+def test_a_branch_that_gives_the_share_adds_it():
+    """Of rows loaded before a loop whose `lax.cond` skips blocks above the diagonal."""
+
+    def kernel(x_ref, y_ref, o_ref):
+        i, x = pl.program_id(0), x_ref[...]
+
+        def visit(j, total):
+            return total + jnp.dot(x, y_ref[pl.ds(j * 8, 8), :])
+
+        def body(j, total):
+            return jax.lax.cond(j <= i, visit, lambda j, total: total, j, total)
+
+        o_ref[...] = jax.lax.fori_loop(0, 4, body, jnp.zeros((8, 6)))
+
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((32, 6), jnp.float32),
+        grid=(4,),
+        in_specs=[pl.BlockSpec((8, 8), lambda i: (i, 0)), pl.BlockSpec((32, 6))],
+        out_specs=pl.BlockSpec((8, 6), lambda i: (i, 0)),
+    )
+    x = jnp.linspace(-1, 1, 256).reshape(32, 8)
+    y = jnp.linspace(-2, 1, 192).reshape(32, 6)
+    (made,) = kernels_in(call, x, y)
+    for step in full_plan(made).steps:
+        branches = [op for op in walk(step.kernel.body) if op.name == "cond"]
+        assert not any(op.results for op in branches)
+    plain = lambda x, y: jnp.einsum(
+        "ijbk,jkn->ibn", jnp.where(_below(4), x.reshape(4, 1, 8, 8), 0),
+        y.reshape(4, 8, 6),
+    ).reshape(32, 6)  # fmt: skip
+    for got, want in zip(_gradients(call, x, y), _gradients(plain, x, y), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def _below(blocks):
+    return jnp.tril(jnp.ones((blocks, blocks), bool))[:, :, None, None]
+
+
+def _gradients(function, *operands):
+    loss = lambda *xs: (function(*xs) ** 2).sum()
+    return jax.grad(loss, tuple(range(len(operands))))(*operands)
+
+
 def test_most_of_the_zoo_has_backward_kernels():
     refused, names = {}, chosen([*BY_NAME])
     for name in names:

@@ -51,6 +51,7 @@ from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.normal.replicated import replicated
 from pallasite.passes.normal.results_in_scratch import results_in_scratch
 from pallasite.passes.normal.sums_of_products import sums_of_products
+from pallasite.passes.normal.untransposed import untransposed
 from pallasite.passes.optimise.added_products import added_products
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
@@ -97,6 +98,7 @@ OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 def passes_for(chip: Gpu) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
     return (
+        Pass("untransposed", untransposed),
         Pass("whole_rows", partial(whole_rows, chip=chip)),
         Pass("own_inputs", own_inputs),
         Pass("matrix_units", write_out),

@@ -15,10 +15,10 @@ from pallasite.passes.normal.idle_clamps import idle_clamps
 from pallasite.passes.normal.joined_loops import joined_loops
 from pallasite.passes.normal.known_clamps import known_clamps
 from pallasite.passes.normal.loop_axes import loop_axes
+from pallasite.passes.normal.masked_branches import masked_branches
 from pallasite.passes.normal.masks import masks
 from pallasite.passes.normal.narrow_windows import narrow_windows
 from pallasite.passes.normal.order import order
-from pallasite.passes.normal.own_scratch import own_scratch
 from pallasite.passes.normal.pipeline_axes import pipeline_axes
 from pallasite.passes.normal.positions import positions
 from pallasite.passes.normal.products import products
@@ -48,8 +48,8 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("positions", positions),
     ("known_clamps", known_clamps),
     ("masks", masks),
+    ("masked_branches", masked_branches),
     ("joined_loops", joined_loops),
-    ("own_scratch", own_scratch),
     ("unit_dims", unit_dims),
     ("replicated", replicated),
     ("columns", columns),

@@ -1,22 +1,27 @@
-"""scratch_parts: scratch that is only used in disjoint parts is a scratch per part.
+"""scratch_parts: scratch that is used in disjoint parts is a scratch per part.
 
 In: one scratch for several states, such as the maxima and sums of rows in `stats[0]`
-and `stats[1]`, or the sums of two heads in the halves of `acc`. Out: a scratch for
-each, as other authors write it. What all of it is overwritten with is stored in slices.
+and `stats[1]`, the sums of two heads in the halves of `acc`, or `acc[0] += x @ w` and
+`acc[1] += x @ v`. Out: a scratch for each, as other authors write it; as one value they
+would be joined and taken apart in every step. What is stored to all of it, a start of
+zeros or `jnp.stack` of tiles, is stored part by part.
 
-Proof: every load is of one part, and every store of one part or of all of them, at
-indices that are constant along a dimension; the parts do not overlap. So what a load
-gives depends on the stores to its own part only, in the order in which they were. What
-no load reads is not kept.
+Proof: the parts are disjoint, and an element is in the same part in every access. So
+what a load gives depends on the stores to its own part only, in the order in which they
+were. What no load reads is not kept.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import NamedTuple
 
+from pallasite.ir import types as T
 from pallasite.ir.nodes import Access, At, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import TILE
-from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, users_of
+from pallasite.ir.rewrite import (
+    Rewriter,
+    dead_code,
+    is_elementwise,
+    map_ops,
+)
 
 MOST_PARTS = 16  # a store to all of them becomes as many
 
@@ -27,109 +32,225 @@ def scratch_parts(kernel: Kernel) -> Kernel:
     """Split scratch along one dimension after another."""
     if kernel.level != TILE:
         return kernel  # its author decided what is where
-    while True:
-        split = _found(kernel)
-        if not split:
-            return kernel
-        kernel = dead_code(map_ops(kernel, _Split(split).rewritten))
+    refs = [op.result for op in walk(kernel.body) if op.name == "alloc"]
+    for ref in refs:
+        if not ref.ref.is_semaphore:
+            kernel = _split(kernel, ref)
+    return kernel
 
 
-class _Parts(NamedTuple):
-    dim: int
-    parts: tuple[Part, ...]  # that are loaded
+def _split(kernel: Kernel, ref: Value) -> Kernel:
+    for dim in range(ref.ref.rank):
+        found = _Split(kernel, ref, dim)
+        if found.is_possible():
+            return scratch_parts(dead_code(map_ops(kernel, found.rewritten)))
+    return kernel
 
 
-def _found(kernel: Kernel) -> dict[Value, _Parts]:
-    """How scratch is split, by its ref."""
-    found: dict[Value, _Parts] = {}
-    users = users_of(kernel.body)
-    for op in walk(kernel.body):
-        if op.name == "alloc" and not op.result.ref.is_semaphore:
-            ref = op.result
-            plans = (_along(ref, users.get(ref, ()), d) for d in range(ref.ref.rank))
-            plan = next(filter(None, plans), None)
-            if plan is not None:
-                found[ref] = plan
-    return found
-
-
-def _along(ref: Value, uses: Sequence[Op], dim: int) -> _Parts | None:
-    whole = (0, ref.ref.shape[dim])
-    loaded, stored = set[Part](), set[Part]()
-    for op in uses:
-        part = _part_of(op, ref, dim)
-        if part is None or (part == whole and not _is_sliceable(op)):
-            return None
-        (loaded if op.name == "load" else stored).add(part)
-    parts = sorted(loaded | stored - {whole})
-    apart = all(a[1] <= b[0] for a, b in pairwise(parts))
-    if not apart or not 2 <= len(loaded) <= MOST_PARTS:
-        return None
-    return _Parts(dim, tuple(sorted(loaded)))
-
-
-def _part_of(op: Op, ref: Value, dim: int) -> Part | None:
-    """What a use selects along a dimension, if that is constant."""
-    if op.name not in ("load", "store") or op.operands[0] is not ref:
-        return None
-    entry = op.attrs["index"][dim]
+def _part_of(access: Access, dim: int) -> Part | None:
+    """What an access selects along a dimension, if that is constant."""
+    entry = access.index[dim]
     if isinstance(entry, Gather) or entry.start is None:
         return None
-    size = 1 if isinstance(entry, At) else entry.size
-    if isinstance(entry, Span) and entry.stride != 1:
-        return None
-    part = entry.start, entry.start + size
-    return part if 0 <= part[0] < part[1] <= ref.ref.shape[dim] else None
-
-
-def _is_sliceable(op: Op) -> bool:
-    """Whether it is a store of a tile that has a dimension for each of the ref's."""
-    is_plain = all(isinstance(e, Span) for e in op.attrs["index"])
-    return op.name == "store" and is_plain and Access.of(op).mask is None
+    if isinstance(entry, At):
+        part = entry.start, entry.start + 1
+    else:
+        part = entry.start, entry.start + entry.size
+        if entry.stride != 1:
+            return None
+    return part if 0 <= part[0] < part[1] <= access.ref.ref.shape[dim] else None
 
 
 class _Split:
-    def __init__(self, plans: dict[Value, _Parts]):
-        self.plans = plans
-        self.made: dict[Value, tuple[_Parts, dict[Part, Value]]] = {}
+    """A scratch that is split along a dimension."""
+
+    def __init__(self, kernel: Kernel, ref: Value, dim: int):
+        self.kernel, self.ref, self.dim = kernel, ref, dim
+        self.uses = [op for op in walk(kernel.body) if ref in op.operands]
+        self.whole: Part = (0, ref.ref.shape[dim])
+        self.parts: Sequence[Part] = ()  # all of them, in order
+        self.new: dict[Part, Value] = {}  # those that are loaded
+        self.apart = set[Value]()  # tiles that are computed part by part
+        self.computed: dict[tuple[Value, Part], Value] = {}
+
+    # --- whether it can be done ---
+
+    def is_possible(self) -> bool:
+        if not all(map(self.is_access, self.uses)):
+            return False
+        found = [(op.name, _part_of(Access.of(op), self.dim)) for op in self.uses]
+        if None in (part for _, part in found):
+            return False
+        self.parts = self.disjoint({part for _, part in found if part})
+        if not 2 <= len(self.parts) <= MOST_PARTS:
+            return False
+        loads = {part for name, part in found if name == "load"}
+        if self.whole not in loads:
+            self.new = {p: self.ref for p in self.parts if p in loads}
+            return len(loads) > 1 and all(map(self.is_stored_in_slices, self.uses))
+        self.new = dict.fromkeys(self.parts, self.ref)
+        return self.is_computed_in_parts()
+
+    def is_access(self, op: Op) -> bool:
+        return op.name in ("load", "store") and op.operands[0] is self.ref
+
+    def disjoint(self, found: set[Part]) -> list[Part]:
+        """The parts that are used and those between them; none if they overlap."""
+        parts, end = list[Part](), 0
+        for part in sorted(found - {self.whole}):
+            if part[0] < end:
+                return []
+            parts += [(end, part[0])] * (end < part[0]) + [part]
+            end = part[1]
+        rest = (end, self.whole[1])
+        return parts + [rest] * (bool(parts) and rest[0] < rest[1])
+
+    def is_stored_in_slices(self, op: Op) -> bool:
+        access = Access.of(op)
+        if access.value is None or _part_of(access, self.dim) != self.whole:
+            return True
+        is_plain = all(isinstance(e, Span) for e in access.index)
+        return is_plain and access.mask is None
+
+    def is_computed_in_parts(self) -> bool:
+        """Whether what uses all of it, and what is stored to all of it, has parts.
+
+        Slices of other tiles in every step would cost more than they save.
+        """
+        has_parts, of_scratch = set[Value](), set[Value]()
+        ops = list(walk(self.kernel.body))
+        for op in ops:
+            tiles = [v for v in op.operands if isinstance(v.type, T.TileType)]
+            tiles = [v for v in tiles if v.tile.shape]
+            is_chain = is_elementwise(op) and has_parts.issuperset(tiles)
+            if self.is_all(op, "load"):
+                if not Access.of(op).is_whole:
+                    return False
+                of_scratch.add(op.result)
+            elif not of_scratch.isdisjoint(tiles):
+                if is_chain:
+                    of_scratch.add(op.result)
+                elif not self.is_sliced(op) and not self.is_all(op, "store"):
+                    return False
+            yields = (v for region in op.regions for v in region.yields)
+            if not of_scratch.isdisjoint(yields):
+                return False
+            if self.is_all(op, "load") or is_chain or self.is_source(op):
+                has_parts.add(op.result)
+            if self.is_all(op, "store"):
+                access = Access.of(op)
+                if not access.is_whole or access.value not in has_parts:
+                    return False
+                self.apart.add(access.value)
+        self.apart |= of_scratch
+        for op in reversed(ops):
+            if is_elementwise(op) and op.result in self.apart:
+                self.apart.update(v for v in op.operands if v.tile.shape)
+        return True
+
+    def is_all(self, op: Op, name: str) -> bool:
+        """Whether it loads, or stores, all parts."""
+        if op.name != name or not self.is_access(op):
+            return False
+        return _part_of(Access.of(op), self.dim) == self.whole
+
+    def is_source(self, op: Op) -> bool:
+        """Whether parts of its result need no parts of another tile."""
+        if op.name == "broadcast_in_dim":
+            return self.dim not in op.attrs["dims"]
+        if op.name == "concatenate" and op.attrs["axis"] == self.dim:
+            sizes = [v.tile.shape[self.dim] for v in op.operands]
+            return sizes == [*map(_size, self.parts)]
+        return op.name == "constant" and op.result.tile.rank == self.ref.ref.rank
+
+    def is_sliced(self, op: Op) -> bool:
+        return op.name == "slice" and self.slice_of(op) in self.parts
+
+    def slice_of(self, op: Op) -> Part | None:
+        """The part that a slice takes."""
+        shape = op.operands[0].tile.shape
+        pairs = list(zip(op.attrs["starts"], op.attrs["limits"], strict=True))
+        others = [pair == (0, n) for pair, n in zip(pairs, shape, strict=True)]
+        others[self.dim] = set(op.attrs["strides"]) == {1}
+        return pairs[self.dim] if all(others) else None
+
+    # --- the rewriting ---
 
     def rewritten(self, op: Op, b: Rewriter) -> Sequence[Value] | None:
-        if op.name == "alloc" and op.result in self.plans:
-            ref, plan = op.result, self.plans[op.result]
-            new = {part: _allocated(b, ref, plan.dim, part) for part in plan.parts}
-            first = new[plan.parts[0]]
-            self.made[first] = plan, new
-            return [first]
-        if op.name not in ("load", "store") or op.operands[0] not in self.made:
+        if op.results == (self.ref,):
+            for part in self.new:
+                type_ = self.ref.ref.with_shape(self.shape(self.ref.ref.shape, part))
+                self.new[part] = b.op("alloc", type=type_, names=[self.ref.name])
+            b.ops.append(op)  # dead once nothing accesses it
+            return op.results
+        if self.is_access(op):
+            return self.access(op, b)
+        if op.name == "slice" and op.operands[0] in self.apart:
+            part = self.slice_of(op)
+            made = None if part is None else self.computed.get((op.operands[0], part))
+            return None if made is None else [made]
+        if self.apart.isdisjoint(op.results):
             return None
-        plan, new = self.made[op.operands[0]]
-        entry = op.attrs["index"][plan.dim]
-        start = entry.start
-        part = start, start + (1 if isinstance(entry, At) else entry.size)
-        inside = [p for p in plan.parts if part[0] <= p[0] and p[1] <= part[1]]
-        results: list[Value] = []
-        for each in inside:
-            index = list(op.attrs["index"])
-            size = each[1] - each[0]
-            index[plan.dim] = At(0) if isinstance(entry, At) else Span(0, size)
-            rest = list(op.operands[1:])
-            if op.name == "store" and each != part:
-                rest[0] = _slice(b, rest[0], plan.dim, each)
-            attrs = {**op.attrs, "index": tuple(index)}
-            results += b.emit(op.name, new[each], *rest, **attrs)
-        return results
+        for part in self.parts:
+            self.computed[op.result, part] = self.part(b, op, part)
+        b.ops.append(op)  # dead unless it has other uses
+        return op.results
+
+    def access(self, op: Op, b: Rewriter) -> Sequence[Value]:
+        access = Access.of(op)
+        part = _part_of(access, self.dim)
+        if part != self.whole:
+            if part not in self.new:
+                return []  # a store that nothing reads
+            attrs = {**op.attrs, "index": self.index(access, part)}
+            return b.emit(op.name, self.new[part], *op.operands[1:], **attrs)
+        for part, ref in self.new.items():
+            if access.value is None:
+                self.computed[op.result, part] = b.load(ref)
+                continue
+            tile = self.part_of_value(b, access.value, part)
+            attrs = {**op.attrs, "index": self.index(access, part)}
+            b.emit("store", ref, tile, *op.operands[2:], **attrs)
+        if access.value is None:
+            b.ops.append(op)  # dead, too
+        return op.results
+
+    def index(self, access: Access, part: Part) -> tuple[At | Span | Gather, ...]:
+        """An access's index in the scratch of a part."""
+        index = list(access.index)
+        is_one = isinstance(index[self.dim], At)
+        index[self.dim] = At(0) if is_one else Span(0, _size(part))
+        return tuple(index)
+
+    def part(self, b: Rewriter, op: Op, part: Part) -> Value:
+        """A part of what an op gives."""
+        tile = op.result.tile
+        shape = self.shape(tile.shape, part)
+        if op.name == "constant":
+            return b.constant(op.attrs["value"], tile.with_shape(shape))
+        if op.name == "concatenate":
+            return op.operands[self.parts.index(part)]
+        if op.name == "broadcast_in_dim":
+            return b.broadcast(op.operands[0], shape, op.attrs["dims"])
+        operands = [self.computed.get((v, part), v) for v in op.operands]
+        return b.op(op.name, *operands, **op.attrs)
+
+    def part_of_value(self, b: Rewriter, value: Value, part: Part) -> Value:
+        if (value, part) in self.computed:
+            return self.computed[value, part]
+        op = b.producer(value)
+        if op is not None and self.is_source(op):
+            return self.part(b, op, part)
+        starts, limits = [0] * value.tile.rank, list(value.tile.shape)
+        starts[self.dim], limits[self.dim] = part
+        ones = (1,) * value.tile.rank
+        attrs = dict(starts=tuple(starts), limits=tuple(limits), strides=ones)
+        return b.op("slice", value, **attrs)
+
+    def shape(self, whole: Sequence[int], part: Part) -> tuple[int, ...]:
+        return tuple(_size(part) if d == self.dim else n for d, n in enumerate(whole))
 
 
-def _allocated(b: Rewriter, ref: Value, dim: int, part: Part) -> Value:
-    shape = list(ref.ref.shape)
-    shape[dim] = part[1] - part[0]
-    return b.op("alloc", type=ref.ref.with_shape(tuple(shape)), names=[ref.name])
-
-
-def _slice(b: Rewriter, value: Value, dim: int, part: Part) -> Value:
-    starts, limits = [0] * value.tile.rank, list(value.tile.shape)
-    starts[dim], limits[dim] = part
-    ones = (1,) * value.tile.rank
-    return b.op(
-        "slice", value, starts=tuple(starts), limits=tuple(limits), strides=ones
-    )
+def _size(part: Part) -> int:
+    first, end = part
+    return end - first

@@ -370,6 +370,43 @@ def test_multiples_of_a_counter(first, factor, step, counts):
         assert np.array_equal(results(new, given), results(old, given))
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_bounds_in_memory(written: bool):
+    """As `while_loop` over blocks of a length, with `pl.multiple_of(at, 16)`."""
+    ref = "%o" if written else "%x"
+    old = kernel(
+        f"""
+        %f: i32 = constant {{value=0}}
+        %l: i32 = load %x[0]
+        store %o[0] = %l
+        %i: i32 = while %f
+          test (%a: i32) {{
+            %n: i32 = load {ref}[0]
+            %p: bool = gt %n, %a
+            yield %p
+          }}
+          body (%c: i32) {{
+            %m: i32 = assume_multiple %c {{multiple=16}}
+            %s: i32 = constant {{value=16}}
+            %e: i32 = add %m, %s
+            store %o[1] = %e
+            yield %e
+          }}
+        store %o[2] = %i
+        """,
+        "x: i32[1]", "o: i32[3]",
+    )  # fmt: skip
+    if written:
+        same(counted_loops, old)
+        return
+    new = counted_loops(old)
+    verify(new)
+    assert "while" not in {op.name for op in new.body.ops}
+    for length in (-40, 0, 1, 15, 16, 17, 100):
+        given = [np.array([length], np.int32)]
+        assert np.array_equal(results(new, given)[:1], results(old, given)[:1])
+
+
 def test_a_counter_that_is_asserted_to_be_a_multiple():
     """As `pl.multiple_of` is written at the start of the body, in steps of a block."""
     old = kernel(
