@@ -273,7 +273,7 @@ def _best(
 
 
 def _gains_with_blocks(kernel: Kernel, program: Program, chip: Gpu) -> bool:
-    """Whether a long kernel's matmuls are faster in parts, each with its best blocks."""
+    """Whether a long kernel's matmuls are faster in parts, with the best blocks."""
     first, *others = program.kernels
     own, after = (seconds_of_products(k, chip) for k in (kernel, first))
     after += sum(seconds(other, chip, chip.cores) for other in others)
