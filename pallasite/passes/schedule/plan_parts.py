@@ -34,8 +34,8 @@ from pallasite.target import Chip, Gpu, Host, Machine, chips
 GAIN = 1.5  # estimated, of a split that is made
 # Matmuls are scheduled as a whole, and blocks of their results may yet be divided.
 GAIN_OF_PRODUCTS = 4.0
-# Of those that take at least so long, the estimate with the best blocks says more.
-LONG_SECONDS = 2e-4
+# Of those that take as long as so many launches, the best blocks say more.
+MANY_LAUNCHES = 80
 # Of programs of which some have more to do than others, and of those at most so many
 # per core.
 GAIN_OF_EVEN, FEW = 1.15, 4
@@ -278,7 +278,7 @@ def _gains_with_blocks(kernel: Kernel, program: Program, chip: Gpu) -> bool:
     own, after = (seconds_of_products(k, chip) for k in (kernel, first))
     after += sum(seconds(other, chip, chip.cores) for other in others)
     after += _overhead(chip, len(others))
-    return LONG_SECONDS <= own < inf and own >= GAIN * after
+    return _overhead(chip, MANY_LAUNCHES) <= own < inf and own >= GAIN * after
 
 
 def _candidates(
