@@ -522,8 +522,8 @@ class _Ways:
             fits = lambda stage: way(Stages((stage,))).estimate.seconds < inf
             apart = sums_apart(last.stages, fits)
             ways += [] if apart is None else [way(apart)]
-        # Of those that do not fit, the one with the smallest kernels.
-        least = lambda way: -min(way.estimate.programs, default=0)
+        # Of those that do not fit, the one with the fewest and smallest such kernels.
+        least = lambda way: (way.estimate.unfit, -min(way.estimate.programs, default=0))
         return sorted(ways, key=lambda way: (way.estimate.seconds, least(way)))
 
     def added(self, merges: Sequence[Merge]) -> list[Value]:

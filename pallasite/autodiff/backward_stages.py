@@ -93,7 +93,11 @@ def sums_apart(stages: Stages, may_join: Callable[[Program], bool]) -> Stages | 
 def _stage_apart(stage: Program, may_join: Callable[[Program], bool]) -> Stages:
     body, slicer, roots = stage.body, Slice(stage.body.ops), Roots(stage.body)
     adds = [op for op in body.ops if op.name == "atomic_rmw"]
-    factors = {op: dot.operands for op in adds if (dot := slicer.product(op))}
+    factors = {
+        op: [v for dot in dots for v in dot.operands]
+        for op in adds
+        if (dots := slicer.products(op))
+    }
     every = dict.fromkeys(v for values in factors.values() for v in values)
     refs = {v: saved_ref(v, stage.sizes) for v in slicer.to_save(every, every)}
 
@@ -351,13 +355,12 @@ class Slice:
             saved.update(dict.fromkeys(sources))
         return [v for v in self.made if v in saved]
 
-    def product(self, op: Op) -> Op | None:
-        """The matmul whose result an op takes, if all else that it takes is cheap."""
+    def products(self, op: Op) -> list[Op]:
+        """The matmuls whose results an op takes, if all else that it takes is cheap."""
         value = Access.of(op).value
         sources = self.sources(value) if value is not None else None
-        sources = sources or ()
-        made = [self.made[v] for v in sources]
-        return made[0] if len(made) == 1 and made[0].name == "dot" else None
+        made = [self.made[v] for v in sources or ()]
+        return made if all(each.name == "dot" for each in made) else []
 
     def sources(self, value: Value) -> list[Value] | None:
         """Results of costly ops from which the rest is cheap; None: not tiles."""
