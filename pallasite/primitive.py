@@ -45,7 +45,6 @@ from pallasite.passes.transform.batch import (
     changed_operands,
     maps_a_grid_size,
 )
-from pallasite.runtime.ffi import lower_unaliased
 from pallasite.sharding.rule import Partition
 from pallasite.target import CHIPS, Chip, Host, chip, chip_of_device, host, named
 
@@ -88,10 +87,8 @@ class Call:
     @property
     def options(self) -> base.Options:
         cost = self.cost_estimate
-        estimate = None
-        if cost is not None:
-            keys = ("flops", "transcendentals", "bytes_accessed")
-            estimate = {k: getattr(cost, k) for k in keys}
+        keys = ("flops", "transcendentals", "bytes_accessed")
+        estimate = None if cost is None else {k: getattr(cost, k) for k in keys}
         return base.Options(
             dict(self.compiler_params),
             estimate,
@@ -720,9 +717,13 @@ def _report_once() -> None:
     jaxcompat.keep_out_of_callback_log(CheckError)
 
 
-mlir.register_lowering(
-    call_p, functools.partial(lower_unaliased, lowered_p), cacheable=False
-)
+def _lower_unaliased(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
+    from pallasite.runtime import ffi
+
+    return ffi.lower_unaliased(lowered_p, ctx, *operands, call=call)
+
+
+mlir.register_lowering(call_p, _lower_unaliased, cacheable=False)
 for _platform in (None, *base.DEFAULTS):
     _rule = functools.partial(_lower, _platform)
     mlir.register_lowering(lowered_p, _rule, platform=_platform)

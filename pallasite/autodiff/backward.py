@@ -18,24 +18,20 @@ import jax.numpy as jnp
 
 from pallasite.autodiff.backward_axes import split_axes
 from pallasite.autodiff.backward_choice import Estimate, estimate, sum_of
+from pallasite.autodiff.backward_kernels import groups, kernels_of, products_of
 from pallasite.autodiff.backward_stages import Stages, split, sums_apart
 from pallasite.autodiff.backward_windows import (
     Built,
-    Placement,
     apart,
-    build,
     only,
     place,
 )
-from pallasite.autodiff.carried_axes import carried_axis
 from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
-from pallasite.autodiff.owned_blocks import owned_blocks
-from pallasite.autodiff.owned_rows import owned_rows
-from pallasite.autodiff.partial_sums import Sums, bytes_of, cut_into_parts
+from pallasite.autodiff.partial_sums import Sums, bytes_of
 from pallasite.autodiff.rerolled import rerolled
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
@@ -44,6 +40,10 @@ from pallasite.autodiff.reverse_rules import accumulated
 from pallasite.autodiff.row_blocks import row_blocks
 from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
+from pallasite.autodiff.sorted_steps import (
+    sorted_steps,
+    with_row_views,
+)
 from pallasite.autodiff.unrounded import unrounded
 from pallasite.autodiff.zero_cotangents import without
 from pallasite.backends.base import Together, lowered_together
@@ -223,6 +223,8 @@ def _run(
     """The results of one kernel; `flowing`: refs of cotangents that it may take."""
     from pallasite.primitive import bind_call
 
+    if step.steps is not None:
+        arrays = arrays | step.steps.arrays(arrays)
     known = [names.get(ref, ()) for ref in (*step.operands, *step.results)]
     rule = inherit(call.partition, step.kernel, known)
     options = replace(call, kernel=step.kernel, cost_estimate=None, partition=rule)
@@ -278,15 +280,15 @@ def _composed(
 ) -> BackwardPlan | None:
     """The kernels of a program in two parts (`first_products.py`), if there are two."""
     machine = made.machine
-    if machine.gpu is None or kernel.aliases or not _has_products(kernel):
-        return None
     normal, program = normal_program(kernel, machine)
+    if machine.gpu is None or normal.aliases or not _has_products(kernel):
+        return None
     found = cut(program)
     if found is None:
         return None
     sums = Sums.of(normal, machine)
-    (first, *more) = _kernels(found.first, [found.array], set(), sums)
-    (second, *others) = _kernels(found.second, normal.outputs, set(), sums)
+    (first, *more) = kernels_of(found.first, [found.array], set(), sums)
+    (second, *others) = kernels_of(found.second, normal.outputs, set(), sums)
     if more or others or prod((*first.parts, *second.parts)) > 1:
         return None
     number = {ref: n for n, ref in enumerate(normal.inputs)}
@@ -338,11 +340,13 @@ def keeping_plan(
     It does if a first backward kernel would otherwise repeat matmuls of the program,
     and the residuals are small compared with operands and results.
     """
-    if not _has_products(kernel) or kernel.aliases:
+    if not _has_products(kernel):
         return None
     if any(op.name in UNREPEATABLE for op in walk(kernel.body)):
         return None
     try:
+        if normal_program(kernel, machine)[0].aliases:
+            return None
         known = expected_cotangents(kernel, machine)
         made = plan(kernel, wanted, known, machine)
         if not made.steps or not _has_products(made.steps[0].kernel):
@@ -384,7 +388,7 @@ def _steps(
     """The kernels of some stages that change no memory."""
     sums = Sums.of(kernel, made.machine)
     results = [*made.targets.values(), *saved]
-    steps = [built for s in stages for built in _kernels(s, results, set(), sums)]
+    steps = [built for s in stages for built in kernels_of(s, results, set(), sums)]
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in made.targets.items()}
     return tuple(_narrowed(steps, final))
 
@@ -402,7 +406,7 @@ def _keeping(
     if kept is None or sum(map(bytes_of, kept.refs)) > most:
         return None
     sums = Sums.of(kernel, made.machine)
-    forward = _kernels(kept.forward, [*kernel.outputs, *kept.refs], set(), sums)
+    forward = kernels_of(kept.forward, [*kernel.outputs, *kept.refs], set(), sums)
     if len(forward) != 1:
         return None
     (one,) = forward
@@ -467,6 +471,7 @@ def _plan(
         if machine.gpu is not None:
             program, more = rerolled(program, results)
             gathered += more
+            program = with_row_views(program, list(targets.values()))
         most = MOST_SCATTERED * sum(map(bytes_of, kernel.params))
         variants = _scattered(program, list(targets.values()), most, machine)
     # Partial sums are for small operands, such as the weights of a norm.
@@ -503,11 +508,12 @@ class _Ways:
         """All of them, the fastest first; `gathered`: programs that all have."""
         for program in gathered:
             _check_lost(program, made)
+        is_gpu = self.sums.machine.gpu is not None
         ways = [
             self.way(stages.with_more(gathered), merges)
             for program, merges in variants
             for stages in _alternatives(
-                program, made, self.added(merges), bool(self.moving)
+                program, made, self.added(merges), bool(self.moving), is_gpu
             )
         ]
         if all(way.estimate.seconds == inf for way in ways) and not self.moving:
@@ -516,8 +522,8 @@ class _Ways:
             fits = lambda stage: way(Stages((stage,))).estimate.seconds < inf
             apart = sums_apart(last.stages, fits)
             ways += [] if apart is None else [way(apart)]
-        # Of those that do not fit, the one with the smallest kernels.
-        least = lambda way: -min(way.estimate.programs, default=0)
+        # Of those that do not fit, the one with the fewest and smallest such kernels.
+        least = lambda way: (way.estimate.unfit, -min(way.estimate.programs, default=0))
         return sorted(ways, key=lambda way: (way.estimate.seconds, least(way)))
 
     def added(self, merges: Sequence[Merge]) -> list[Value]:
@@ -530,11 +536,11 @@ class _Ways:
         steps = [
             built
             for stage in stages.programs
-            for built in _kernels(stage, refs, self.moving, self.sums)
+            for built in kernels_of(stage, refs, self.moving, self.sums)
         ]
         steps = _narrowed(steps, self.final)
         machine = self.sums.machine
-        estimated = estimate([step.kernel for step in steps], machine)
+        estimated = estimate([step.typical or step.kernel for step in steps], machine)
         merging = sum(merge_seconds(merge, machine) for merge in merges)
         estimated = replace(estimated, seconds=estimated.seconds + merging)
         return Way(tuple(steps), estimated, stages, tuple(merges))
@@ -555,12 +561,22 @@ def _scattered(
     for ref in targets if machine.cores > 1 else ():
         if prod(program.sizes[a] for a in place(scattering, ref).own) >= enough:
             continue
+        if machine.gpu is not None and _is_sorted(scattering, ref):
+            continue  # its addends need no memory
         found = scattered(scattering, ref)
         if found is not None and sum(map(bytes_of, found[1].refs)) <= most:
             scattering = found[0]
             merges.append(found[1])
     rows = machine.one_unit and all(merge.is_rows for merge in merges)
     return [(scattering, merges), *([(program, [])] if merges and rows else [])]
+
+
+def _is_sorted(program: Program, ref: Value) -> bool:
+    """Whether sorted steps add to a cotangent, and compute nothing costly twice."""
+    if not sorted_steps(program, [ref]):
+        return False
+    costly = ("dot", "for", "while")
+    return all(op.name not in costly for op in walk(only(program, [ref]).body))
 
 
 def _narrowed(steps: list[Built], final: dict[Value, T.DType]) -> list[Built]:
@@ -604,7 +620,11 @@ def _reversed(
 
 
 def _alternatives(
-    program: Program, made: Reversed, results: Sequence[Value], moving: bool
+    program: Program,
+    made: Reversed,
+    results: Sequence[Value],
+    moving: bool,
+    named: bool,
 ) -> list[Stages]:
     """Split into stages, unless several would have to change the same memory.
 
@@ -623,8 +643,8 @@ def _alternatives(
         repeating |= repeats
         return not repeats
 
-    careful = split(program, repeats_nothing)
-    return [careful, split(program, lambda _: True)] if repeating else [careful]
+    careful = split(program, repeats_nothing, named)
+    return [careful, split(program, lambda _: True, named)] if repeating else [careful]
 
 
 def _check_lost(program: Program, made: Reversed) -> None:
@@ -642,78 +662,9 @@ def _repeats_products(stage: Program, results: Sequence[Value]) -> bool:
     refs = Roots(stage.body).written(stage.body)
     stage, placed, _ = apart(stage, [place(stage, r) for r in results if r in refs])
     parts = [only(stage, [p.ref for p in chain]) for chain in groups(placed)]
-    return sum(map(_products, parts)) > _products(only(stage, [p.ref for p in placed]))
-
-
-def _products(stage: Program) -> int:
-    return sum(op.name == "dot" for op in walk(stage.body))
+    joined = only(stage, [p.ref for p in placed])
+    return sum(map(products_of, parts)) > products_of(joined)
 
 
 def _cotangent_ref(ref: Value, dtype: T.DType, name: str) -> Value:
     return Value(replace(ref.ref, dtype=dtype, space="any"), f"d_{ref.name or name}")
-
-
-def _kernels(
-    stage: Program, results: Sequence[Value], changing: set[Value], sums: Sums
-) -> list[Built]:
-    """One kernel per group of results that can share a grid order."""
-    refs = Roots(stage.body).written(stage.body)
-    mine = [place(stage, ref) for ref in results if ref in refs]
-    mine = [replace(p, changes=p.ref in changing) for p in mine]
-    stage, mine, same = (stage, mine, {}) if changing else apart(stage, mine)
-    built, pending = [], list[tuple[Program, list[Placement]]]()
-    if sums.machine.cores > 1 and not changing:
-        is_gpu = sums.machine.gpu is not None
-        for p in [p for p in mine if not all(p.kept)]:
-            owned = owned_blocks(stage, p.ref) if is_gpu else None
-            by_rows = owned_rows(stage, p.ref, is_gpu) if owned is None else None
-            if owned is not None:
-                mine.remove(p)
-                pending.append((owned, [place(owned, p.ref)]))
-            elif by_rows is not None:
-                mine.remove(p)
-                reach = [place(by_rows.reach, ref) for ref in by_rows.refs]
-                pending.append((by_rows.reach, reach))
-                pending.append((by_rows.rows, [place(by_rows.rows, p.ref)]))
-    for group in [together(mine)] if changing else groups(mine):
-        pending.append((only(stage, [p.ref for p in group]), group))
-    for program, group in pending:
-        names = [p.ref.name.removesuffix("_ref") for p in group]
-        names = "_".join(dict.fromkeys(names))
-        order = grid_order(group, len(program.sizes))
-        own = sums.with_work(program)
-        parts = {} if changing else cut_into_parts(group, order, program.sizes, own)
-        one = build(program, f"{stage.name}_{names}", group, order, parts)
-        if prod(program.sizes) < sums.machine.enough_programs:
-            one = replace(one, kernel=carried_axis(one.kernel))
-        built.append(replace(one, results=tuple(same.get(r, r) for r in one.results)))
-    return built
-
-
-def together(placements: Sequence[Placement]) -> list[Placement]:
-    """One group for all: what does not fit its order is shown whole."""
-    chain: list[Placement] = []
-    for placement in sorted(placements, key=lambda p: -len(p.own)):
-        if chain and not placement.own <= chain[-1].own:
-            whole = (False,) * len(placement.kept)
-            placement = replace(placement, kept=whole, own=frozenset())
-        chain.append(placement)
-    return chain
-
-
-def groups(placements: Sequence[Placement]) -> list[list[Placement]]:
-    """Groups of results whose own axes are nested, so that one order serves them."""
-    chains: list[list[Placement]] = []
-    for placement in sorted(placements, key=lambda p: -len(p.own)):
-        for chain in chains:
-            if placement.own <= chain[-1].own:
-                chain.append(placement)
-                break
-        else:
-            chains.append([placement])
-    return chains
-
-
-def grid_order(group: Sequence[Placement], rank: int) -> list[int]:
-    """Axes that more results have as their own come first."""
-    return sorted(range(rank), key=lambda a: -sum(a in p.own for p in group))

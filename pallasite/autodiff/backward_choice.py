@@ -32,6 +32,7 @@ class Estimate:
     flops: int
     bytes: int
     seconds: float
+    unfit: int = 0  # kernels that do not fit; the seconds are infinite if there are any
 
     def __str__(self) -> str:
         programs = " + ".join(map(str, self.programs))
@@ -42,7 +43,7 @@ class Estimate:
 
 def estimate(kernels: Sequence[Kernel], machine: Machine) -> Estimate:
     """How long a machine takes for the kernels, one after another."""
-    programs, flops, moved, seconds = [], 0, 0, 0.0
+    programs, flops, moved, seconds, unfit = [], 0, 0, 0.0, 0
     for kernel in kernels:
         pipeline = Pipeline.of(find_pipeline(kernel))
         pairs = zip(pipeline.grid, pipeline.semantics, strict=True)
@@ -52,14 +53,15 @@ def estimate(kernels: Sequence[Kernel], machine: Machine) -> Estimate:
         steps = prod(n or 1 for n in pipeline.grid)
         slow = machine.sums_in_memory if _adds_to_parts(pipeline) else 1.0
         seconds += slow * machine.kernel(*work, steps, count) + machine.launch
+        fits = machine.gpu is None or may_fit(kernel, machine.gpu)
         if machine.must_fit and _blocks(pipeline) > (machine.on_chip or inf):
-            seconds = inf
-        if machine.gpu is not None and not may_fit(kernel, machine.gpu):
-            seconds = inf
+            fits = False
+        unfit += not fits
         programs.append(count)
         flops += total.flops + total.transcendentals
         moved += total.bytes_accessed
-    return Estimate(tuple(programs), flops, moved, seconds)
+    seconds = inf if unfit else seconds
+    return Estimate(tuple(programs), flops, moved, seconds, unfit)
 
 
 def sum_of(parts: Sequence[Estimate]) -> Estimate:
@@ -69,6 +71,7 @@ def sum_of(parts: Sequence[Estimate]) -> Estimate:
         sum(each.flops for each in parts),
         sum(each.bytes for each in parts),
         sum(each.seconds for each in parts),
+        sum(each.unfit for each in parts),
     )
 
 

@@ -10,9 +10,11 @@ that is cheap, and otherwise saved to memory by a first stage.
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pallasite.autodiff.iterations_apart import iterations_apart
 from pallasite.autodiff.op_derivative import is_pure
 from pallasite.autodiff.reverse_activity import defined, facts_of
 from pallasite.autodiff.sink_sums import sink_sums
+from pallasite.autodiff.sorted_steps import named_views
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, BlockDim, Op, Value, Window, walk
 from pallasite.ir.rewrite import clone, producers_of, substitute, used_values
@@ -37,21 +39,29 @@ class Stages:
         return replace(self, programs=(*self.programs, *programs))
 
 
-def split(program: Program, may_cut: Callable[[Program], bool]) -> Stages:
+def split(
+    program: Program, may_cut: Callable[[Program], bool], named: bool = False
+) -> Stages:
     """Turn every loop that can be a grid into a stage, recursively.
 
     Args:
         program: what to split.
         may_cut: whether to make a stage of a loop, given as that stage.
+        named: also loops that add to blocks which memory names.
     """
     program = program.simplified()
+    apart = iterations_apart(program) if named else None
+    if apart is not None:
+        main, last, array = apart
+        first = split(main, may_cut, named)
+        return Stages((*first.programs, last), (array, *first.saved))
     for op in program.body.ops:
-        free = _free_loop(program, op)
+        free = _free_loop(program, op, named)
         if free is None:
             continue
         main, loop, saved = _cut(*free)
         if may_cut(loop):
-            first, rest = split(main, may_cut), split(loop, may_cut)
+            first, rest = (split(part, may_cut, named) for part in (main, loop))
             programs = (*first.programs, *rest.programs)
             return Stages(programs, (*saved, *first.saved, *rest.saved))
     return Stages((program,) if _is_needed(program) else ())
@@ -83,7 +93,11 @@ def sums_apart(stages: Stages, may_join: Callable[[Program], bool]) -> Stages | 
 def _stage_apart(stage: Program, may_join: Callable[[Program], bool]) -> Stages:
     body, slicer, roots = stage.body, Slice(stage.body.ops), Roots(stage.body)
     adds = [op for op in body.ops if op.name == "atomic_rmw"]
-    factors = {op: dot.operands for op in adds if (dot := slicer.product(op))}
+    factors = {
+        op: [v for dot in dots for v in dot.operands]
+        for op in adds
+        if (dots := slicer.products(op))
+    }
     every = dict.fromkeys(v for values in factors.values() for v in values)
     refs = {v: saved_ref(v, stage.sizes) for v in slicer.to_save(every, every)}
 
@@ -108,10 +122,11 @@ def _is_needed(program: Program) -> bool:
     return any(op.name in ("atomic_rmw", "store") for op in walk(program.body))
 
 
-def _free_loop(program: Program, op: Op) -> tuple[Program, Op] | None:
+def _free_loop(program: Program, op: Op, named: bool) -> tuple[Program, Op] | None:
     """The program with this loop replaced by one that can be a grid axis.
 
-    It has a known trip count, carries nothing and adds to blocks it moves over.
+    It has a known trip count, carries nothing and adds to blocks it moves over, or
+    (`named`) to blocks that memory names for each iteration.
     """
     if op.name != "for":
         return None
@@ -120,6 +135,8 @@ def _free_loop(program: Program, op: Op) -> tuple[Program, Op] | None:
     forms.add_ops(o for o in program.body.ops if not o.regions)
     forms.add_ops(loop.body.ops)
     views = {v.result for v in walk(loop.body) if _moves(v, forms)}
+    if named:
+        views |= named_views(program.body, loop)
     # With nothing to carry, loops inside it may be the ones that add.
     inside = _outside_loops(loop.body) if op.results else walk(loop.body)
     adds = (o for o in inside if o.name == "atomic_rmw")
@@ -338,13 +355,12 @@ class Slice:
             saved.update(dict.fromkeys(sources))
         return [v for v in self.made if v in saved]
 
-    def product(self, op: Op) -> Op | None:
-        """The matmul whose result an op takes, if all else that it takes is cheap."""
+    def products(self, op: Op) -> list[Op]:
+        """The matmuls whose results an op takes, if all else that it takes is cheap."""
         value = Access.of(op).value
         sources = self.sources(value) if value is not None else None
-        sources = sources or ()
-        made = [self.made[v] for v in sources]
-        return made[0] if len(made) == 1 and made[0].name == "dot" else None
+        made = [self.made[v] for v in sources or ()]
+        return made if all(each.name == "dot" for each in made) else []
 
     def sources(self, value: Value) -> list[Value] | None:
         """Results of costly ops from which the rest is cheap; None: not tiles."""

@@ -12,6 +12,7 @@ from functools import cached_property
 from math import prod
 
 from pallasite.autodiff.backward_sums import Sum, expand_sums
+from pallasite.autodiff.step_order import Reaching, Sorting
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
@@ -224,6 +225,8 @@ class Built:
     own: tuple[frozenset[int], ...]  # per result: the axes that choose its block
     order: tuple[int, ...]  # the program's grid axes with several steps, slowest first
     changing: tuple[Value, ...] = ()  # results initialised by the last operands
+    steps: Sorting | Reaching | None = None  # makes operands before the kernel runs
+    typical: Kernel | None = None  # the kernel to estimate, if loops depend on data
 
     def taking(self, refs: Collection[Value]) -> tuple[int, ...]:
         """The operands that are among some refs."""

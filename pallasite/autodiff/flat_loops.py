@@ -3,13 +3,15 @@
 Kernels for TPUs bring in large blocks of keys and go through them in smaller pieces:
 `for j in range(8): for i in range(4)`, the inner one perhaps only where a mask lets
 something through. As `for n in range(32)`, with `j = n // 4` and `i = n % 4`, pieces
-are blocks of their own, which the reverse can distribute over a grid.
+are blocks of their own, which the reverse can distribute over a grid. Two loops along
+two dimensions of an array stay: `n` says less of where a block is than `j` and `i`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pallasite.ir.build import Builder, access_operands
-from pallasite.ir.nodes import Access, Block, BlockDim, Op, Span, Value
+from pallasite.ir.nodes import Access, At, Block, BlockDim, Op, Span, Value, walk
 from pallasite.ir.rewrite import producers_of, substitute
 from pallasite.ir.roles import Cond, Loop
 from pallasite.passes.analysis.affine import Affine, Forms
@@ -23,7 +25,7 @@ def flat_loops(program: Program) -> Program:
     ops: list[Op] = []
     for op in program.body.ops:
         nest = _nest(Loop.of(op), made) if op.name == "for" else None
-        ops += [op] if nest is None else nest.flat(program)
+        ops += [op] if nest is None else nest.flat(program) or [op]
     if tuple(ops) == program.body.ops:
         return program
     body = Block(program.body.params, tuple(ops), program.body.yields)
@@ -59,6 +61,17 @@ def _nest(outer: Loop, made: dict[Value, Op]) -> "_Nest | None":
     return _Nest(outer, inner, tuple(before), tuple(within), which, count)
 
 
+def _is_flat(program: Program, region: Block, pair: Sequence[Value], n: int) -> bool:
+    """Whether blocks that move with the inner loop move with the flat index."""
+    forms = Forms(pair)
+    forms.add_ops(op for op in program.body.ops if not op.regions)
+    forms.add_ops(op for op in region.ops if not {*pair} & {*op.results})
+    used = {v for op in walk(region) for v in op.operands}
+    views = [op for op in walk(region) if op.name == "block_view" and op.result in used]
+    found = (forms.of(v).affine for op in views for v in op.operands[1:])
+    return all(f is None or f.coeffs[1] in (0, f.coeffs[0] / n) for f in found)
+
+
 def _is_quiet(op: Op) -> bool:
     return not op.regions and not written_refs(op)
 
@@ -72,8 +85,8 @@ class _Nest:
     which: Value | None  # whether there is an inner loop
     steps: int  # of the inner loop
 
-    def flat(self, program: Program) -> list[Op]:
-        """The constants of the loop, and the loop."""
+    def flat(self, program: Program) -> list[Op] | None:
+        """The constants of the loop, and the loop; None if blocks would be lost."""
         b, inside = Builder(self.outer.op.loc), Builder(self.outer.op.loc)
         index = Value(self.outer.index.type, self.inner.index.name)
         steps = inside.constant(self.steps, index.tile)
@@ -95,6 +108,9 @@ class _Nest:
         body = substitute(body, known)
         params = (index, *self.outer.carried)
         region = Block(params, (*inside.ops, *body.ops), body.yields)
+        pair = known[self.outer.index], known[self.inner.index]
+        if not _is_flat(program, region, pair, self.steps):
+            return None
         count = Loop.of(self.outer.op)
         total = b.mul(count.limit, b.constant(self.steps, count.limit.tile))
         return [*b.ops, self.outer.with_(limit=total, body=region).to_op()]
@@ -122,22 +138,26 @@ class _Nest:
         shown = [d for d, dim in enumerate(window.dims) if dim.kind != "squeezed"]
         pairs = access.split_index()
         for place, (entry, start) in enumerate(pairs):
-            if not isinstance(entry, Span) or start is None or entry.stride != 1:
+            if start is None or not isinstance(entry, At | Span):
                 continue
+            size = entry.size if isinstance(entry, Span) else 1
             dim, form = shown[place], forms.of(start)
-            size, whole = entry.size, window.dims[dim].size
+            whole = window.dims[dim].size
             moves = form.affine == Affine((size,), 0) and not form.spread
             divides = size * self.steps == whole
             even = view.operands[0].ref.shape[dim] % whole == 0
             by_outer = view.operands[1 + dim] is self.outer.index
             is_block = window.dims[dim].kind == "blocked"
-            if not (moves and divides and even and by_outer and is_block):
+            is_dense = not isinstance(entry, Span) or entry.stride == 1
+            if not (moves and divides and even and by_outer and is_block and is_dense):
                 continue
             dims, numbers = list(window.dims), list(view.operands[1:])
-            dims[dim], numbers[dim] = BlockDim(size), index
+            is_row = isinstance(entry, At)
+            dims[dim] = BlockDim(1, "squeezed") if is_row else BlockDim(size)
+            numbers[dim] = index
             new = replace(window, dims=tuple(dims))
             block = b.op("block_view", view.operands[0], *numbers, window=new)
-            pairs[place] = (Span(0, size), None)
+            pairs[place : place + 1] = [] if is_row else [(Span(0, size), None)]
             entries = tuple(each for each, _ in pairs)
             starts = tuple(v for _, v in pairs if v is not None)
             access = replace(access, ref=block, index=entries, index_operands=starts)

@@ -9,12 +9,13 @@ of the cotangent is such a sum, and belongs to one program.
 What is added is taken apart into terms: sums, padding, slices and concatenations only
 say where a tile of them lies. Program `p` adds a term at `step * p + first`, so block
 `b` of `step` elements gets parts of the tiles of programs `b - k`, for few numbers `k`.
-These are computed again where they are needed (`moved_tiles.py`).
+These are computed again where they are needed (`moved_tiles.py`). Places may go round,
+as those of a periodic stencil's neighbours: then all this is modulo the programs.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from math import prod
 
 import numpy as np
@@ -94,12 +95,14 @@ class _Dim:
         step: how many elements a program's own block has.
         axis: the grid axis along which places advance by that; None: they stay.
         own: whether a block of the program's is divided by the grid as it is.
+        wraps: whether places go round: past the last block is the first.
     """
 
     tile_dim: int | None
     step: int
     axis: int | None = None
     own: bool = False
+    wraps: bool = False
 
 
 @dataclass(frozen=True)
@@ -300,6 +303,7 @@ class _Gather:
     def advancing_dim(self, d: int) -> _Dim:
         """Places advance by the same step along one axis, in all terms, or stay."""
         axes, steps = set[int](), set[int]()
+        n = self.ref.ref.shape[d]
         tables: dict[_Term, dict[int, int]] = {}
         for term in self.terms:
             start = self.start(self.adds[term.add], d)
@@ -320,9 +324,10 @@ class _Gather:
             tables[term] = numbers
             if axis is not None:
                 axes.add(axis)
-                (i, x), (j, y) = list(numbers.items())[:2]
-                steps.add((y - x) // (j - i))
-        return self.advancing(d, tables, axes, steps)
+                steps |= _steps(numbers)
+        wraps = len(steps) > 1 or any(step < 0 for step in steps)
+        steps = {step % n for step in steps} if wraps else steps
+        return self.advancing(d, tables, axes, steps, wraps)
 
     def advancing(
         self,
@@ -330,14 +335,22 @@ class _Gather:
         tables: dict[_Term, dict[int, int]],
         axes: set[int],
         steps: set[int],
+        wraps: bool,
     ) -> _Dim:
         n = self.ref.ref.shape[d]
         if len(axes) > 1 or len(steps) > 1 or any(step <= 0 for step in steps):
             raise NotMoved
         axis, step = (axes.pop(), steps.pop()) if axes else (None, 0)
+        if wraps and (axis is None or step * self.program.sizes[axis] != n):
+            raise NotMoved
         firsts: dict[int, int] = {}
         for term, numbers in tables.items():
             first = {x - step * i for i, x in numbers.items()}
+            if wraps and axis is not None:
+                if len(numbers) < self.program.sizes[axis]:
+                    raise NotMoved
+                # The nearest place before or after, of those that are the same.
+                first = {(x + n // 2) % n - n // 2 for x in first}
             first |= {firsts[term.add]} if term.add in firsts else set()
             if len(first) > 1:
                 raise NotMoved
@@ -345,7 +358,7 @@ class _Gather:
                 firsts[term.add] = first.pop()
         self.terms = [term for term in self.terms if tables[term]]
         self.firsts.append(firsts)
-        return _Dim(self.tile_dims(d), step or n, axis)
+        return _Dim(self.tile_dims(d), step or n, axis, wraps=wraps)
 
     def start(self, op: Op, d: int) -> np.ndarray:
         """At every step, where an addition starts along a dimension."""
@@ -410,8 +423,9 @@ class _Gather:
         for n, dim in zip(shape, self.dims, strict=True):
             if dim.axis is not None:
                 sizes[dim.axis] = -(-n // dim.step)
+        round_ = {dim.axis for dim in self.dims if dim.wraps and dim.axis is not None}
         self.tiles = MovedTiles(
-            self.builder, self.program, self.made, sizes, self.table
+            self.builder, self.program, self.made, sizes, self.table, round_
         )
         total: Value | None = None
         for value in self.values(pieces):
@@ -462,7 +476,9 @@ class _Gather:
         groups: dict[object, list[_Piece]] = {}
         for piece in pieces:
             groups.setdefault(self.group(piece), []).append(piece)
-        wide = [group for group in groups.values() if self.is_wide(group)]
+        # No window goes round.
+        plain = not any(dim.wraps for dim in self.dims)
+        wide = [group for group in groups.values() if plain and self.is_wide(group)]
         places = [along for group in wide for along in self.ahead(group[0])]
         if all(a.first == 0 and a.size == a.step for a in places):
             wide = []
@@ -533,7 +549,7 @@ class _Gather:
             return False
         test = test.astype(bool) == truth
         for dim, k, n in zip(self.dims, piece.shifts, self.ref.ref.shape, strict=True):
-            if dim.axis is not None and test.shape[dim.axis] > 1:
+            if dim.axis is not None and test.shape[dim.axis] > 1 and not dim.wraps:
                 blocks = -(-n // dim.step)
                 programs = range(max(-k, 0), min(blocks - k, test.shape[dim.axis]))
                 test = np.take(test, [*programs], dim.axis)
@@ -590,6 +606,12 @@ class _Gather:
         )
         spans = tuple(Span(0, n) for n in block.ref.shape)
         b.emit("atomic_rmw", block, total, kind="add", index=spans, mask=False)
+
+
+def _steps(numbers: Mapping[int, int]) -> set[int]:
+    """By how much places advance from one program to the next."""
+    pairs = pairwise(sorted(numbers.items()))
+    return {(y - x) // (j - i) for (i, x), (j, y) in pairs}
 
 
 def _are_apart(one: Sequence[Range], two: Sequence[Range]) -> bool:

@@ -6,7 +6,7 @@ works where its rows are computed one by one from blocks that adjoin, and gives 
 where there is no program.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -62,6 +62,7 @@ class MovedTiles:
         made: who produces its values.
         sizes: the grid of the code that takes them.
         numbers: of the program's integers.
+        wraps: axes along which the program before the first one is the last.
     """
 
     def __init__(
@@ -71,7 +72,9 @@ class MovedTiles:
         made: Mapping[Value, Op],
         sizes: Sequence[int],
         numbers: StepTable,
+        wraps: Collection[int] = (),
     ):
+        self.wraps = wraps
         self.builder, self.program, self.made = builder, program, made
         self.sizes, self.numbers = tuple(sizes), numbers
         self.axes = {value: axis for axis, value in enumerate(program.body.params)}
@@ -88,6 +91,8 @@ class MovedTiles:
         b, tests = self.builder, list[Value]()
         for axis, k in shifts.items():
             index = self.program.body.params[axis]
+            if axis in self.wraps:
+                continue
             if k > 0:
                 tests.append(b.op("ge", index, b.index(k)))
             if self.sizes[axis] - 1 - k > self.program.sizes[axis] - 1:
@@ -129,8 +134,11 @@ class MovedTiles:
         b = self.builder
         if value in self.axes:
             axis = self.axes[value]
-            other = b.sub(value, b.index(dict(shifts)[axis]))
-            return b.clamp(b.index(0), other, b.index(self.program.sizes[axis] - 1))
+            k, count = dict(shifts)[axis], self.program.sizes[axis]
+            if axis in self.wraps:
+                return b.op("rem", b.add(value, b.index(-k % count)), b.index(count))
+            other = b.sub(value, b.index(k))
+            return b.clamp(b.index(0), other, b.index(count - 1))
         op = self.op_of(value)
         if whole:
             return self._copy(op, shifts)

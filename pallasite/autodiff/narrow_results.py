@@ -50,11 +50,11 @@ def _narrowed(kernel: Kernel, result: Value, dtype: DType) -> Kernel:
     if uses and all(op.name == "store" and op.operands[0] is old for op in uses):
         body = map_ops(pipeline.body, lambda op, b: _stored(op, b, old, block))
         ops += body.ops
-    elif steps and all(map(_is_box, uses)) and block.ref.size <= MOST_ELEMENTS:
+    elif _may_accumulate(steps, uses) and block.ref.size <= MOST_ELEMENTS:
         kept = old.ref.with_shape([n for n in old.ref.shape if n != 1])
         sums = scratch.op("alloc", type=replace(kept, space="vmem"), names=[old.name])
         body = map_ops(pipeline.body, lambda op, b: _in_scratch(op, b, old, sums))
-        ops += [*body.ops, *_store_last(pipeline, steps, sums, block)]
+        ops += [*body.ops, *_store_last(pipeline, steps or [], sums, block)]
     else:
         return kernel
     new = pipeline.showing(
@@ -75,8 +75,19 @@ def _narrowed(kernel: Kernel, result: Value, dtype: DType) -> Kernel:
     return kernel.with_(params=params, body=body)
 
 
-def _steps_of(pipeline: Pipeline, shown: Shown) -> list[int]:
-    """The last axes of a grid, along which a block stays the same."""
+def _may_accumulate(steps: list[int] | None, uses: Sequence[Op]) -> bool:
+    """Whether steps, or a loop in a step, may add to scratch instead of a block."""
+    if steps is None or not all(map(_is_box, uses)):
+        return False
+    whole = (covers_whole(op.operands[0].ref.shape, op.attrs["index"]) for op in uses)
+    return bool(steps) or all(whole)
+
+
+def _steps_of(pipeline: Pipeline, shown: Shown) -> list[int] | None:
+    """The last axes of a grid, along which a block stays the same.
+
+    None if steps that are not one after another may have the same block.
+    """
     ids = shown.index_map.params
     needed = {v for op in shown.index_map.ops for v in op.operands}
     needed.update(shown.index_map.yields)
@@ -88,7 +99,8 @@ def _steps_of(pipeline: Pipeline, shown: Shown) -> list[int]:
         axes.insert(0, axis)
     # Steps of outer axes would revisit a block.
     outer = range(len(pipeline.grid) - len(axes))
-    return axes if all(ids[a] in needed for a in outer if pipeline.grid[a] != 1) else []
+    alone = all(ids[a] in needed for a in outer if pipeline.grid[a] != 1)
+    return axes if alone else None
 
 
 def _in_scratch(op: Op, b: Rewriter, block: Value, sums: Value) -> list[Value] | None:
@@ -127,7 +139,8 @@ def _store_last(
     for axis in steps:
         last = b.eq(pipeline.ids[axis], b.index((pipeline.grid[axis] or 1) - 1))
         is_last = last if is_last is None else b.op("and", is_last, last)
-    assert is_last is not None
+    if is_last is None:
+        return inside.ops
     b.emit("cond", b.cast(is_last, INDEX.dtype), regions=(Block(), inside.block()))
     return b.ops
 

@@ -17,27 +17,36 @@ from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.known_integers import known_integers
 from pallasite.passes.normal.results_in_scratch import results_in_scratch
 from pallasite.passes.normal.seams import seams
+from pallasite.passes.normal.untransposed import untransposed
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
+from pallasite.passes.optimise.known_recurrences import known_recurrences
+from pallasite.passes.optimise.known_scans import known_scans
 from pallasite.passes.run import NORMAL, run
 from pallasite.passes.schedule.gpu_blocks import fewer_rows
+from pallasite.passes.schedule.gpu_tiles import narrow_steps
 from pallasite.passes.schedule.joined_windows import joined_windows
 from pallasite.passes.schedule.previous_blocks import previous_blocks
 from pallasite.passes.schedule.whole_rows import whole_rows
+from pallasite.passes.transform.unaliased import unaliased
 from pallasite.target import Machine
 
 
 @functools.lru_cache(maxsize=64)
 def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     """The kernel in normal form, and as a program."""
+    # Cotangents of memory that is updated in place are, too: in order.
+    kernel = unaliased(kernel, range(len(kernel.inputs)))
     normal = run(kernel, NORMAL)
     kernel, gpu = seams(results_in_scratch(normal)), machine.gpu is not None
     if gpu:
         # Its many programs run in any order, and load shifted copies where they lie.
+        kernel = known_scans(known_recurrences(untransposed(kernel)))
         kernel = joined_windows(previous_blocks(kernel))
     if kernel is not normal:
         kernel = run(kernel, NORMAL)  # rules for scratch apply to these, too
     kernel = whole_rows(kernel, machine.gpu)
-    if gpu:
+    if machine.gpu is not None:
+        kernel = narrow_steps(kernel, machine.gpu)
         # A mask of a loaded tile would be a mask of its cotangent, after a matmul.
         kernel = fewer_rows(edge_fills(kernel))
     program = in_phases(program_of(kernel))

@@ -23,6 +23,7 @@ from pallasite.interpret.numbers import run_pure
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.opdef import Effect, table
+from pallasite.ir.rewrite import is_elementwise
 from pallasite.ir.text import attr_text
 from pallasite.ir.types import TileType
 
@@ -73,6 +74,10 @@ def jvp_ops(
     active = tuple(t is not None for t in tangents)
     if not any(active):
         return [None] * len(op.results)
+    if (shapes := _other_shapes(op, primals)) is not None:
+        groups = primals, results, tangents
+        run = lambda b, old, *groups: jvp_ops(b, old, *groups)
+        return _in_other_shapes(builder, op, shapes, groups, run)
     traced = _traced(_Signature.of(op, primals, active, "jvp"))
     args = [*primals, *(t for t in tangents if t is not None)]
     return traced.emit(builder, op, args, results)
@@ -105,10 +110,74 @@ def vjp_ops(
     known = tuple(c is not None for c in cotangents)
     if not any(known) or not any(wanted):
         return [None] * len(primals)
+    if (shapes := _other_shapes(op, primals)) is not None:
+        groups = primals, results, cotangents
+        run = lambda b, old, *groups: vjp_ops(b, old, *groups, wanted)
+        return _in_other_shapes(builder, op, shapes, groups, run)
     traced = _traced(_Signature.of(op, primals, tuple(wanted), "vjp", known))
     args = [*primals, *(c for c in cotangents if c is not None)]
     found = iter(traced.emit(builder, op, args, results))
     return [next(found) if w else None for w in wanted]
+
+
+# --- functions with rules that were traced for other shapes ---
+
+Shape = tuple[int, ...]
+
+
+def _other_shapes(op: Op, primals: Values) -> tuple[Shape, Shape] | None:
+    """The shape of a function's tiles as it was traced, and now: it may be that of a
+    part or a row. None if they are the same."""
+    shapes = custom_rules.traced_shapes(op) if op.name == "custom" else None
+    if shapes is None:
+        return None
+    pairs = zip(shapes, primals, strict=True)
+    found = {(old, v.tile.shape) for old, v in pairs if old != v.tile.shape}
+    return found.pop() if len(found) == 1 else None
+
+
+def _in_other_shapes(
+    builder: Builder,
+    op: Op,
+    shapes: tuple[Shape, Shape],
+    groups: Sequence[MaybeValues],
+    emit: Callable[..., list[Value | None]],
+) -> list[Value | None]:
+    """What `emit` emits for tiles of the first shape, for those of the second.
+
+    That is the same code if every op acts on elements, with numbers of the new shape.
+    """
+    old, new = shapes
+    known: dict[Value, Value] = {}
+
+    def stand_in(value: Value | None) -> Value | None:
+        if value is None or value.tile.shape != new:
+            return value
+        known[other := Value(value.tile.with_shape(old))] = value
+        return other
+
+    inside = Builder(op.loc)
+    primals, results, others = ([stand_in(v) for v in group] for group in groups)
+    found = emit(inside, op.with_(results=tuple(results)), primals, results, others)
+    for each in inside.ops:
+        is_number = each.name == "broadcast_in_dim" and not each.operands[0].tile.rank
+        plain = each.name == "constant" or is_number or is_elementwise(each)
+        if not plain or each.result.tile.shape not in ((), old):
+            raise UnsupportedError(
+                "this custom_jvp or custom_vjp function has a derivative for tiles of "
+                "one shape only",
+                [("function", op.attrs["rule"]), ("shape", old), ("wanted", new)],
+                op.loc,
+            )
+        attrs = dict(each.attrs)
+        if attrs.get("shape") == old:
+            attrs["shape"] = new
+        if "type" in attrs and attrs["type"].shape == old:
+            attrs["type"] = attrs["type"].with_shape(new)
+        operands = [known.get(v, v) for v in each.operands]
+        builder.loc = each.loc
+        known[each.result] = builder.op(each.name, *operands, **attrs)
+    return [None if v is None else known.get(v, v) for v in found]
 
 
 # --- tracing, once per signature ---

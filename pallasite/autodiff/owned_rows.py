@@ -5,8 +5,8 @@ to these rows. Offsets are data: nothing says that no two programs have the same
 they could only run in sequence. As an axis of the grid, blocks of rows run in parallel:
 each program goes through the steps that may reach its block, and through the iterations
 that do; on a GPU it adds to all rows of the block at once. A kernel before it stores
-which rows the loops of a step reach, so that the steps of a block are found by
-comparing vectors.
+which rows the loops of a step reach, from which the steps of a block are found
+(`step_order.py`).
 
 Proof: an iteration adds to one row, which its index is, so those whose index is in a
 block are all that add to it. Each row gets its addends in the order of the steps.
@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from pallasite.autodiff.backward_stages import save_block, saved_ref
-from pallasite.autodiff.backward_windows import only
+from pallasite.autodiff.backward_windows import IndexCode, block_count, only
+from pallasite.autodiff.step_order import Reaching
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.nodes import (
@@ -40,8 +41,6 @@ from pallasite.passes.lower.per_program import Program
 from pallasite.passes.normal.stacked_code import Stacked
 
 MOST_ELEMENTS = 1 << 13  # of a program's block
-MOST_TESTS = 1 << 24  # of steps, in all programs: some tens of microseconds
-AT_ONCE = 1 << 10  # steps that are tested at a time
 State = tuple[Value, ...]
 Env = Mapping[Value, Value]
 _OnRow = Callable[[Builder, Op, Env, State], State]  # what to do with a loop over rows
@@ -55,17 +54,21 @@ class OwnedRows:
         reach: stores the first row that each step adds to, and the end of them.
         refs: the arrays that hold these.
         rows: adds to the cotangent.
+        steps: which steps its programs go through.
+        typical: `rows` with as many steps as a block has on average, for estimates.
     """
 
     reach: Program
     refs: tuple[Value, Value]
     rows: Program
+    steps: Reaching
+    typical: Program
 
 
 def owned_rows(program: Program, ref: Value, at_once: bool) -> OwnedRows | None:
     """The programs that add to one cotangent, by blocks of its rows.
 
-    None if anything but loops over rows adds to it, or if there are too many steps.
+    None if anything but loops over rows adds to it.
 
     Args:
         program: the reverse.
@@ -73,30 +76,92 @@ def owned_rows(program: Program, ref: Value, at_once: bool) -> OwnedRows | None:
         at_once: add to all rows of a block at once, if what is added allows that.
     """
     program = only(program, [ref])
+    shown = _Shown.of(program, ref) if program.sizes and ref.ref.rank else None
     loops = dict[Op, tuple[Op, ...]]()
-    if not program.sizes or not ref.ref.rank or not _find(program, ref, loops):
+    if shown is None or not _find(program, shown, loops):
         return None
-    count, row = ref.ref.shape[0], prod(ref.ref.shape[1:])
+    count = ref.ref.shape[0]
+    made = _Owned(program, shown, loops, 1)
+    is_stacked = at_once and made.is_stacked()
     size = count & -count
-    while size > 1 and size * row > MOST_ELEMENTS:
+    if at_once:  # a step has about as many
+        size = min(size, max(1, count // made.steps) if is_stacked else 1)
+        size = 1 << (size.bit_length() - 1)
+    while size > 1 and size * prod(shown.row) > MOST_ELEMENTS:
         size //= 2
-    if count < 2 * size or count // size * prod(program.sizes) > MOST_TESTS:
+    if count < 2 * size:
         return None
-    made = _Owned(program, ref, loops, size)
-    reach, refs = made.reach()
-    add = made.added if at_once and made.is_stacked() else made.added_in_turn
-    return OwnedRows(reach, refs, made.rows(refs, add))
+    made = _Owned(program, shown, loops, size)
+    return made.programs(made.added if is_stacked else made.added_in_turn)
 
 
-def _find(program: Program, ref: Value, loops: dict[Op, tuple[Op, ...]]) -> bool:
+@dataclass(frozen=True)
+class _Shown:
+    """A cotangent as a program sees it: all of its rows, perhaps a part of each.
+
+    Attributes:
+        ref: the cotangent.
+        views: the `block_view`s of it; none: it is added to as it is.
+        own: the axes of the grid that choose the part.
+    """
+
+    ref: Value
+    views: tuple[Op, ...]
+    own: tuple[int, ...]
+
+    @property
+    def refs(self) -> set[Value]:
+        return {op.result for op in self.views} or {self.ref}
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The shape of a row, or of the part of it."""
+        (shown, *_) = self.refs
+        return shown.ref.shape[1:]
+
+    @staticmethod
+    def of(program: Program, ref: Value) -> "_Shown | None":
+        """None if programs show parts that are not known by their grid indices."""
+        uses = [op for op in walk(program.body) if ref in op.operands]
+        views = tuple(op for op in uses if op.name == "block_view")
+        if not views:
+            return _Shown(ref, (), ())
+        code, own, first = IndexCode(program.body), list[int](), views[0]
+        keys = {tuple(map(code.key, op.operands[1:])) for op in views}
+        alike = len(keys) == len({op.attrs["window"] for op in views}) == 1
+        if len(views) < len(uses) or not alike:
+            return None
+        dims = zip(first.attrs["window"].dims, ref.ref.shape, strict=True)
+        for d, (dim, n) in enumerate(dims):
+            index = first.operands[1 + d]
+            count, axes = block_count(dim, n), code.digits(index, program.sizes)
+            if (
+                dim.kind == "blocked"
+                and count == 1
+                and number_of(code.made, index) == 0
+            ):
+                continue
+            is_own = prod(program.sizes[a] for a in axes) == count and not {*axes} & {
+                *own
+            }
+            if d == 0 or not axes or not is_own:
+                return None
+            own += axes
+        if first.attrs["window"].dims[0].size != ref.ref.shape[0]:
+            return None
+        return _Shown(ref, views, tuple(sorted(own)))
+
+
+def _find(program: Program, shown: _Shown, loops: dict[Op, tuple[Op, ...]]) -> bool:
     """Collect loops over rows, with what adds in them; whether nothing else adds."""
+    refs = shown.refs
     made = producers_of(program.body)
     written = set(Roots(program.body).written(program.body))
 
     def visit(block: Block) -> bool:
         for op in block.ops:
-            adds = [o for o in walk(Block((), (op,))) if ref in o.operands]
-            if adds and op.name == "for" and _is_over_rows(op, adds, ref, made):
+            adds = [o for o in walk(Block((), (op,))) if refs & {*o.operands}]
+            if adds and op.name == "for" and _is_over_rows(op, adds, made):
                 others = (o for o in Loop.of(op).body.ops if o not in adds)
                 if not all(_is_repeatable(o, written) for o in others):
                     return False
@@ -120,9 +185,7 @@ def _is_repeatable(op: Op, written: set[Value]) -> bool:
     return is_pure(op) or op.name in VIEWS
 
 
-def _is_over_rows(
-    loop: Op, adds: Sequence[Op], ref: Value, made: Mapping[Value, Op]
-) -> bool:
+def _is_over_rows(loop: Op, adds: Sequence[Op], made: Mapping[Value, Op]) -> bool:
     own = Loop.of(loop)
     if loop.results or number_of(made, own.step) != 1 or own.index.type != T.INDEX:
         return False
@@ -133,11 +196,11 @@ def _is_over_rows(
         (entry, index), *rest = access.split_index()
         whole = all(
             isinstance(e, Span) and e == Span(0, n) and start is None
-            for (e, start), n in zip(rest, ref.ref.shape[1:], strict=True)
+            for (e, start), n in zip(rest, access.ref.ref.shape[1:], strict=True)
         )
         is_row = isinstance(entry, At) and index is own.index
         is_sum = op.attrs["kind"] == "add" and access.mask is None
-        if access.ref is not ref or not (whole and is_row and is_sum):
+        if not (whole and is_row and is_sum):
             return False
     return True
 
@@ -146,18 +209,34 @@ class _Owned:
     def __init__(
         self,
         program: Program,
-        ref: Value,
+        shown: _Shown,
         loops: Mapping[Op, tuple[Op, ...]],
         size: int,
     ):
-        self.program, self.ref, self.loops, self.size = program, ref, loops, size
-        self.count = ref.ref.shape[0]
-        self.steps = prod(program.sizes)
+        self.program, self.shown, self.loops, self.size = program, shown, loops, size
+        self.ref = shown.ref
+        self.count = self.ref.ref.shape[0]
+        self.axes = [a for a in range(len(program.sizes)) if a not in shown.own]
+        self.steps = prod(program.sizes[a] for a in self.axes)
         self.holding = {
             op
             for op in walk(program.body)
             if op not in loops and any(o in loops for o in walk(Block((), (op,))))
         }
+
+    def programs(self, row: _OnRow) -> OwnedRows:
+        reach, (low, high) = self.reach()
+        name = self.ref.name.removesuffix("_ref")
+        count = self.count // self.size
+        array = lambda what: Value(T.RefType((count,), T.I32, "smem"), f"{what}_{name}")
+        sizes, rows = self.program.sizes, (self.count, self.size)
+        each = array("firsts"), array("limits")
+        steps = Reaching(sizes, self.shown.own, rows, low, high, *each)
+        typical = 1 + self.steps // count
+        return OwnedRows(
+            reach, (low, high), self.rows(steps, row, None), steps,
+            self.rows(steps, row, min(typical, self.steps)),
+        )  # fmt: skip
 
     def is_stacked(self) -> bool:
         """Whether what loops add can be computed for all rows of a block at once."""
@@ -194,23 +273,34 @@ class _Owned:
 
     # --- rows ---
 
-    def rows(self, refs: tuple[Value, Value], row: _OnRow) -> Program:
-        number = Value(T.INDEX, "rows")
-        b = Builder(self.program.loc)
-        shape = (self.size, *self.ref.ref.shape[1:])
-        window = Window(tuple(map(BlockDim, shape)), "out")
-        zeros = [b.index(0) for _ in shape[1:]]
-        self.block = b.op("block_view", self.ref, number, *zeros, window=window)
+    def rows(self, steps: Reaching, row: _OnRow, typical: int | None) -> Program:
+        """The program of a block; `typical`: how many steps it has, if not as found."""
+        number, b = Value(T.INDEX, "rows"), Builder(self.program.loc)
+        old = self.program.body.params
+        own = {a: Value(T.INDEX, old[a].name) for a in self.shown.own}
+        known = {old[a]: value for a, value in own.items()}
+        dims = tuple(map(BlockDim, self.ref.ref.shape))
+        indices = [b.index(0) for _ in dims]
+        if self.shown.views:
+            view, code = self.shown.views[0], IndexCode(self.program.body)
+            dims, within = view.attrs["window"].dims, {**known}
+            indices = [code.emit(b, v, within) for v in view.operands[1:]]
+        window = Window((BlockDim(self.size), *dims[1:]), "out")
+        self.block = b.op("block_view", self.ref, number, *indices[1:], window=window)
         self.first = b.mul(number, b.index(self.size))
         self.iterations_of_rows(b)
-        first, limit = self.found(b, refs)
+        limits = b.index(0), b.index(typical or 0)
+        if typical is None:
+            first, limit = (
+                b.load(ref, (At(),), [number]) for ref in (steps.firsts, steps.limits)
+            )
+            limits = first, limit
         step, inner = Value(T.INDEX, "step"), Builder(self.program.loc)
-        ids = self.program.body.params
-        env = dict(zip(ids, self.digits(inner, step), strict=True))
+        env = known | self.digits(inner, step)
         self.code(inner, self.program.body, env, (), row)
-        b.emit("for", first, limit, b.index(1), regions=(inner.block((step,)),))
-        body = clone(Block((number,), tuple(b.ops)))
-        sizes = (self.count // self.size,)
+        b.emit("for", *limits, b.index(1), regions=(inner.block((step,)),))
+        body = clone(Block((*own.values(), number), tuple(b.ops)))
+        sizes = (*(self.program.sizes[a] for a in own), self.count // self.size)
         return replace(self.program, body=body, sizes=sizes).simplified()
 
     def iterations_of_rows(self, b: Builder) -> None:
@@ -223,44 +313,16 @@ class _Owned:
         self.starts = b.select(is_first, lowest, row)
         self.ends = b.select(is_last, highest, b.add(row, b.like(1, row)))
 
-    def digits(self, b: Builder, number: Value) -> list[Value]:
-        """The grid indices of a step, or of a vector of them."""
-        found, sizes = list[Value](), self.program.sizes
-        for n in reversed(sizes[1:]):
-            found.insert(0, b.op("rem", number, b.like(n, number)))
-            number = b.op("div", number, b.like(n, number))
-        return [number, *found]
-
-    def found(self, b: Builder, refs: tuple[Value, Value]) -> tuple[Value, Value]:
-        """The first step that may reach the block, and the end of them."""
-        size = min(1 << (self.steps - 1).bit_length(), AT_ONCE)
-        tile = T.TileType((size,), T.I32)
-        part, inner = Value(T.INDEX, "part"), Builder(self.program.loc)
-        low, high = Value(T.INDEX, "low"), Value(T.INDEX, "high")
-        start = inner.broadcast(inner.mul(part, inner.index(size)), (size,), ())
-        number = inner.add(inner.op("iota", type=tile, dim=0), start)
-        where = self.digits(
-            inner, inner.min(number, inner.like(self.steps - 1, number))
-        )
-        index = tuple(Gather() for _ in where)
-        lows, highs = (inner.load(ref, index, where) for ref in refs)
-        end = inner.add(self.first, inner.index(self.size))
-        reaches = inner.and_(
-            inner.lt(lows, inner.broadcast(end, (size,), ())),
-            inner.gt(highs, inner.broadcast(self.first, (size,), ())),
-        )
-        none = inner.like(self.steps, number)
-        least = inner.select(reaches, number, none)
-        most = inner.select(reaches, number, inner.like(-1, number))
-        least = inner.op("reduce", least, kind="min", axes=(0,))
-        most = inner.op("reduce", most, kind="max", axes=(0,))
-        after = inner.min(inner.add(most, inner.index(1)), inner.index(self.steps))
-        yields = inner.min(low, least), inner.max(high, after)
-        bounds = [b.index(n) for n in (0, -(-self.steps // size), 1)]
-        starts = b.index(self.steps), b.index(0)
-        region = inner.block((part, low, high), yields)
-        first, limit = b.emit("for", *bounds, *starts, regions=(region,))
-        return first, limit
+    def digits(self, b: Builder, step: Value) -> dict[Value, Value]:
+        """The grid indices of a step."""
+        found, program = dict[Value, Value](), self.program
+        for axis in reversed(self.axes[1:]):
+            n = b.index(program.sizes[axis])
+            found[program.body.params[axis]] = b.op("rem", step, n)
+            step = b.op("div", step, n)
+        for axis in self.axes[:1]:
+            found[program.body.params[axis]] = step
+        return found
 
     def added_in_turn(self, b: Builder, op: Op, env: Env, state: State) -> State:
         """The iterations of the block's rows, one after another."""
@@ -378,7 +440,7 @@ class _Rows(Stacked):
             if op in self.adds:
                 value = Access.of(op).value
                 assert value is not None
-                made = self.wide(value, self.owned.ref.ref.shape[1:])
+                made = self.wide(value, self.owned.shown.row)
                 if made is None:
                     return None
                 found.append(made)
@@ -387,18 +449,38 @@ class _Rows(Stacked):
         return found
 
     def access(self, op: Op) -> Value | None:
-        """The rows of another array, or numbers of rows, at the same places."""
+        """The rows of another array, or numbers of rows, at the same places.
+
+        Or rows that numbers of rows name: at least one element of each.
+        """
         if op.name != "load":
             return None
         access, owned = Access.of(op), self.owned
         (entry, index), *rest = access.split_index()
         others = [v for v in op.operands[1:] if v is not index]
-        is_row = isinstance(entry, At) and index is self.index
-        is_alike = access.ref.ref.shape[0] == owned.count
-        if not is_row or not is_alike or access.mask is not None:
+        if access.mask is not None or index is None or self.depends(others):
             return None
-        if self.depends(others) or any(isinstance(e, Gather) for e, _ in rest):
+        if any(isinstance(e, Gather) for e, _ in (*rest, (entry, index))):
             return None
-        entries = (Span(None, owned.size), *(e for e, _ in rest))
         starts = [self.new(s) for _, s in rest if s is not None]
-        return self.b.load(self.new(access.ref), entries, [owned.first, *starts])
+        count = access.ref.ref.shape[0]
+        if index is self.index:
+            if not isinstance(entry, At) or count != owned.count:
+                return None
+            entries = (Span(None, owned.size), *(e for e, _ in rest))
+            return self.b.load(self.new(access.ref), entries, [owned.first, *starts])
+        is_one = isinstance(entry, At) or entry == Span(None, 1)
+        if not is_one or index not in self.varies:
+            return None
+        where = self.new(index)
+        if where.tile.shape != (self.size,) or where.tile.dtype != T.I32:
+            return None
+        where = self.b.clamp(
+            self.b.like(0, where), where, self.b.like(count - 1, where)
+        )
+        entries = (Gather(), *(e for e, _ in rest))
+        found = self.b.load(self.new(access.ref), entries, [where, *starts])
+        shape = (self.size, *op.result.tile.shape)
+        return (
+            found if isinstance(entry, At) else self.b.op("reshape", found, shape=shape)
+        )

@@ -20,6 +20,7 @@ from jax import lax
 from pallasite.autodiff.backward_stages import save_block, saved_ref
 from pallasite.autodiff.backward_windows import index_count
 from pallasite.autodiff.overlaps import sum_of_overlaps
+from pallasite.autodiff.step_order import sorted_by
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.parse import parse_kernel
@@ -454,9 +455,7 @@ def _by_row(
     count, width = shape[0], prod(shape[1:])
     inside = (rows >= 0) & (rows < count)
     rows = jnp.where(inside, rows, count).astype(jnp.int32)
-    order = jnp.argsort(rows, stable=True).astype(jnp.int32)
-    counts = jnp.zeros(count + 2, jnp.int32).at[rows + 1].add(1)
-    firsts = jnp.cumsum(counts[: count + 1], dtype=jnp.int32)
+    firsts, order = sorted_by(rows, count)
     kernel = row_sums(count, len(order), width, *dtypes)
     (total,) = run(kernel, [firsts, order, values])
     return total.reshape(shape)

@@ -3,14 +3,15 @@
 The reverse of a loop accumulates the cotangent of what its iterations capture and
 passes on the sum: scaled or cast, it is added to a cotangent in memory after the loop.
 As all of that is linear, every iteration may add its share there itself. Then the loop
-carries nothing, and its iterations can be grid steps (`backward_stages.py`).
+carries nothing, and its iterations can be grid steps (`backward_stages.py`). Where a
+branch gives the share, or zero, only that branch adds.
 """
 
 from collections.abc import Sequence
 
 from pallasite.autodiff.op_derivative import is_pure
 from pallasite.ir.nodes import Access, Block, Op, Value, walk
-from pallasite.ir.rewrite import clone, users_of
+from pallasite.ir.rewrite import clone, substitute, users_of
 from pallasite.ir.roles import Loop
 from pallasite.passes.analysis.memory import VIEWS
 
@@ -38,7 +39,7 @@ def sink_sums(body: Block, op: Op) -> tuple[Block, Op] | None:
         return None
     sunk = clone(Block((), tuple(chain)), dict(zip(loop.results, shares, strict=True)))
     early = [o for o in after if o in needed]
-    region = Block((loop.index,), (*loop.body.ops, *sunk.ops))
+    region = Block((loop.index,), _added(loop, sunk, zeros))
     new = loop.with_(inits=(), results=(), body=region).to_op()
     moved = {*chain, *early, op}
     ops: list[Op] = []
@@ -48,6 +49,32 @@ def sink_sums(body: Block, op: Op) -> tuple[Block, Op] | None:
         elif old not in moved:
             ops.append(old)
     return Block(body.params, tuple(ops), body.yields), new
+
+
+def _added(loop: Loop, sunk: Block, zeros: set[Value]) -> tuple[Op, ...]:
+    """The code of an iteration that adds its share; in a branch, if that gives it."""
+    ops = loop.body.ops
+    users = users_of(Block((), (*ops, *sunk.ops)))
+    zeros = zeros | {op.result for op in ops if _is_zero(op)}
+    totals = {op for op in ops if set(op.results) & {*loop.yields}}
+    used = {v for op in sunk.ops for v in op.operands}
+    for n, op in enumerate(ops):
+        if op.name != "cond" or len(op.regions) != 2 or used.isdisjoint(op.results):
+            continue
+        later = {v for each in ops[n + 1 :] for v in each.results}
+        adds = {*sunk.ops, *totals}
+        if used & later or not all(adds.issuperset(users[v]) for v in op.results):
+            continue
+        for idle, active in (op.regions, op.regions[::-1]):
+            if not idle.ops and zeros.issuperset(idle.yields):
+                share = dict(zip(op.results, active.yields, strict=True))
+                inner = (*active.ops, *substitute(sunk, share).ops)
+                taken = Block((), inner)
+                regions = [Block() if r is idle else taken for r in op.regions]
+                new = op.with_(results=(), regions=tuple(regions))
+                rest = (o for o in ops[n + 1 :] if o not in totals)
+                return (*ops[:n], new, *rest)
+    return (*ops, *sunk.ops)
 
 
 def _shares(body: Block, loop: Loop) -> list[Value] | None:

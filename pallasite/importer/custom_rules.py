@@ -19,6 +19,7 @@ from pallasite.ir.nodes import Op
 
 # By name of the rule: the function, or why it cannot be used later on.
 _FUNCTIONS: dict[str, Callable[..., Sequence[Any]] | str] = {}
+_SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {}  # of its operands
 
 
 def register(call: Callable[..., Sequence[Any]], eqn: Any, jaxpr: Any) -> str:
@@ -36,7 +37,13 @@ def register(call: Callable[..., Sequence[Any]], eqn: Any, jaxpr: Any) -> str:
     name = jaxcompat.function_name(jaxpr)
     rule = f"{name}_{hashlib.sha256(content.encode()).hexdigest()[:12]}"
     _FUNCTIONS.setdefault(rule, kept)
+    _SHAPES[rule] = tuple(tuple(v.aval.shape) for v in eqn.invars)
     return rule
+
+
+def traced_shapes(op: Op) -> tuple[tuple[int, ...], ...] | None:
+    """The shapes of operands for which a `custom` op's function was traced."""
+    return _SHAPES.get(op.attrs["rule"])
 
 
 def _content(call: Callable, avals: Sequence[Any]) -> str:

@@ -225,7 +225,8 @@ def is_removable(op: Op) -> bool:
 
 
 def dead_code(kernel: Kernel) -> Kernel:
-    """Dead-code elimination: removes effect-free ops whose results are unused."""
+    """Dead-code elimination: removes effect-free ops whose results are unused, and
+    such results of branches."""
     body = _live_block(kernel.body, set())
     return kernel if body is kernel.body else kernel.with_(body=body)
 
@@ -237,6 +238,8 @@ def _live_block(block: Block, live: set[Value]) -> Block:
     for op in reversed(block.ops):
         if live.isdisjoint(op.results) and is_removable(op):
             continue
+        if op.name == "cond":
+            op = _live_results(op, live)
         if op.regions:
             op = with_regions(op, [_live_block(r, live) for r in op.regions])
         live.update(op.operands)
@@ -245,6 +248,16 @@ def _live_block(block: Block, live: set[Value]) -> Block:
     if _same(kept, block.ops):
         return block
     return Block(block.params, tuple(kept), block.yields)
+
+
+def _live_results(op: Op, live: set[Value]) -> Op:
+    """A branch without results that nothing uses."""
+    kept = [n for n, value in enumerate(op.results) if value in live]
+    if len(kept) == len(op.results):
+        return op
+    picked = lambda values: tuple(values[n] for n in kept)
+    regions = tuple(Block(r.params, r.ops, picked(r.yields)) for r in op.regions)
+    return op.with_(results=picked(op.results), regions=regions)
 
 
 def common_subexpressions(kernel: Kernel) -> Kernel:

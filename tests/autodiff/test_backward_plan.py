@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import tpu as pltpu
 from pallasite.autodiff import backward
 from pallasite.autodiff.explain_grad import full_plan
 from pallasite.errors import NoBackwardKernel, SpecError
@@ -86,6 +87,50 @@ def test_shares_of_a_sum_are_not_rounded():
     while makers[share].name != "dot":
         assert makers[share] not in rounded
         share = makers[share].operands[0]
+
+
+def test_a_branch_that_gives_the_share_adds_it():
+    """Of rows loaded before a loop whose `lax.cond` skips blocks above the diagonal."""
+
+    def kernel(x_ref, y_ref, o_ref):
+        i, x = pl.program_id(0), x_ref[...]
+
+        def visit(j, total):
+            return total + jnp.dot(x, y_ref[pl.ds(j * 8, 8), :])
+
+        def body(j, total):
+            return jax.lax.cond(j <= i, visit, lambda j, total: total, j, total)
+
+        o_ref[...] = jax.lax.fori_loop(0, 4, body, jnp.zeros((8, 6)))
+
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((32, 6), jnp.float32),
+        grid=(4,),
+        in_specs=[pl.BlockSpec((8, 8), lambda i: (i, 0)), pl.BlockSpec((32, 6))],
+        out_specs=pl.BlockSpec((8, 6), lambda i: (i, 0)),
+    )
+    x = jnp.linspace(-1, 1, 256).reshape(32, 8)
+    y = jnp.linspace(-2, 1, 192).reshape(32, 6)
+    (made,) = kernels_in(call, x, y)
+    for step in full_plan(made).steps:
+        branches = [op for op in walk(step.kernel.body) if op.name == "cond"]
+        assert not any(op.results for op in branches)
+    plain = lambda x, y: jnp.einsum(
+        "ijbk,jkn->ibn", jnp.where(_below(4), x.reshape(4, 1, 8, 8), 0),
+        y.reshape(4, 8, 6),
+    ).reshape(32, 6)  # fmt: skip
+    for got, want in zip(_gradients(call, x, y), _gradients(plain, x, y), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def _below(blocks):
+    return jnp.tril(jnp.ones((blocks, blocks), bool))[:, :, None, None]
+
+
+def _gradients(function, *operands):
+    loss = lambda *xs: (function(*xs) ** 2).sum()
+    return jax.grad(loss, tuple(range(len(operands))))(*operands)
 
 
 def test_most_of_the_zoo_has_backward_kernels():
@@ -369,3 +414,54 @@ def test_stores_to_parts_have_right_cotangents(name):
         jax.vjp(f, x)[1](g)[0] for f in (run, lambda x: run(x, interpret=True))
     )
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("row", [lambda t: t, lambda t: pl.ds(t, 1)])
+def test_states_of_blocks_of_rows_are_one_parallel_kernel(row, monkeypatch):
+    """Sums along both axes of programs are in parts: a loop runs once for all of them,
+    whether it takes rows by an integer or by a slice."""
+
+    def kernel(x_ref, a_ref, b_ref, o_ref, h_ref):
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            h_ref[...] = jnp.zeros_like(h_ref)
+
+        def step(t, h):
+            h = a_ref[...] * h + (x_ref[row(t), :] * b_ref[row(t), :]).reshape(1, 32)
+            o_ref[row(t), :] = jnp.sin(h).reshape(o_ref[row(t), :].shape)
+            return h
+
+        h_ref[...] = jax.lax.fori_loop(0, 4, step, h_ref[...])
+
+    def run(x, a, b):
+        wide = pl.BlockSpec((None, 4, 32), lambda n, j, t: (n, t, j))
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=(3, 2, 5),
+            in_specs=[
+                wide,
+                pl.BlockSpec((1, 32), lambda n, j, t: (0, j)),
+                pl.BlockSpec((None, 4, 1), lambda n, j, t: (n, t, 0)),
+            ],
+            out_specs=wide,
+            scratch_shapes=[pltpu.VMEM((1, 32), jnp.float32)],
+        )(x, a, b)
+
+    def reference(x, a, b):
+        values = jnp.moveaxis(x * b, 1, 0)
+        step = lambda h, x: (a * h + x, jnp.sin(a * h + x))
+        zero = jnp.zeros((3, 64), jnp.float32)
+        return jnp.moveaxis(jax.lax.scan(step, zero, values)[1], 0, 1)
+
+    rng = np.random.default_rng(0)
+    shapes = (3, 20, 64), (1, 64), (3, 20, 1)
+    args = [jnp.asarray(rng.normal(size=s) * 0.5, jnp.float32) for s in shapes]
+    monkeypatch.setattr(backward, "chip_for", lambda _: GPUS["h200"])
+    (original,) = kernels_in(run, *args)
+    (only,) = full_plan(original, machine=Machine.usual(GPUS["h200"])).steps
+    assert not only.changing and sorted(only.parts) == [1, 2, 3]
+    assert set(Pipeline.of(find_pipeline(only.kernel)).semantics) == {"parallel"}
+    gradient = lambda f: jax.jit(jax.grad(lambda *a: f(*a).sum(), (0, 1, 2)))(*args)
+    for got, want in zip(gradient(run), gradient(reference), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

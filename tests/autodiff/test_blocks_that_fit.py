@@ -10,10 +10,12 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import config
+from pallasite import tpu as pltpu
 from pallasite.autodiff import backward_choice
 from pallasite.autodiff.explain_grad import chosen_plan
 from pallasite.backends import base
 from pallasite.passes.schedule import gpu_blocks
+from pallasite.passes.schedule.plan_parts import plan
 from pallasite.sites import calls_in
 from pallasite.target import chip
 from tests.xla import pull_back, put
@@ -142,6 +144,123 @@ def test_gradient_of_whole_weights(act, monkeypatch):
     run = functools.partial(mlp, rows=4, act=act)
     reference = lambda x, w, u: act(x @ w) @ u
     assert_right(run, reference, (10, 8), (8, 24), (24, 8))  # rows past the edge
+
+
+# --- sums over hidden blocks and over steps of a vocabulary ---
+
+
+def gated(x, w, v, u, rows, hidden):
+    """A layer whose hidden blocks are added up in scratch."""
+
+    def kernel(x_ref, w_ref, v_ref, u_ref, o_ref, acc_ref):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        gate, up = (
+            jnp.dot(x_ref[...], ref[...], preferred_element_type=F32)
+            for ref in (w_ref, v_ref)
+        )
+        h = (jnp.tanh(gate) * up).astype(x_ref.dtype)
+        acc_ref[...] += jnp.dot(h, u_ref[...], preferred_element_type=F32)
+
+        @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
+        def _():
+            o_ref[...] = acc_ref[...].astype(o_ref.dtype)
+
+    (t, d), f = x.shape, w.shape[1]
+    each = pl.BlockSpec((rows, d), lambda i, j: (i, 0))
+    columns = pl.BlockSpec((d, hidden), lambda i, j: (0, j))
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((t, d), x.dtype),
+        grid=(pl.cdiv(t, rows), f // hidden),
+        in_specs=[
+            each,
+            columns,
+            columns,
+            pl.BlockSpec((hidden, d), lambda i, j: (j, 0)),
+        ],
+        out_specs=each,
+        scratch_shapes=[pltpu.VMEM((rows, d), F32)],
+    )(x, w, v, u)
+
+
+def test_cotangents_of_a_gated_layer_are_a_kernel_each():
+    """That of x adds two products, which share its sum."""
+    run = functools.partial(gated, rows=128, hidden=256)
+    made = kernels_of(run, (4096, 1024), *[(1024, 4096)] * 2, (4096, 1024))
+    assert [kernel.text.count("= dot") for kernel in made] == [3, 1, 1, 1, 2]
+
+
+def test_gradient_of_a_gated_layer(monkeypatch):
+    few = lambda kernel, chip: kernel.text.count("= dot") <= 3
+    monkeypatch.setattr(backward_choice, "may_fit", few)
+    run = functools.partial(gated, rows=4, hidden=8)
+    reference = lambda x, w, v, u: (jnp.tanh(x @ w) * (x @ v)) @ u
+    assert_right(run, reference, (10, 8), (8, 24), (8, 24), (24, 8))
+
+
+def losses(x, w, rows, block):
+    """The logarithm of a sum of exponentials of x @ w.T, a block of w a step."""
+
+    def kernel(x_ref, w_ref, o_ref, m_ref, l_ref):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            m_ref[...] = jnp.full_like(m_ref, -1e30)
+            l_ref[...] = jnp.zeros_like(l_ref)
+
+        z = jnp.dot(x_ref[...], w_ref[...].T, preferred_element_type=F32)
+        m = jnp.maximum(m_ref[...], z.max(1, keepdims=True))
+        scale = jnp.exp(m_ref[...] - m)
+        l_ref[...] = l_ref[...] * scale + jnp.exp(z - m).sum(1, keepdims=True)
+        m_ref[...] = m
+
+        @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
+        def _():
+            o_ref[...] = m_ref[...] + jnp.log(l_ref[...])
+
+    column = pl.BlockSpec((rows, 1), lambda i, j: (i, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], 1), F32),
+        grid=(pl.cdiv(x.shape[0], rows), w.shape[0] // block),
+        in_specs=[
+            pl.BlockSpec((rows, x.shape[1]), lambda i, j: (i, 0)),
+            pl.BlockSpec((block, w.shape[1]), lambda i, j: (j, 0)),
+        ],
+        out_specs=column,
+        scratch_shapes=[pltpu.VMEM((rows, 1), F32)] * 2,
+    )(x, w)
+
+
+def test_steps_that_are_too_wide_are_narrower():
+    """Their parts are not loops in each step, which no kernel could order anew."""
+    run = functools.partial(losses, rows=128, block=256)
+    made = kernels_of(run, (4096, 2048), (32768, 2048))
+    assert all(kernel.text.count("= dot") <= 1 for kernel in made)
+    assert len(made) == 4  # sums, gradients of scores, that of w, that of x
+
+
+def test_long_steps_of_few_programs_are_divided():
+    """By the estimate with the best blocks: 64 rows a program, or 128 in parts."""
+    run = functools.partial(losses, rows=128, block=256)
+    shapes = [jax.ShapeDtypeStruct(s, BF16) for s in ((4096, 2048), (32768, 2048))]
+    (call,) = calls_in(run, *shapes)
+    assert plan(call.kernel, chip("h200")).parts > 1
+    # Kernels that derivatives made have a loop where the author had steps.
+    with config.override(target="gpu:h200"):
+        forward, *_ = calls_in(jax.value_and_grad(lambda *a: run(*a).sum()), *shapes)
+    assert plan(forward.kernel, chip("h200")).parts > 1
+
+
+def test_gradient_of_steps_in_parts(monkeypatch):
+    monkeypatch.setattr(gpu_blocks, "TILE_ELEMENTS", 16)
+    monkeypatch.setattr(gpu_blocks, "SUMMED_ELEMENTS", 32)
+    monkeypatch.setattr(gpu_blocks, "STEP", 4)
+    run = functools.partial(losses, rows=4, block=8)
+    reference = lambda x, w: jax.nn.logsumexp(x @ w.T, axis=1, keepdims=True)
+    assert_right(run, reference, (10, 8), (24, 8))
 
 
 # --- shifted parts of an image ---

@@ -246,6 +246,48 @@ def grid_of(kernel):
     return pipeline.sizes
 
 
+def periodic(by, count, combine, whole):
+    """Blocks of rows and those around them, past both ends those at the other one."""
+
+    def run(x):
+        def blocks(here_ref, after_ref, before_ref, o_ref):
+            o_ref[...] = combine(here_ref[...], after_ref[...], before_ref[...])
+
+        def rows(x_ref, o_ref):
+            i = pl.program_id(0)
+            at = lambda k: x_ref[pl.ds(jax.lax.rem(i * by + k, count * by), by)]
+            o_ref[...] = combine(at(0), at(by), at((count - 1) * by))
+
+        block = lambda k: pl.BlockSpec((by, 5), lambda i: ((i + k) % count, 0))
+        several = [block(0), block(1), block(count - 1)]
+        return pl.pallas_call(
+            rows if whole else blocks,
+            out_shape=x,
+            grid=count,
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] if whole else several,
+            out_specs=block(0),
+        )(*([x] if whole else [x, x, x]))
+
+    roll = lambda x, k: jnp.roll(x, k * by, 0)
+    return run, lambda x: combine(x, roll(x, -1), roll(x, 1))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("by, count", [(1, 7), (3, 5), (4, 2), (2, 3)])
+@pytest.mark.parametrize(
+    "combine",
+    [lambda x, a, b: 2 * x - a + 3 * b, lambda x, a, b: jnp.sin(x) * a + x * b * b],
+)
+def test_places_may_go_round(by, count, combine, whole):
+    run, reference = periodic(by, count, combine, whole)
+    x = operands(1, by * count)[0][:, :5]
+    (kernel,) = kernels_in(run, x)
+    for step in full_plan(kernel).steps:
+        kinds = Pipeline.of(find_pipeline(step.kernel)).semantics
+        assert set(kinds) == {"parallel"}
+    check(run, reference, [x], wanted=(0,))
+
+
 def test_rows_of_the_blocks_beside():
     """The array is one operand, with one cotangent."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(32, 12)), jnp.float32)

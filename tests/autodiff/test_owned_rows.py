@@ -11,7 +11,7 @@ from jax import lax
 import pallasite as pl
 from pallasite import config
 from pallasite import tpu as pltpu
-from pallasite.autodiff import backward, owned_rows
+from pallasite.autodiff import backward, backward_kernels, owned_rows
 from pallasite.autodiff.explain_grad import chosen_plan, full_plan
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
@@ -85,7 +85,6 @@ def operands(dtype=F32):
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(owned_rows, "MOST_ELEMENTS", 4 * WIDTH)
-    monkeypatch.setattr(owned_rows, "AT_ONCE", 4)
     backward.plan.cache_clear()
     yield
     backward.plan.cache_clear()
@@ -137,7 +136,7 @@ def test_rows_get_addends_in_the_order_of_steps(
         at_once = any("%again" in text for text in steps)
         assert at_once == (target != "cpu" and not numbered)
         got = pull_back(function, (weights, x), seed)
-        monkeypatch.setattr(backward, "owned_rows", lambda *_: None)
+        monkeypatch.setattr(backward_kernels, "owned_rows", lambda *_: None)
         backward.plan.cache_clear()
         want = pull_back(function, (weights, x), seed)
     for mine, theirs in zip(got, want, strict=True):
@@ -155,6 +154,9 @@ def test_triton_runs_it(name: str):
     known |= {made.seeds[0]: np.asarray(seed)}
     want = pull_back(lambda w, x: reference(RANGES[name], w, x), (weights, x), seed)
     for step in made.steps:
+        if step.steps is not None:
+            now = step.steps.arrays(known)
+            known |= {ref: np.asarray(array) for ref, array in now.items()}
         given = [known[ref] for ref in step.operands]
         found = harness.simulated(shared_passes(step.kernel), given, chip=chip("h200"))
         known |= dict(zip(step.results, found, strict=True))

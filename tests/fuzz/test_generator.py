@@ -23,6 +23,7 @@ NOT_GENERATED |= {"bulk_commit", "bulk_wait", "set_registers"}
 NOT_GENERATED |= {"cluster_barrier", "cluster_arrive", "cluster_copy", "warps"}
 NOT_GENERATED |= {"tensor_mma", "tensor_copy", "tensor_commit", "tensor_wait"}
 NOT_GENERATED |= {"remote_copy_start", "sem_signal_device", "barrier_semaphore"}
+NOT_GENERATED |= {"sem_reach"}
 NOT_GENERATED |= {"indexed_copy_start", "indexed_copy_wait", "device_number"}
 NOT_GENERATED |= {"dot_add", "dot_store", "exchange"}  # made of other ops
 NOT_GENERATED |= {"matrix_unit"}  # needs scratch that stands for the unit

@@ -165,6 +165,37 @@ def test_dead_code_goes_and_effects_stay():
     )
 
 
+def test_dead_results_of_branches_go():
+    check(
+        dead_code,
+        """
+        %0: i32 = constant {value=0}
+        %1: f32[8] = load %x[:]
+        %2: f32[8], %3: f32[8] = cond %0
+          branch () { yield %1, %1 }
+          branch () {
+            %4: f32[8] = neg %1
+            %5: f32[8] = exp %1
+            store %y[:] = %1
+            yield %4, %5
+          }
+        store %y[:] = %3
+        """,
+        """
+        %0: i32 = constant {value=0}
+        %1: f32[8] = load %x[:]
+        %2: f32[8] = cond %0
+          branch () { yield %1 }
+          branch () {
+            %3: f32[8] = exp %1
+            store %y[:] = %1
+            yield %3
+          }
+        store %y[:] = %2
+        """,
+    )
+
+
 def test_dead_code_inside_regions_and_dead_loops_go():
     check(
         dead_code,

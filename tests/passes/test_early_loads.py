@@ -132,14 +132,14 @@ kernel @k(%x: ref<f32[64,128] any>, %o: ref<f32[64,128] any>) outputs 1 {
 """
 
 
-@pytest.mark.parametrize(("to", "loads"), [("%o", 8), ("%kept", 1)])
+@pytest.mark.parametrize(("to", "loads"), [("%o", 16), ("%kept", 1)])
 def test_what_an_earlier_loop_wrote_is_loaded_early(to: str, loads: int):
     before = parse_kernel(AGAIN.replace("TO", to))
     verify(before)
     after = early_loads(before)
     verify(after)
     first, second = loops_of(after)
-    assert first == ["load"] * 8 + ["store"] * 8
+    assert first == ["load"] * 16 + ["store"] * 16
     assert second == ["load"] * loads + ["store"] * loads
     x = np.full((64, 128), 0.01, np.float32)
     one, two = (Walker(k, NumpyNumbers()).run([x])[0] for k in (before, after))

@@ -81,3 +81,55 @@ def with_gap(x):
 def test_other_code_stays(body):
     before = kernel_of(body, (4, 16))
     assert known_scans(before) is before
+
+
+# --- shifted copies that are added: by one, two, four ---
+
+FILLS = {"concatenated": 0, "padded": 1, "masked": 2}
+
+
+def moved(x, by, fill, how):
+    if how == "padded":
+        return jnp.pad(x[:-by], ((by, 0), (0, 0)), constant_values=fill)
+    if how == "masked":
+        at = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        return jnp.where(at >= by, jnp.roll(x, by, 0), fill)
+    pad = jnp.full((by, *x.shape[1:]), fill, x.dtype)
+    return jnp.concatenate([pad, x[:-by]])
+
+
+def doubled(x, join, fill, how="concatenated"):
+    by = 1
+    while by < x.shape[0]:
+        x, by = join(x, moved(x, by, fill, how)), 2 * by
+    return x
+
+
+@pytest.mark.parametrize("how", FILLS)
+@pytest.mark.parametrize(
+    ("join", "fill", "kind"),
+    [(jnp.add, 0, "sum"), (jnp.maximum, -np.inf, "max"), (jnp.multiply, 1, "prod")],
+)
+def test_shifted_copies_are_a_scan(join, fill, kind, how):
+    before = kernel_of(lambda x: doubled(x, join, fill, how), (19, 8))
+    after = known_scans(before)
+    verify(after)
+    (scan,) = (op for op in walk(after.body) if op.name == "scan")
+    assert (scan.attrs["kind"], scan.attrs["axis"]) == (kind, 0)
+    assert not {"slice", "pad", "concatenate", "select_n"} & set(names(after))
+    x = np.asarray(jax.random.normal(jax.random.key(0), (19, 8)))
+    one, two = (Walker(k, NumpyNumbers()).run([x])[0] for k in (before, after))
+    np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fill", [1, np.nan])
+def test_other_fills_stay(fill):
+    before = kernel_of(lambda x: doubled(x, jnp.add, fill), (16, 8))
+    assert known_scans(before) is before
+
+
+def test_a_scan_from_the_other_end():
+    body = lambda x: lax.associative_scan(jnp.add, x, axis=0, reverse=True)
+    after = known_scans(kernel_of(body, (16, 8)))
+    (scan,) = (op for op in walk(after.body) if op.name == "scan")
+    assert scan.attrs["reverse"] or "rev" in names(after)

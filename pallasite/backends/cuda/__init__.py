@@ -51,6 +51,8 @@ from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.normal.replicated import replicated
 from pallasite.passes.normal.results_in_scratch import results_in_scratch
 from pallasite.passes.normal.sums_of_products import sums_of_products
+from pallasite.passes.normal.untransposed import untransposed
+from pallasite.passes.optimise.added_products import added_products
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
 from pallasite.passes.optimise.hoist import hoist
@@ -96,11 +98,13 @@ OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 def passes_for(chip: Gpu) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
     return (
+        Pass("untransposed", untransposed),
         Pass("whole_rows", partial(whole_rows, chip=chip)),
         Pass("own_inputs", own_inputs),
         Pass("matrix_units", write_out),
         Pass("split_accesses", split_accesses),
         Pass("sums_of_products", sums_of_products),
+        Pass("added_products", added_products),
         Pass("exact_factors", exact_factors),
         Pass("loop_steps", loop_steps),
         Pass("factors_before", partial(factors_before, chip=chip)),

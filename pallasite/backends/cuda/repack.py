@@ -4,10 +4,10 @@ In: a kernel after `promote`. Out: the same kernel on other arrays: an operand o
 or f32 elements that is not stored along k has its last two dimensions transposed; one
 whose rows are not multiples of 16 bytes has its rows padded. Before blocks are chosen,
 `factors_before` does the same for operands that are multiplied by a constant and are
-then right operands of matmuls, which must be as they are in memory: XLA multiplies. The
-note `REPACKED` on the
-grid says how each array is made from its operand; XLA does that before the call, in one
-pass over the operand (`runtime/forms.py`). This happens only where the matmuls take
+then right operands of matmuls, which must be as they are in memory: XLA multiplies. It
+does for left operands, too, where programs need their registers. The note `REPACKED` on
+the grid says how each array is made from its operand; XLA does that before the call, in
+one pass over the operand (`runtime/forms.py`). This happens only where the matmuls take
 longer than such passes, and where only matmuls read the operand.
 
 Rows that are not multiples of a cache line can be copied, but each row of a box then
@@ -39,6 +39,7 @@ from pallasite.target import Gpu, Machine
 REPACKED = "cuda.repacked"
 LINE = 128  # bytes of the cache
 WORTH_LINES = 4.0
+CROWDED = 3  # matmuls whose sums leave no registers for computed operands
 T = TypeVar("T")
 
 
@@ -194,6 +195,7 @@ def factors_before(kernel: Kernel, chip: Gpu) -> Kernel:
     pipeline, users = Pipeline.of(grids[0]), users_of(kernel.body)
     made = {v: op for op in walk(kernel.body) for v in op.results}
     constant, found = constant_inputs(kernel), list[Packing]()
+    is_full = sum(op.name == "dot" for op in walk(kernel.body)) >= CROWDED
     products = dict[Value, Value]()
     for operand, param in enumerate(kernel.inputs):
         shown = [s for s in pipeline.shown if s.array is param]
@@ -207,7 +209,8 @@ def factors_before(kernel: Kernel, chip: Gpu) -> Kernel:
         # XLA does not multiply what is read past the edge.
         plain &= not any(s.window.fill for s in shown)
         (number,) = numbers if plain and len(numbers) == 1 else (None,)
-        if number is None or not any(_is_right(op.result, users) for op in scaled):
+        sides = {side for op in scaled for side in _sides(op.result, users)}
+        if number is None or not sides or not (1 in sides or is_full):
             continue
         found.append(Packing(operand, False, 0, number))
         products |= {op.result: v for load in loads for v in load.results
@@ -230,14 +233,15 @@ def _times(op: Op, made: Mapping[Value, Op]) -> float | None:
     return next((float(n) for n in numbers if n is not None), None)
 
 
-def _is_right(value: Value, users: Mapping[Value, Sequence[Op]]) -> bool:
-    """Whether a value is the right operand of a matmul."""
-    return any(
-        _is_right(op.result, users)
-        if op.name == "transpose"
-        else op.name == "dot" and op.operands[1] is value
-        for op in users.get(value, ())
-    )
+def _sides(value: Value, users: Mapping[Value, Sequence[Op]]) -> set[int]:
+    """Which operands of matmuls a value is."""
+    found = set[int]()
+    for op in users.get(value, ()):
+        if op.name == "transpose":
+            found |= _sides(op.result, users)
+        elif op.name == "dot":
+            found |= {n for n in (0, 1) if op.operands[n] is value}
+    return found
 
 
 def _factors_of(kernel: Kernel) -> dict[int, Packing]:

@@ -42,11 +42,14 @@ from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.exact_factors import exact_factors
 from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.normal.sums_of_products import sums_of_products
+from pallasite.passes.normal.untransposed import untransposed
+from pallasite.passes.optimise.added_products import added_products
 from pallasite.passes.optimise.early_loads import early_loads
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
 from pallasite.passes.optimise.guard_range import guard_range
 from pallasite.passes.optimise.hoist import hoist
+from pallasite.passes.optimise.known_recurrences import known_recurrences
 from pallasite.passes.optimise.known_scans import known_scans
 from pallasite.passes.optimise.one_hots import one_hot_reads
 from pallasite.passes.optimise.sink_loads import sink_loads
@@ -107,7 +110,9 @@ class TritonBackend:
             *rows,
             Pass("check_types", partial(check_types, chip=chip)),
             Pass("own_inputs", own_inputs),
+            Pass("untransposed", untransposed),
             Pass("matrix_units", write_out),
+            Pass("known_recurrences", known_recurrences),
             Pass("known_scans", known_scans),
             Pass("ordered_sums", ordered_sums),
             Pass("previous_blocks", previous_blocks),
@@ -116,6 +121,7 @@ class TritonBackend:
             Pass("split_accesses", split_accesses),
             Pass("one_hots", one_hot_reads),
             Pass("sums_of_products", sums_of_products),
+            Pass("added_products", added_products),
             Pass("exact_factors", exact_factors),
             Pass("loop_steps", loop_steps),
             Pass("edge_fills", edge_fills),

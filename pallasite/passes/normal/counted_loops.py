@@ -1,26 +1,33 @@
 """counted_loops: a `while` that only counts becomes a `for`.
 
 In: loops that go on while a carried integer has not reached a bound that the loop does
-not change, and that add a constant to it in each iteration. Out: loops over as many
-indices, in which the counter is computed from the index. What else they carry stays.
+not change, in memory or not, and that add a constant to it in each iteration. Out:
+loops over as many indices, in which the counter is computed from the index. What else
+they carry stays.
 
 With counter i, step s > 0 and bound n, `while i < n` runs for i = first, first + s, ...
 as long as that is below n: the indices of a `for`, if i + s cannot wrap around, which
 is shown from the range of n. `i <= n` is `i < n + 1`. `i != n` is `i < n` if s is 1 and
 the ranges show that first <= n. A loop that counts down is the same with all signs
 changed. `i * c < n`, for a power of two c, is `i < n / c` rounded up: where multiples
-of c wrap around before they reach n, the loop never ends.
+of c wrap around before they reach n, the loop never ends. Nor does `i < n` where s is a
+power of two and i + s wraps around: i would come to the same numbers again. An integer
+that is asserted to be a multiple (`pl.multiple_of`) is the same integer.
+
+A `for` in steps of s counts its iterations: index j stands for first + s * j, as far as
+that is below the limit, so there are (limit - first) / s of them, rounded up.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import clone, is_pure, substitute
-from pallasite.ir.roles import While
+from pallasite.ir.roles import Loop, While
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.intervals import Facts
+from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.facts_walk import FactsWalk
 from pallasite.passes.normal.canonicalize import canonicalize
 
@@ -30,10 +37,39 @@ _SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
 
 def counted_loops(kernel: Kernel) -> Kernel:
     """Turn counted `while` loops into `for` loops."""
-    if not any(op.name == "while" for op in walk(kernel.body)):
-        return kernel
-    body = _Walk().block(kernel.body)
-    return kernel if body is kernel.body else canonicalize(kernel.with_(body=body))
+    for name in ("while", "for"):
+        if any(op.name == name for op in walk(kernel.body)):
+            walker = _Walk(Roots(kernel)) if name == "while" else _UnitSteps()
+            body = walker.block(kernel.body)
+            if body is not kernel.body:
+                kernel = canonicalize(kernel.with_(body=body))
+    return kernel
+
+
+class _UnitSteps(FactsWalk):
+    def rewritten(self, op: Op) -> Sequence[Op]:
+        loop = Loop.of(op) if op.name == "for" else None
+        if loop is None or loop.index.tile != INDEX:
+            return (op,)
+        first, limit, step = map(self.facts.of, loop.bounds)
+        by, b = step.number, Builder(op.loc)
+        if by is None or by < 2:
+            return (op,)
+        if first.number is not None and limit.number is not None:
+            trips = b.index(max(0, -((first.number - limit.number) // by)))
+        else:
+            ends = limit.low - first.high, limit.high - first.low + by - 1
+            if ends[0] < LEAST or ends[1] > MOST:
+                return (op,)
+            length = b.sub(loop.limit, loop.first)
+            trips = b.div(b.add(length, b.index(by - 1)), b.index(by))
+        zero, one, inner = b.index(0), b.index(1), Builder(op.loc)
+        number = Value(INDEX, loop.index.name)
+        index = inner.add(loop.first, inner.mul(number, inner.index(by)))
+        code = substitute(replace(loop.body, params=()), {loop.index: index})
+        body = Block((number, *loop.carried), (*inner.ops, *code.ops), code.yields)
+        new = loop.with_(first=zero, limit=trips, step=one, body=body)
+        return (*b.ops, new.to_op())
 
 
 @dataclass(frozen=True)
@@ -48,6 +84,10 @@ class _Counter:
 
 
 class _Walk(FactsWalk):
+    def __init__(self, roots: Roots) -> None:
+        super().__init__()
+        self.roots = roots
+
     def rewritten(self, op: Op) -> Sequence[Op]:
         if op.name != "while":
             return (op,)
@@ -58,7 +98,7 @@ class _Walk(FactsWalk):
     def counted(self, op: Op, loop: While, counter: _Counter) -> Sequence[Op] | None:
         first = loop.inits[counter.at]
         b = Builder(op.loc)
-        bound = _outside(b, loop, counter.bound)
+        bound = self.outside(b, loop, counter.bound)
         if bound is None:
             return None
         if counter.factor > 1:
@@ -71,6 +111,30 @@ class _Walk(FactsWalk):
             return None
         trips = self.trips(b, first, bound, counter)
         return None if trips is None else _for(b, op, loop, counter, first, trips)
+
+    def outside(self, b: Builder, loop: While, bound: Value) -> Value | None:
+        """The bound before the loop, if iterations do not change it."""
+        condition, body = loop.condition, loop.body
+        params = zip(
+            condition.params, loop.inits, body.params, body.yields, strict=True
+        )
+        fixed = {p: init for p, init, inside, out in params if inside is out}
+        needed = _needed(condition, bound)
+        if not all(is_pure(op) or self.loads_the_same(op, loop) for op in needed):
+            return None
+        used = {v for op in needed for v in op.operands} | {bound}
+        if any(p in used and p not in fixed for p in condition.params):
+            return None
+        copy = clone(Block((), tuple(needed), (bound,)), fixed)
+        b.ops += copy.ops
+        return copy.yields[0]
+
+    def loads_the_same(self, op: Op, loop: While) -> bool:
+        """Whether an op loads what iterations do not write, as the bound in memory."""
+        if op.name != "load":
+            return False
+        root = self.roots.of(op.operands[0])
+        return root not in self.roots.written(loop.condition, loop.body)
 
     def as_index(self, b: Builder, value: Value) -> Value | None:
         """An integer of another type as an i32, if it is known to be one."""
@@ -99,8 +163,11 @@ class _Walk(FactsWalk):
             low, high = (0, 0), ends
         if test == "ne" and (size != 1 or low[1] > high[0]):
             return None
+        if test not in ("lt", "le", "ne"):
+            return None
         # What is added to last is below the bound, or at it.
-        if test not in ("lt", "le", "ne") or high[1] > MOST - size + (test == "lt"):
+        may_wrap = high[1] > MOST - size + (test == "lt")
+        if may_wrap and (test != "lt" or size & (size - 1)):
             return None
         if test == "le":
             bound = b.add(bound, b.index(1))
@@ -126,7 +193,7 @@ def _counter(loop: While) -> _Counter | None:
         (test.operands, test.name),
         (test.operands[::-1], _SWAPPED[test.name]),
     ):
-        value, factor = _multiplied(value, tests)
+        value, factor = _multiplied(_asserted(value, tests), tests)
         if value not in params or value.is_ref or not value.tile.dtype.is_integer:
             continue
         step = _step(loop.body, params.index(value))
@@ -159,10 +226,10 @@ def _quotient(b: Builder, value: Value, by: int) -> Value:
 def _step(body: Block, at: int) -> int | None:
     """The constant that an iteration adds to a carried integer."""
     makers = {v: op for op in body.ops for v in op.results}
-    add = makers.get(body.yields[at])
+    add = makers.get(_asserted(body.yields[at], makers))
     if add is None or add.name not in ("add", "sub"):
         return None
-    x, y = add.operands
+    x, y = (_asserted(v, makers) for v in add.operands)
     if add.name == "add" and y is body.params[at]:
         x, y = y, x
     by = makers.get(y)
@@ -171,20 +238,13 @@ def _step(body: Block, at: int) -> int | None:
     return by.attrs["value"] if add.name == "add" else -by.attrs["value"]
 
 
-def _outside(b: Builder, loop: While, bound: Value) -> Value | None:
-    """The bound before the loop, if iterations do not change it."""
-    condition, body = loop.condition, loop.body
-    params = zip(condition.params, loop.inits, body.params, body.yields, strict=True)
-    fixed = {p: init for p, init, inside, out in params if inside is out}
-    needed = _needed(condition, bound)
-    if not all(is_pure(op) for op in needed):
-        return None
-    used = {v for op in needed for v in op.operands} | {bound}
-    if any(p in used and p not in fixed for p in condition.params):
-        return None
-    copy = clone(Block((), tuple(needed), (bound,)), fixed)
-    b.ops += copy.ops
-    return copy.yields[0]
+def _asserted(value: Value, makers: Mapping[Value, Op]) -> Value:
+    """The integer that a value is, which may be asserted to be a multiple."""
+    op = makers.get(value)
+    while op is not None and op.name == "assume_multiple":
+        value = op.operands[0]
+        op = makers.get(value)
+    return value
 
 
 def _needed(block: Block, value: Value) -> list[Op]:

@@ -7,31 +7,22 @@ over both ranges.
 Proof: the iterations are the same ones in the same order, if the ranges follow each
 other at every step of the grid; this is enumerated. Each computes what it did: the code
 of one loop is, in the range of the other, that of the other, once each mask through
-which every element passes there is removed. That is enumerated as well: a comparison of
-scalars implies it (`analysis/whole_masks.py`). Backends for which a mask is expensive
-split the range again (`optimise/unmasked_steps.py`).
+which every element passes there is removed (`masked_code.py`). Backends for which a
+mask is expensive split the range again (`optimise/unmasked_steps.py`).
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
-from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Value, walk
-from pallasite.ir.rewrite import (
-    common_subexpressions,
-    inline,
-    substitute,
-    users_of,
-    writes,
-)
+from pallasite.ir.rewrite import users_of, writes
 from pallasite.ir.roles import Loop, Pipeline, number_of
 from pallasite.passes.analysis.step_table import MOST_ENTRIES, StepTable
-from pallasite.passes.analysis.whole_masks import WholeMasks
 from pallasite.passes.facts_walk import FactsWalk
 from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.normal.masked_code import is_same
 
 
 def joined_loops(kernel: Kernel) -> Kernel:
@@ -117,29 +108,5 @@ class _Walk(FactsWalk):
         table.add_ops(self.kernel.body.ops)
         numbers = table.known[params[0]]
         inside = (low <= numbers) & (numbers < high)
-        b = Builder(plain.op.loc)
-        ours = inline(b, plain.body, params)
-        theirs = inline(b, masked.body, params)
-        self.facts.note_block(Block((), tuple(b.ops)))
-        table.add_ops(b.ops)
-        made = {**self.producers, **{v: op for op in b.ops for v in op.results}}
-        masks, chosen = WholeMasks(self.facts, made, {}), dict[Value, Value]()
-        for op in b.ops:
-            if op.name != "select_n":
-                continue
-            known, ops = len(masks.tests), len(masks.b.ops)
-            case = masks.case(op, chosen)
-            table.add_ops(masks.b.ops[ops:])
-            tests = [table.of(test) for test in masks.tests[known:]]
-            if case and all(t is not None and (t | ~inside).all() for t in tests):
-                chosen |= case
-        both = substitute(Block((), tuple(b.ops), (*ours, *theirs)), chosen)
-        constants = [op for op in self.producers.values() if op.name == "constant"]
-        both = replace(both, ops=(*constants, *both.ops))
-        ours, theirs = _halves(common_subexpressions(self.kernel.with_(body=both)))
-        return ours == theirs
-
-
-def _halves(kernel: Kernel) -> tuple[Sequence[Value], Sequence[Value]]:
-    yields = kernel.body.yields
-    return yields[: len(yields) // 2], yields[len(yields) // 2 :]
+        code = (self.kernel, self.facts, self.producers, plain.body, masked.body)
+        return is_same(*code, params, table, inside)

@@ -15,6 +15,7 @@ from pallasite.passes.normal.idle_clamps import idle_clamps
 from pallasite.passes.normal.joined_loops import joined_loops
 from pallasite.passes.normal.known_clamps import known_clamps
 from pallasite.passes.normal.loop_axes import loop_axes
+from pallasite.passes.normal.masked_branches import masked_branches
 from pallasite.passes.normal.masks import masks
 from pallasite.passes.normal.narrow_windows import narrow_windows
 from pallasite.passes.normal.order import order
@@ -24,6 +25,7 @@ from pallasite.passes.normal.products import products
 from pallasite.passes.normal.program_order import program_order
 from pallasite.passes.normal.replicated import replicated
 from pallasite.passes.normal.rows_in_place import rows_in_place
+from pallasite.passes.normal.scratch_parts import scratch_parts
 from pallasite.passes.normal.unit_dims import unit_dims
 from pallasite.passes.normal.whole_loops import whole_loops
 from pallasite.passes.normal.wide_blocks import wide_blocks
@@ -32,6 +34,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("canonicalize", canonicalize),
     ("counted_loops", counted_loops),
     ("rows_in_place", rows_in_place),
+    ("scratch_parts", scratch_parts),
     ("guarded_starts", guarded_starts),
     ("guarded_updates", guarded_updates),
     ("pipeline_axes", pipeline_axes),
@@ -45,6 +48,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("positions", positions),
     ("known_clamps", known_clamps),
     ("masks", masks),
+    ("masked_branches", masked_branches),
     ("joined_loops", joined_loops),
     ("unit_dims", unit_dims),
     ("replicated", replicated),

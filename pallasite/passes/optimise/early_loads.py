@@ -1,10 +1,10 @@
 """early_loads: loops of small loads load for several iterations at once.
 
-In: a loop that carries a value from row to row, such as a recurrence over time, and
-loads a row or two in each iteration. Out: the same iterations in the same order,
-several in a row, after all their loads. What is carried does not delay loads, but the
-few that Triton starts ahead do not cover the time that memory takes. (On an H200, a
-recurrence over rows of 128 channels took 0.29 us per row.)
+In: a loop that carries a value from row to row, such as a recurrence over time, or
+stores something for each, and loads a row or two in each iteration. Out: the same
+iterations in the same order, several in a row, after all their loads. What is carried
+does not delay loads, but the few that Triton starts ahead do not cover the time that
+memory takes. (On an H200, a recurrence over rows of 128 channels took 0.29 us per row.)
 
 Proof: only loads of refs that the loop does not write move, with what computes their
 places, and that depends on no carried value. All else keeps its order. Iterations that
@@ -21,11 +21,11 @@ from pallasite.ir.rewrite import Rewriter, inline, map_ops
 from pallasite.ir.roles import Loop
 from pallasite.passes.analysis.memory import Roots, constant_inputs, written_refs
 
-MOST_ROUNDS = 8  # iterations that become one
+FEW_ROUNDS, MOST_ROUNDS = 8, 32  # iterations that become one
 IN_FLIGHT = 1 << 13  # bytes that one iteration shall load
 # If some are what earlier code wrote: then no iteration starts loads for the next ones.
 ALONE = 1 << 15
-MOST_OPS = 24  # of a body, because code is repeated
+MOST_CODE = 400  # ops of all these iterations
 # Elements that its ops compute: more take longer than a load, and what is loaded early
 # is held in registers as often as it is used.
 MOST_COMPUTED = 1 << 16
@@ -72,9 +72,11 @@ class _Early:
             op.name in ("load", "store") or row.effect is Effect.PURE
             for op, row in zip(ops, rows, strict=True)
         )
-        if not plain or len(ops) > MOST_OPS or any(op.regions for op in ops):
+        if not plain or any(op.regions for op in ops):
             return 1
-        if not loop.carried or any(op.name == "dot" for op in ops):
+        # Triton itself starts loads ahead in loops that neither carry nor store.
+        waits = bool(loop.carried) or any(op.name == "store" for op in ops)
+        if not waits or any(op.name == "dot" for op in ops):
             return 1
         made = (v.tile.size for op in ops for v in op.results if not v.is_ref)
         if sum(made) > MOST_COMPUTED:
@@ -87,7 +89,8 @@ class _Early:
             return 1
         shown = {self.roots.of(o.operands[0]) for o in early if o.name == "load"}
         most = IN_FLIGHT if shown <= self.constant else ALONE
-        return min(MOST_ROUNDS, most // loaded)
+        rounds = max(min(FEW_ROUNDS, most // loaded), IN_FLIGHT // loaded)
+        return min(MOST_ROUNDS, rounds, MOST_CODE // len(ops))
 
     def early(self, block: Block, carried: set[Value]) -> list[Op]:
         """Loads that may come before all else, and what computes their places."""

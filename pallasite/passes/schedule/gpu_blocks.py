@@ -6,6 +6,7 @@ fit a program's registers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -227,7 +228,8 @@ def _joined(products: "_WithProducts") -> "_WithProducts | None":
 
 
 def _rows_in_loops(blocks: Blocks, least: int = 0) -> Kernel | None:
-    """The kernel with loops over parts of a dimension that is reduced, if it may be.
+    """The kernel with loops over parts of a dimension that is reduced, if it may be;
+    with narrower steps where the grid has steps along it.
 
     `least`: the elements of a block for which this is done.
     """
@@ -238,11 +240,10 @@ def _rows_in_loops(blocks: Blocks, least: int = 0) -> Kernel | None:
         # What is small can be reduced by each program (`separate_uses.py`).
         may_stay = bool(least) and reduced <= SMALL * largest
         if dim.reduces and dim.size > STEP and largest > least and not may_stay:
-            try:
-                made = loop_over_rows(blocks.kernel, dim.windows[0], STEP)
-            except CannotReblock:
-                continue
-            return columns(canonicalize(made))
+            for cut_dim in (cut_steps, loop_over_rows):
+                with suppress(CannotReblock):
+                    made = cut_dim(blocks.kernel, place=dim.windows[0], size=STEP)
+                    return columns(canonicalize(made))
     return None
 
 

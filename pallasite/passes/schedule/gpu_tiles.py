@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from math import inf, prod
 
 from pallasite.ir.nodes import Kernel, walk
+from pallasite.ir.roles import Loop
 from pallasite.passes.analysis.loop_dims import LoopDim
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.schedule.choose_blocks import (
@@ -28,6 +29,8 @@ LEAST_LINE = 8
 # Of bytes that programs load and store, by which rows in parts are better than whole
 # ones; and how many more may be moved for longer parts.
 GAIN_OF_PARTS, LONGER_PARTS = 1.25, 1.25
+WARP, SCHEDULERS = 32, 4  # of an SM, each of which runs warps of its own
+MOST_CORES = 0.9  # so many are about all
 MOVES = frozenset({"slice", "concatenate", "dynamic_slice", "pad", "rev", "gather"})
 
 
@@ -52,7 +55,47 @@ def without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
                 enough = blocks.programs(new) >= chip.programs_per_core * chip.cores
                 if enough and largest(blocks, new) <= SMALL_TILE:
                     sizes = new
+    if not sizes and _goes_step_by_step(blocks):
+        sizes = _narrow(blocks, lines, SCHEDULERS * chip.cores)
     return _summed_in_loops(blocks.rewritten(sizes) if sizes else kernel, chip)
+
+
+def _goes_step_by_step(blocks: Blocks) -> bool:
+    """Whether a loop carries tiles, or keeps them in scratch: it waits for memory, and
+    for itself."""
+    scratch = {o.result for o in walk(blocks.kernel.body) if o.name == "alloc"}
+    loops = [Loop.of(op) for op in walk(blocks.body) if op.name == "for"]
+    return any(v.tile.rank for loop in loops for v in loop.carried) or any(
+        op.name == "store" and op.operands[0] in scratch
+        for loop in loops
+        for op in walk(loop.body)
+    )
+
+
+def _narrow(blocks: Blocks, lines: list[LoopDim], enough: float) -> Sizes:
+    """So many programs, of a warp or more each."""
+    sizes: Sizes = {}
+    for dim in lines:
+        for n in blocks.parts(dim, WARP):
+            if blocks.programs(sizes) < enough:
+                sizes = {**sizes, dim: n}
+    return sizes
+
+
+def narrow_steps(kernel: Kernel, chip: Gpu) -> Kernel:
+    """Code that goes step by step in about as many programs as there are SMs.
+
+    For derived kernels, which may sum over what programs are divided by.
+    """
+    blocks = blocks_of(kernel)
+    if blocks is None or blocks.dots or not _goes_step_by_step(blocks):
+        return kernel
+    lines = [d for d in blocks.free if is_last(blocks, d)]
+    sizes = _narrow(blocks, lines, MOST_CORES * chip.cores)
+    try:
+        return blocks.rewritten(sizes) if sizes else kernel
+    except CannotReblock:
+        return kernel  # one dimension can be split, but not after another
 
 
 def _summed_in_loops(kernel: Kernel, chip: Gpu) -> Kernel:

@@ -11,7 +11,7 @@ could have filled the chip, the plan has the reason.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import inf, prod
 
 from pallasite.errors import InternalError
 from pallasite.ir.nodes import Kernel, Loc, Op, Value, walk
@@ -21,9 +21,10 @@ from pallasite.passes.analysis.cost import UNKNOWN_ROUNDS, bytes_of, cost, secon
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 from pallasite.passes.analysis.memory import constant_inputs
 from pallasite.passes.normal.loop_axes import loop_axes
+from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.run import run
 from pallasite.passes.schedule.commuting_steps import commuting_steps, in_any_order
-from pallasite.passes.schedule.gpu_blocks import for_gpu
+from pallasite.passes.schedule.gpu_blocks import for_gpu, seconds_of_products
 from pallasite.passes.schedule.products_apart import apart
 from pallasite.passes.schedule.split_axis import Program, even_parts, split
 from pallasite.passes.schedule.summed_states import summed_states
@@ -33,6 +34,8 @@ from pallasite.target import Chip, Gpu, Host, Machine, chips
 GAIN = 1.5  # estimated, of a split that is made
 # Matmuls are scheduled as a whole, and blocks of their results may yet be divided.
 GAIN_OF_PRODUCTS = 4.0
+# Of those that take as long as so many launches, the best blocks say more.
+MANY_LAUNCHES = 80
 # Of programs of which some have more to do than others, and of those at most so many
 # per core.
 GAIN_OF_EVEN, FEW = 1.15, 4
@@ -115,6 +118,7 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
         program = apart(kernel, chip)
         if program is not None:
             return Plan(program, "each product is computed once")
+        kernel = loop_steps(kernel)
     info = analyze(kernel)
     programs = prod(info.axes[a].size or 1 for a in info.parallel)
     assert isinstance(chip, Gpu | Host)
@@ -257,11 +261,24 @@ def _best(
             after += seconds(other, chip, many)
         if found is None or after < SOONER * found[0]:
             found = after, parts, program
-    if found is None or before < gain * found[0]:
+    if found is None:
         return None
     _, parts, program = found
+    if before < gain * found[0]:
+        known = has_products and isinstance(chip, Gpu) and not uneven
+        if not known or not _gains_with_blocks(kernel, program, chip):
+            return None
     why = f"i{state.axis} ({size} steps, {state.kind}) runs as {parts} parts"
     return Plan(program, why, state.axis, parts, state.kind)
+
+
+def _gains_with_blocks(kernel: Kernel, program: Program, chip: Gpu) -> bool:
+    """Whether a long kernel's matmuls are faster in parts, with the best blocks."""
+    first, *others = program.kernels
+    own, after = (seconds_of_products(k, chip) for k in (kernel, first))
+    after += sum(seconds(other, chip, chip.cores) for other in others)
+    after += _overhead(chip, len(others))
+    return _overhead(chip, MANY_LAUNCHES) <= own < inf and own >= GAIN * after
 
 
 def _candidates(

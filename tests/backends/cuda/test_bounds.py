@@ -136,8 +136,8 @@ of where_clip
     get<16>
 of matmul
   copies into a slot too many
-    const int (c\d+) = 2;
-    const int \1 = 3;
+    const int (c\d+) = 5;
+    const int \1 = 6;
   a ring starts too late
     ring2 = shared_address\(shared\) \+ \d+
     ring2 = shared_address(shared) + 131072
@@ -151,11 +151,11 @@ of matmul
     map_stride<0>\(at, 512\)
     map_stride<0>(at, 1024)
   a barrier past the last
-    min\(max\((v\d+), 0\), 2\)
+    min\(max\((v\d+), 0\), 5\)
     (\1 + 1)
   an operand of the next slot
-    \* 32768 \+ group \* 8192
-    * 32768 + (group + 3) * 8192
+    \* 16384 \+ group \* 8192
+    * 16384 + (group + 3) * 8192
   a tensor map of another program
     maps = scratch \+ \(i64\)blockIdx.x
     maps = scratch + (i64)(blockIdx.x + 1)

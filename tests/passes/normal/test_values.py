@@ -370,6 +370,101 @@ def test_multiples_of_a_counter(first, factor, step, counts):
         assert np.array_equal(results(new, given), results(old, given))
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_bounds_in_memory(written: bool):
+    """As `while_loop` over blocks of a length, with `pl.multiple_of(at, 16)`."""
+    ref = "%o" if written else "%x"
+    old = kernel(
+        f"""
+        %f: i32 = constant {{value=0}}
+        %l: i32 = load %x[0]
+        store %o[0] = %l
+        %i: i32 = while %f
+          test (%a: i32) {{
+            %n: i32 = load {ref}[0]
+            %p: bool = gt %n, %a
+            yield %p
+          }}
+          body (%c: i32) {{
+            %m: i32 = assume_multiple %c {{multiple=16}}
+            %s: i32 = constant {{value=16}}
+            %e: i32 = add %m, %s
+            store %o[1] = %e
+            yield %e
+          }}
+        store %o[2] = %i
+        """,
+        "x: i32[1]", "o: i32[3]",
+    )  # fmt: skip
+    if written:
+        same(counted_loops, old)
+        return
+    new = counted_loops(old)
+    verify(new)
+    assert "while" not in {op.name for op in new.body.ops}
+    for length in (-40, 0, 1, 15, 16, 17, 100):
+        given = [np.array([length], np.int32)]
+        assert np.array_equal(results(new, given)[:1], results(old, given)[:1])
+
+
+def test_a_counter_that_is_asserted_to_be_a_multiple():
+    """As `pl.multiple_of` is written at the start of the body, in steps of a block."""
+    old = kernel(
+        """
+        %f: i32 = constant {value=0}
+        %z: i32 = constant {value=0}
+        %i: i32, %s: i32 = while %f, %z
+          test (%a: i32, %b: i32) {
+            %n: i32 = constant {value=40}
+            %p: bool = lt %a, %n
+            yield %p
+          }
+          body (%c: i32, %d: i32) {
+            %m: i32 = assume_multiple %c {multiple=16}
+            %k: i32 = constant {value=16}
+            %e: i32 = add %m, %k
+            %g: i32 = add %d, %m
+            yield %e, %g
+          }
+        store %o[0] = %i
+        store %o[1] = %s
+        """,
+        "o: i32[2]",
+    )  # fmt: skip
+    new = counted_loops(old)
+    verify(new)
+    assert "while" not in new.text and np.array_equal(results(new, []), [[48, 48]])
+
+
+@pytest.mark.parametrize("first, counts", [(3, True), (-(1 << 31), False)])
+def test_loops_in_steps_count_iterations(first: int, counts: bool):
+    old = kernel(
+        f"""
+        %f: i32 = constant {{value={first}}}
+        %k: i32 = constant {{value=7}}
+        %z: i32 = constant {{value=0}}
+        %m: i32 = constant {{value=40}}
+        %v: i32 = load %x[0]
+        %n: i32 = min %v, %m
+        %l: i32 = max %n, %z
+        %s: i32 = for %f, %l, %k, %z
+          body (%c: i32, %d: i32) {{
+            %e: i32 = mul %c, %c
+            %g: i32 = add %d, %e
+            yield %g
+          }}
+        store %o[0] = %s
+        """,
+        "x: i32[1]", "o: i32[1]",
+    )  # fmt: skip
+    new = counted_loops(old)
+    verify(new)
+    assert (new is not old) == counts
+    for length in (-40, 0, 3, 4, 10, 11, 31, 100) if counts else ():
+        given = [np.array([length], np.int32)]
+        assert np.array_equal(results(new, given), results(old, given))
+
+
 def test_a_bound_that_the_loop_may_pass_stays_a_while():
     """`i != 5` from 6 on counts through all integers."""
     old = kernel(
