@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from math import inf, prod
 
 from pallasite.ir.nodes import Kernel, walk
+from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Loop
 from pallasite.passes.analysis.loop_dims import LoopDim
 from pallasite.passes.normal.resized_code import CannotReblock
@@ -153,6 +154,14 @@ def largest_tile(kernel: Kernel) -> float:
     """Elements of the largest tile; infinite if the blocks of a kernel are unknown."""
     blocks = blocks_of(kernel)
     return inf if blocks is None else largest(blocks, {})
+
+
+def is_too_large(kernel: Kernel, chip: Gpu) -> bool:
+    """Whether a tile that is not only multiplied takes most of an SM's registers."""
+    users = users_of(kernel.body)
+    tiles = (v for op in walk(kernel.body) for v in op.results if not v.is_ref)
+    held = (v for v in tiles if any(user.name != "dot" for user in users[v]))
+    return any(2 * prod(physical(v.tile.shape)) > chip.registers for v in held)
 
 
 def largest(blocks: Blocks, sizes: Sizes) -> int:
