@@ -47,8 +47,10 @@ def without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
     sizes: Sizes = {}
     if own > 2 * TILE_ELEMENTS:
         sizes = _cut_for_traffic(blocks, rows, lines)
-        if largest(blocks, sizes) > _most_elements(blocks, chip):
-            sizes = cut(blocks, ((rows, 1), (lines, LEAST_LINE)))
+        least = LEAST_LINE
+        while largest(blocks, sizes) > _most_elements(blocks, chip) and least:
+            sizes = cut(blocks, ((rows, 1), (lines, least)))
+            least //= 2
     elif 0 < own < TINY_TILE:
         for dim in (*lines, *rows):
             for n in blocks.multiples(dim, SMALL_TILE):
