@@ -12,6 +12,7 @@ part that is fixed stays a part of its block, and so does one at a loop counter.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
@@ -225,9 +226,9 @@ class _Narrowing:
             dim, n = shown.window.dims[number], shown.array.ref.shape[number]
             if place is not None and self.is_part(dim, n, place, group.uses):
                 dims[d] = place
-        entries = (entry for entry, _ in group.uses[0].entries)
-        spans = [entry.size for entry in entries if isinstance(entry, Span)]
-        if dims and max(spans, default=1) > 1:
+        shape = shown.block.ref.shape
+        left = [dims[d][0] if d in dims else n for d, n in enumerate(shape)]
+        if dims and prod(left) > 1:  # single elements stay what a program looks up
             group.dims = dims
             group.shown = self.shown_part(shown, group, dims, kept)
 

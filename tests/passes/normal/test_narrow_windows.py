@@ -176,3 +176,26 @@ def test_arrays_without_windows_and_axes_of_unknown_size():
     moving = DYNAMIC.replace("mul %i, %c4", "mul %t, %c4")
     kernel = canonicalize(parse_kernel(moving))
     assert narrow_windows(kernel) is kernel
+
+
+def test_elements_of_a_row_that_the_grid_picks():
+    code = """
+      for %c0, %c4, %c1
+        body (%t: i32) {
+          %v: f32 = load %xb[%i, %t]
+          store %ob[%i, %t] = %v
+        }
+    """
+    kernel = kernel_of(code)
+    new = narrow_windows(kernel)
+    assert_same_meaning(kernel, new, checked=False)  # some elements are not written
+    assert "windows=(in[squeezed 1, 8], out[squeezed 1, 8])" in new.text
+
+
+def test_single_elements_are_looked_up():
+    code = """
+      %v: f32 = load %xb[%i, %i]
+      store %ob[%i, %i] = %v
+    """
+    kernel = kernel_of(code)
+    assert narrow_windows(kernel) is kernel
