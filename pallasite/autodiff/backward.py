@@ -51,8 +51,11 @@ from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.rewrite import substitute
+from pallasite.ir.roles import Pipeline
+from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots
-from pallasite.passes.lower.per_program import Program, main_refs
+from pallasite.passes.lower.per_program import Program, kernel_of, main_refs
+from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 from pallasite.target import Machine
@@ -456,7 +459,9 @@ def _plan(
         if shared.get(n) in targets:
             targets[shared[n]] = ref
     results = list(dict.fromkeys([*targets.values(), *changing.values()]))
-    program = split_axes(replace(program, body=made.body), results)
+    program = split_axes(program.with_body(made.body), results)
+    if machine.base_two:
+        program = _in_base_two(program)
     # One that nothing is stored to passes on as it is.
     written = Roots(program.body).written(program.body)
     moving = {ref for ref in changing.values() if ref in written}
@@ -617,6 +622,16 @@ def _reversed(
     )
     # The reverse is that of plain sums; their values come from the original loop.
     return replace(made, body=unrounded(substitute(made.body, sums.same)))
+
+
+def _in_base_two(program: Program) -> Program:
+    """Convert exponentials to base two, before maxima are kept or saved.
+
+    Of the reverse, because a maximum that is stored in its own base is compared with
+    the masking value, which hides that nothing depends on it.
+    """
+    folded = fold_exp2(kernel_of(program, main_refs(program.body), ()))
+    return program.with_body(Pipeline.of(find_pipeline(folded)).body)
 
 
 def _alternatives(

@@ -375,7 +375,7 @@ class _Joined:
         axes = attrs["axes"] if "axes" in attrs else (attrs["axis"],)
         kept = [d for d in range(x.tile.rank) if d not in axes]
         for d in axes:
-            if op.name == "reduce":
+            if op.name in ("reduce", "arg_reduce"):
                 self.reduces.append(((x, d), op))
             else:
                 self.hold((x, d), f"'{op.name}' runs along it")

@@ -15,6 +15,7 @@ windows of elements. Chips that copy such parts then copy them a step ahead.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
@@ -240,9 +241,9 @@ class _Narrowing:
                 or self.is_inside(shown, n, place, group.uses)
             ):
                 dims[d] = place
-        entries = (entry for entry, _ in group.uses[0].entries)
-        spans = [entry.size for entry in entries if isinstance(entry, Span)]
-        if dims and max(spans, default=1) > 1:
+        shape = shown.block.ref.shape
+        left = [dims[d][0] if d in dims else n for d, n in enumerate(shape)]
+        if dims and prod(left) > 1:  # single elements stay what a program looks up
             group.dims = dims
             group.shown = self.shown_part(shown, group, dims, kept)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from math import inf, prod
 
 from pallasite.ir.nodes import Kernel, walk
+from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Loop
 from pallasite.passes.analysis.loop_dims import LoopDim
 from pallasite.passes.normal.resized_code import CannotReblock
@@ -46,8 +47,10 @@ def without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
     sizes: Sizes = {}
     if own > 2 * TILE_ELEMENTS:
         sizes = _cut_for_traffic(blocks, rows, lines)
-        if largest(blocks, sizes) > _most_elements(blocks, chip):
-            sizes = cut(blocks, ((rows, 1), (lines, LEAST_LINE)))
+        least = LEAST_LINE
+        while largest(blocks, sizes) > _most_elements(blocks, chip) and least:
+            sizes = cut(blocks, ((rows, 1), (lines, least)))
+            least //= 2
     elif 0 < own < TINY_TILE:
         for dim in (*lines, *rows):
             for n in blocks.multiples(dim, SMALL_TILE):
@@ -153,6 +156,14 @@ def largest_tile(kernel: Kernel) -> float:
     """Elements of the largest tile; infinite if the blocks of a kernel are unknown."""
     blocks = blocks_of(kernel)
     return inf if blocks is None else largest(blocks, {})
+
+
+def is_too_large(kernel: Kernel, chip: Gpu) -> bool:
+    """Whether a tile that is not only multiplied takes most of an SM's registers."""
+    users = users_of(kernel.body)
+    tiles = (v for op in walk(kernel.body) for v in op.results if not v.is_ref)
+    held = (v for v in tiles if any(user.name != "dot" for user in users[v]))
+    return any(2 * prod(physical(v.tile.shape)) > chip.registers for v in held)
 
 
 def largest(blocks: Blocks, sizes: Sizes) -> int:

@@ -209,3 +209,26 @@ def test_overlapping_parts_are_windows_of_elements_where_asked():
 def test_overlapping_parts_that_would_be_clamped_stay():
     made = canonicalize(parse_kernel(HALO.replace("ROWS", "17")))
     assert narrow_windows(made, overlapping=True) is made
+
+
+def test_elements_of_a_row_that_the_grid_picks():
+    code = """
+      for %c0, %c4, %c1
+        body (%t: i32) {
+          %v: f32 = load %xb[%i, %t]
+          store %ob[%i, %t] = %v
+        }
+    """
+    kernel = kernel_of(code)
+    new = narrow_windows(kernel)
+    assert_same_meaning(kernel, new, checked=False)  # some elements are not written
+    assert "windows=(in[squeezed 1, 8], out[squeezed 1, 8])" in new.text
+
+
+def test_single_elements_are_looked_up():
+    code = """
+      %v: f32 = load %xb[%i, %i]
+      store %ob[%i, %i] = %v
+    """
+    kernel = kernel_of(code)
+    assert narrow_windows(kernel) is kernel
