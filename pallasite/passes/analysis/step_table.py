@@ -75,11 +75,11 @@ class StepTable:
 
 
 def ranges_of_steps(whole: Pipeline) -> dict[Value, tuple[int, int]]:
-    """The extremes of the scalars that a body computes of grid indices alone."""
+    """The extremes of integers and bools that a body computes of grid indices alone."""
     table = StepTable(whole.ids, whole.grid)
     table.add_ops(whole.body.ops)
-    found = table.known.items()
-    return {v: (int(t.min()), int(t.max())) for v, t in found if t.size}
+    found = [(v, t) for v, t in table.known.items() if t.size and t.dtype.kind in "iub"]
+    return {v: (int(t.min()), int(t.max())) for v, t in found}
 
 
 def reached(
