@@ -103,9 +103,11 @@ class _Sums:
 def _is_in_turn(op: Op, terms: Sequence[_Term], here: dict[Value, Op]) -> bool:
     """Whether each addition adds one term to the ones before it."""
     for term in reversed(terms[1:]):
-        if op.operands[-1] is not term.value:
+        either = op.operands if op.name == "add" else op.operands[-1:]
+        if term.value not in either:
             return False
-        op = here.get(op.operands[0], op)
+        rest = next((v for v in op.operands if v is not term.value), term.value)
+        op = here.get(rest, op)
     return True
 
 
