@@ -83,7 +83,7 @@ class _Sums:
         ordered = [*others, *apart]
         if len(apart) < 2 and all(t.sign > 0 for t in apart):
             return None
-        if ordered[0].sign < 0 or _is_in_turn(op, others, apart, here):
+        if ordered[0].sign < 0 or _is_in_turn(op, ordered, here):
             return None
         return ordered
 
@@ -100,21 +100,14 @@ class _Sums:
                 yield inner
 
 
-def _is_in_turn(
-    op: Op, others: Sequence[_Term], apart: Sequence[_Term], here: dict[Value, Op]
-) -> bool:
-    """Whether each addition adds one term to the ones before it, matmuls last."""
-    groups = [{term.value for term in group} for group in (apart, others)]
-    for _ in range(len(others) + len(apart) - 1):
-        left = next(filter(None, groups))
-        either = op.operands if op.name == "add" else op.operands[-1:]
-        added = next((v for v in reversed(either) if v in left), None)
-        if added is None:
+def _is_in_turn(op: Op, terms: Sequence[_Term], here: dict[Value, Op]) -> bool:
+    """Whether each addition adds one term to the ones before it."""
+    for term in reversed(terms[2:]):
+        if op.operands[-1] is not term.value:
             return False
-        left.discard(added)
-        rest = next((v for v in op.operands if v is not added), added)
-        op = here.get(rest, op)
-    return True
+        op = here.get(op.operands[0], op)
+    pair = [term.value for term in terms[:2]]  # in canonical form, a constant is last
+    return [*op.operands] == pair or (op.name == "add" and [*op.operands] == pair[::-1])
 
 
 def _added(op: Op, terms: Sequence[_Term]) -> list[Op]:
