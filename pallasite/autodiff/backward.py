@@ -61,6 +61,7 @@ from pallasite.sharding.rule import Partition, inherit
 from pallasite.target import Machine
 
 MOST_SCATTERED = 2  # times the bytes of operands and results
+FEW_SCATTERED = 1 << 30  # bytes that any GPU has; adding in place would be in sequence
 KEPT_SHARE = 1 / 8  # of the bytes of operands and results, for residuals
 UNREPEATABLE = ("debug_print", "debug_check", "delay", "atomic_rmw", "atomic_cas")
 
@@ -478,6 +479,7 @@ def _plan(
             gathered += more
             program = with_row_views(program, list(targets.values()))
         most = MOST_SCATTERED * sum(map(bytes_of, kernel.params))
+        most = max(most, FEW_SCATTERED) if machine.gpu is not None else most
         variants = _scattered(program, list(targets.values()), most, machine)
     # Partial sums are for small operands, such as the weights of a norm.
     sums = Sums.of(kernel, machine)
