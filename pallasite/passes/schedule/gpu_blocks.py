@@ -182,6 +182,17 @@ def seconds_of_products(kernel: Kernel, chip: Gpu) -> float:
     return inf if blocks is None else _products(blocks, chip, Tiles()).best()
 
 
+def gain_of_blocks(kernel: Kernel, chip: Gpu) -> float:
+    """How many times faster matmuls are with the best blocks; infinite if they do not
+    fit as they are."""
+    blocks = blocks_of(kernel)
+    if blocks is None or not blocks.dots:
+        return 1.0
+    products = _products(blocks, chip, Tiles())
+    own, best = products.seconds({}), products.best()
+    return 1.0 if best == inf else inf if own is None else own / best
+
+
 def _products(blocks: Blocks, chip: Gpu, tiles: Tiles) -> "_WithProducts":
     """What there is to choose from: with narrower steps, if only those fit."""
     blocks = _batches_apart(blocks)
