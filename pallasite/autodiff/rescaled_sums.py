@@ -44,6 +44,8 @@ from pallasite.passes.analysis.memory import Roots
 
 # Ops that keep a sum of exponentials one, as do products with what rescales it.
 SUMS = ("add", "reduce", "broadcast_in_dim", "reshape", "cast")
+# Floats below it are apart from it by more than what any positive float is the exp of.
+LOW = -(2.0**63)
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ class _Walk:
         self, loop: Loop, steps: "_Steps", after: Sequence[Op], yields: Sequence[Value]
     ) -> bool:
         """Whether the code after the loop gives the same for every scale."""
-        covering = frozenset(_covering(loop, steps, self.made))
+        covering = _covering(loop, steps, self.made)
         powers = Powers(self.made, {}, unseen=self.unseen, covering=covering)
         scale = loop.results[steps.scale]
         powers.add_scale(scale)
@@ -232,16 +234,16 @@ class _Steps:
     zeros: frozenset[Value]  # initial values that are zero
 
 
-def _covering(loop: Loop, steps: _Steps, made: Mapping[Value, Op]) -> list[Value]:
-    """Results that are zero only where all sums are.
+def _covering(loop: Loop, steps: _Steps, made: Mapping[Value, Op]) -> dict[Value, bool]:
+    """Results that are zero only where all sums are, and whether else at least one.
 
     They are sums of the exponentials that the others are sums of, too: where these add
     up to zero, all of them are zero (`where(l == 0, 1, l)` divides nothing else).
     """
     terms = {n: _terms(loop.yields[n], steps, made) for n in _factors(steps)}
     if len({frozenset(found) for found in terms.values()}) != 1:
-        return []
-    covering = []
+        return {}
+    covering = dict[Value, bool]()
     for n, found in terms.items():
         now = steps.after[n]
         assert isinstance(now, Power)
@@ -249,8 +251,63 @@ def _covering(loop: Loop, steps: _Steps, made: Mapping[Value, Op]) -> list[Value
         is_row = all(size == 1 or axis is not None for size, axis in shape)
         plain = all(found.values()) and len(found) == 1
         if is_row and plain and loop.inits[n] in steps.zeros:
-            covering.append(loop.results[n])
+            (term,) = found
+            covering[loop.results[n]] = _has_one(term, loop, steps, made)
     return covering
+
+
+def _has_one(term: Value, loop: Loop, steps: _Steps, made: Mapping[Value, Op]) -> bool:
+    """Whether a row of exponentials, relative to its maximum, has a one or only zeros.
+
+    The element that is the maximum gives a one. What is not an element, the maximum's
+    start and what a mask puts in, is so low that numbers below it differ from it by
+    more than an exponential can hold; an element that is equal to it gives a one, too.
+    """
+    pred, place, exponential = _masked(made[term], made)
+    exponent = made.get(made[exponential].operands[0])
+    if exponent is not None and exponent.name == "mul":
+        is_steeper = (number_of(made, exponent.operands[1]) or 0) >= 1
+        exponent = made.get(exponent.operands[0]) if is_steeper else None
+    if exponent is None or exponent.name != "sub":
+        return False
+    x, most = exponent.operands[0], _unmoved(exponent.operands[1], made)
+    ops = [op for v in steps.scales if (op := made.get(v)) is not None]
+    if [op.result for op in ops if op.name == "max"] != [most]:
+        return False
+    rows = [made.get(_unmoved(v, made)) for v in made[most].operands]
+    is_of = [op for op in rows if op is not None and op.name == "reduce"]
+    if len(is_of) != 1 or is_of[0].operands[0] is not x:
+        return False
+    low = [loop.inits[steps.scale]]
+    if pred is not None:
+        chosen = made.get(x)
+        if (
+            chosen is None
+            or chosen.name != "select_n"
+            or chosen.operands[0] is not pred
+        ):
+            return False
+        low.append(chosen.operands[place])
+    numbers = [number_of(made, v) for v in low]
+    return all(n is not None and n <= LOW for n in numbers)
+
+
+def _masked(op: Op, made: Mapping[Value, Op]) -> tuple[Value | None, int, Value]:
+    """The mask of an exponential that is zero elsewhere, which operand is the zero, and
+    the exponential."""
+    if op.name != "select_n":
+        return None, 0, op.result
+    pred, *cases = op.operands
+    place = next(n for n, v in enumerate(cases, 1) if number_of(made, v) == 0)
+    return pred, place, op.operands[3 - place]
+
+
+def _unmoved(value: Value, made: Mapping[Value, Op]) -> Value:
+    op = made.get(value)
+    while op is not None and op.name in ("broadcast_in_dim", "reshape"):
+        value = op.operands[0]
+        op = made.get(value)
+    return value
 
 
 def _factors(steps: _Steps) -> list[int]:
@@ -259,7 +316,19 @@ def _factors(steps: _Steps) -> list[int]:
 
 
 def _terms(value: Value, steps: _Steps, made: Mapping[Value, Op]) -> dict[Value, bool]:
-    """The exponentials in a sum, and whether it is nothing but their sum."""
+    """The exponentials in a sum, and whether it is nothing but their sum.
+
+    One that a mask makes zero elsewhere counts as one that is itself zero there.
+    """
+
+    def is_exponential(op: Op | None) -> bool:
+        return op is not None and op.name in ("exp", "exp2")
+
+    def is_masked(op: Op) -> bool:
+        cases = op.operands[1:]
+        kept = [v for v in cases if number_of(made, v) != 0]
+        is_choice = op.name == "select_n" and len(cases) == 2
+        return is_choice and len(kept) == 1 and is_exponential(made.get(kept[0]))
 
     def rescales(value: Value) -> bool:
         now = steps.known.get(value)
@@ -275,7 +344,7 @@ def _terms(value: Value, steps: _Steps, made: Mapping[Value, Op]) -> dict[Value,
         seen.add((value, plain))
         if rescales(value):
             continue
-        if op.name in ("exp", "exp2"):
+        if is_exponential(op) or is_masked(op):
             found[value] = found.get(value, True) and plain
         elif op.name == "cond":
             place = op.results.index(value)
