@@ -11,6 +11,7 @@ from math import prod
 
 from pallasite.backends.triton.elementwise import Elementwise
 from pallasite.backends.triton.flat_indices import MOST_GATHERED, held_bytes
+from pallasite.backends.triton.shared_memory import keeps_padding
 from pallasite.backends.triton.text import (
     Val,
     type_text,
@@ -67,7 +68,7 @@ class Tiles(Elementwise):
         target = physical(new)
         if 0 in new:  # only padding, which is never read: any elements will do
             old, new = x.shape, target
-        elif _keeps_padding(old, new):
+        elif keeps_padding(old, new):
             return self.reshape(x, target)
         source = self.reshape(x, (prod(x.shape),))
         position = self.positions(prod(target))
@@ -424,20 +425,3 @@ _COMBINE: dict[str, dict[str, str]] = {
 
 def _with(shape: Sequence[int], axis: int, n: int) -> tuple[int, ...]:
     return (*shape[:axis], n, *shape[axis + 1 :])
-
-
-def _keeps_padding(old: Sequence[int], new: Sequence[int]) -> bool:
-    """Whether a reshape leaves every padded dimension unchanged."""
-    a = [n for n in old if n != 1]
-    b = [n for n in new if n != 1]
-    while a and b:
-        left, right = [a.pop(0)], [b.pop(0)]
-        while prod(left) != prod(right):
-            if prod(left) < prod(right):
-                left.append(a.pop(0))
-            else:
-                right.append(b.pop(0))
-        whole = left == right and len(left) == 1
-        if not whole and any(n & (n - 1) for n in (*left, *right)):
-            return False
-    return True

@@ -79,6 +79,21 @@ def test_concatenate(sizes, axis: int):
     agree(kernel, xs)
 
 
+SPLITS = [((6, 3), (3, 2, 3)), ((12,), (3, 4)), ((3, 4, 2), (12, 2)), ((6, 2), (3, 4))]
+MIXED = [((6,), (2, 3)), ((2, 3), (6,)), ((3, 5), (15,)), ((4, 3, 2), (12, 2))]
+
+
+@pytest.mark.parametrize(("old", "new"), SPLITS + MIXED)
+def test_reshapes_that_keep_padding_are_free(old, new):
+    """Padding stays past all elements where only first dimensions are padded."""
+    kernel = whole_kernel(
+        lambda b, x: b.op("reshape", x, shape=new), [TileType(old, I32)],
+        TileType(new, I32),
+    )  # fmt: skip
+    agree(kernel, [np.arange(np.prod(old), dtype=np.int32).reshape(old)])
+    assert ("tt.gather" in compiled(kernel)[0]) == ((old, new) in MIXED)
+
+
 PADS = [((1, 2), (3, 0), (0, 0)), ((0, 0), (0, 0), (1, 2)), ((-1, 2), (2, -2), (2, 0))]
 
 
