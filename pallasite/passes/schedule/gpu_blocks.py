@@ -32,6 +32,7 @@ from pallasite.passes.schedule.cut_steps import cut_steps
 from pallasite.passes.schedule.gpu_tiles import (
     TILE_ELEMENTS,
     cut,
+    is_too_large,
     largest,
     without_products,
 )
@@ -169,17 +170,24 @@ def for_gpu(
     products = _products(blocks, chip, tiles)
     if not tuned:
         products = _joined(products) or _wider_steps(products) or products
-    if products.seconds({}) is None and products.best() == inf:
-        made = _rows_in_loops(products.blocks)
-        if made is not None:
-            return for_gpu(made, chip, tuned, tiles)
+    if products.seconds({}) is None:
+        fits = products.best() < inf
+        found = products.kernel(tuned) if fits else None
+        if found is None or is_too_large(found, chip):
+            made = _rows_in_loops(products.blocks)
+            if made is not None:
+                return for_gpu(made, chip, tuned, tiles)
     return products.kernel(tuned)
 
 
-def seconds_of_products(kernel: Kernel, chip: Gpu) -> float:
-    """Of a kernel's matmuls with the best blocks; infinite if none are known to fit."""
+def seconds_of_products(kernel: Kernel, chip: Gpu) -> tuple[float, float]:
+    """Of a kernel's matmuls, and with the best blocks; infinite if they may not fit."""
     blocks = blocks_of(kernel)
-    return inf if blocks is None else _products(blocks, chip, Tiles()).best()
+    if blocks is None or not blocks.dots:
+        return inf, inf
+    products = _products(blocks, chip, Tiles())
+    own = products.seconds({})
+    return inf if own is None else own, products.best()
 
 
 def _products(blocks: Blocks, chip: Gpu, tiles: Tiles) -> "_WithProducts":
@@ -280,24 +288,25 @@ def _wider_steps(products: "_WithProducts") -> "_WithProducts | None":
 
 
 def _batches_apart(blocks: Blocks) -> Blocks:
-    """One matmul of each batch per program, where programs can be split so.
+    """One matmul of each batch per program, or per iteration where the batch is summed.
 
     It is one of two matrices then.
     """
     refused = set[tuple[int, int]]()
     while True:
-        dims = (d for d in blocks.free if d.windows[0] not in refused)
+        dims = (d for d in blocks.found.dims if d.windows[0] not in refused)
         dim = next((d for d in dims if _is_batch(blocks, d)), None)
         if dim is None:
             return blocks
         refused.add(dim.windows[0])
-        if 1 not in blocks.parts(dim, 1):
-            continue
-        try:
-            apart = unit_dims(blocks.rewritten({dim: 1}))
-            blocks = blocks_of(apart, blocks.fills) or blocks
-        except CannotReblock:
-            continue
+        with suppress(CannotReblock):
+            if dim.reduces:
+                apart = loop_over_rows(blocks.kernel, dim.windows[0], 1)
+            elif dim in blocks.free and 1 in blocks.parts(dim, 1):
+                apart = blocks.rewritten({dim: 1})
+            else:
+                continue
+            blocks = blocks_of(unit_dims(canonicalize(apart)), blocks.fills) or blocks
 
 
 def _is_batch(blocks: Blocks, dim: LoopDim) -> bool:

@@ -132,13 +132,17 @@ def why_native(kernel: Kernel, given: tuple[int, ...], machine: Machine) -> str:
     """
     moved = sum(_bytes(p) for p in kernel.params)
     fused = sum(_bytes(kernel.inputs[n]) for n in given)
+    few = 2 * fused < _LEAST_SAVED * (moved + fused)
+    reason = "hardly any of its bytes are operands that XLA computes"
     # On a GPU, XLA moves the same bytes for a map; it adds results to those of others.
     rows = machine.gpu is None or any(o.name == "reduce" for o in walk(kernel.body))
-    if rows and 2 * fused < _LEAST_SAVED * (moved + fused):
-        return "hardly any of its bytes are operands that XLA computes"
+    if few and rows:
+        return reason
     made = on_whole_arrays(kernel)
     if isinstance(made, str):
         return made
+    if few and made.shifted:
+        return reason
     if made.shifted and machine.gpu is None:
         return "its blocks overlap"
     if made.sums is not None and machine.gpu is None:
