@@ -15,6 +15,7 @@ from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.run import run
 from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.loop_over_rows import loop_over_rows
+from pallasite.passes.schedule.reblock import cut
 from pallasite.sites import kernels_in
 from pallasite.target import GPUS
 from tests.passes.test_same_meaning import outputs
@@ -257,3 +258,44 @@ def test_a_batch_that_is_summed_is_a_loop_of_products_on_a_gpu(n: int):
     arrays = [rng.normal(size=(8, 3, n, 16)).astype("f4") for _ in range(2)]
     for got, want in zip(outputs(after, arrays), outputs(before, arrays), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("groups, per", [(4, 5), (30, 12)])
+@pytest.mark.parametrize("rows", [49, 64])
+def test_groups_of_channels_are_programs_on_a_gpu(rows: int, groups: int, per: int):
+    """Channels by groups divide programs; positions are loops where they do not fit."""
+    before = group_norm(rows, groups, per)
+    after = for_gpu(before, replace(GPUS["h200"], registers=1 << 9))
+    verify(after)
+    sizes = [v.tile.size for op in walk(after.body) for v in op.results if not v.is_ref]
+    assert max(sizes) < 1 << 9
+    rng = np.random.default_rng(4)
+    arrays = [rng.normal(size=p.ref.shape).astype("f4") for p in before.inputs]
+    (got,), (want,) = outputs(after, arrays), outputs(before, arrays)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_programs_have_whole_groups_of_channels(parts: int):
+    before = group_norm(9, 4, 5)
+    after = cut(before, (0, 2), parts)
+    verify(after)
+    assert f"[9,{20 // parts}]" in after.text and f"f32[{4 // parts},5]" in after.text
+    rng = np.random.default_rng(6)
+    arrays = [rng.normal(size=p.ref.shape).astype("f4") for p in before.inputs]
+    (got,), (want,) = outputs(after, arrays), outputs(before, arrays)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_rows_of_two_dimensions_are_loops_over_the_first():
+    def kernel(x_ref, o_ref):
+        x = x_ref[...].reshape(24, 8)
+        o_ref[...] = (x - x.sum(0)).reshape(6, 4, 8)
+
+    shape = jax.ShapeDtypeStruct((6, 4, 8), F32)
+    before = called(kernel, [shape], shape)
+    after = canonicalize(loop_over_rows(before, (0, 0), 2))
+    verify(after)
+    assert loops_and_products(after) == (2, 0) and "f32[24,8]" not in after.text
+    x = np.random.default_rng(5).normal(size=(6, 4, 8)).astype("f4")
+    np.testing.assert_allclose(outputs(after, [x])[0], outputs(before, [x])[0], 1e-5)

@@ -74,8 +74,9 @@ class Blocks:
     def _blocks_along(self, dim: LoopDim, size: int) -> int:
         """The number of blocks of a size along a dimension: at least one."""
         number, d = dim.windows[0]
-        extent = self.found.pipeline.arrays[number].ref.shape[d]
-        return max(-(-extent // size), 1)
+        shown = self.found.pipeline.shown[number]
+        extent = shown.array.ref.shape[d]
+        return max(-(-extent // (size * dim.per(shown.block))), 1)
 
     @property
     def steps(self) -> int:

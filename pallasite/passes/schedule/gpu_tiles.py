@@ -24,6 +24,7 @@ from pallasite.passes.schedule.loop_over_rows import loop_over_rows
 from pallasite.target import Gpu, physical
 
 TILE_ELEMENTS = 8192  # of the largest tile
+MOST_PARTS = 1024  # of what is reduced, in a loop
 TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
 # Contiguous elements of a tile that would not fit otherwise.
 LEAST_LINE = 8
@@ -104,13 +105,15 @@ def narrow_steps(kernel: Kernel, chip: Gpu) -> Kernel:
 def _summed_in_loops(kernel: Kernel, chip: Gpu) -> Kernel:
     """Loops over parts of what is reduced, where its tiles exceed all registers."""
     blocks = blocks_of(kernel)
-    if blocks is None or largest(blocks, {}) <= chip.registers:
+    if blocks is None or largest(blocks, {}) < chip.registers:
         return kernel
+    most = min(2 * TILE_ELEMENTS, chip.registers // 2)
     reduced = (dim for dim in blocks.found.dims if dim.reduces)
     for dim in sorted(reduced, key=lambda d: is_last(blocks, d)):
-        size = dim.size
-        while size % 2 == 0 and largest(blocks, {dim: size}) > 2 * TILE_ELEMENTS:
-            size //= 2
+        parts = range(2, min(dim.size, MOST_PARTS) + 1)
+        sizes = [dim.size // n for n in parts if dim.size % n == 0] or [dim.size]
+        fits = (n for n in sizes if largest(blocks, {dim: n}) <= most)
+        size = next(fits, sizes[-1])
         try:
             return _summed_in_loops(loop_over_rows(kernel, dim.windows[0], size), chip)
         except CannotReblock:
@@ -177,7 +180,7 @@ def cut(blocks: Blocks, dims: Iterable[tuple[list[LoopDim], int]]) -> Sizes:
     sizes: dict[LoopDim, int] = {}
     for group, least in dims:
         for dim in group:
-            for n in blocks.parts(dim, least):
+            for n in blocks.parts(dim, -(-least // dim.most_per)):
                 if largest(blocks, sizes) > TILE_ELEMENTS:
                     sizes[dim] = n
     return sizes
