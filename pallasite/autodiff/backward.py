@@ -29,6 +29,7 @@ from pallasite.autodiff.backward_windows import (
 from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
+from pallasite.autodiff.loop_products import loop_products
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
 from pallasite.autodiff.partial_sums import Sums, bytes_of
@@ -521,6 +522,9 @@ class _Ways:
                 program, made, self.added(merges), bool(self.moving), is_gpu
             )
         ]
+        if is_gpu and not self.moving:
+            apart = loop_products(ways[-1].stages)
+            ways += [] if apart is None else [self.way(apart, ways[-1].merges)]
         if all(way.estimate.seconds == inf for way in ways) and not self.moving:
             last = ways[-1]
             way = lambda stages: self.way(stages, last.merges)

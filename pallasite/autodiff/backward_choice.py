@@ -18,6 +18,7 @@ from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import VIEWS
+from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.schedule.gpu_blocks import may_fit
 from pallasite.target import Machine
 
@@ -53,7 +54,8 @@ def estimate(kernels: Sequence[Kernel], machine: Machine) -> Estimate:
         steps = prod(n or 1 for n in pipeline.grid)
         slow = machine.sums_in_memory if _adds_to_parts(pipeline) else 1.0
         seconds += slow * machine.kernel(*work, steps, count) + machine.launch
-        fits = machine.gpu is None or may_fit(kernel, machine.gpu)
+        gpu = machine.gpu
+        fits = gpu is None or may_fit(split_accesses(kernel), gpu)
         if machine.must_fit and _blocks(pipeline) > (machine.on_chip or inf):
             fits = False
         unfit += not fits

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-from pallasite.ir.nodes import Access, Gather, Kernel, Op, Span, Value
+from pallasite.ir.nodes import Access, At, Gather, Index, Kernel, Op, Span, Value
 from pallasite.ir.opdef import TILE
 from pallasite.ir.rewrite import (
     Rewriter,
@@ -237,14 +237,14 @@ def _along_parts(op: Op, b: Rewriter) -> Value | None:
         join = b.producer(side.value, "concatenate")
         if join is None or join.attrs["axis"] not in side.contract:
             continue
-        along = other.contract[side.contract.index(join.attrs["axis"])]
+        d = join.attrs["axis"]
+        along = other.contract[side.contract.index(d)]
         boxes, wide = _boxes_of(join), op.result.tile.dtype.bits >= F32.bits
-        long = all(min(box.shape) >= LEAST_DEPTH for box in boxes)
+        long = all(box.shape[d] >= LEAST_DEPTH for box in boxes)
         if len(boxes) > MOST_PARTS or not wide or not long:
             continue
         total: Value | None = None
         for piece, box in zip(join.operands, boxes, strict=True):
-            d = join.attrs["axis"]
             part = _along(b, other.value, {along: (box.starts[d], box.limits[d])})
             if part is None:
                 return None
@@ -296,45 +296,42 @@ def _pieces(b: Rewriter, op: Op | None) -> list[_Piece] | None:
     return [_Piece(axes[0], attrs["low"][axes[0]], op.operands[0])]
 
 
-def _spans(op: Op) -> list[Span] | None:
-    """The spans that an unmasked access selects, if each has a fixed start."""
+def _within(op: Op, box: Box) -> Index | None:
+    """The index of an access, narrowed to a part of the tile; None where that is not a
+    fixed number of elements further."""
     access = Access.of(op)
     if access.mask is not None or any(isinstance(e, Gather) for e in access.index):
         return None
-    spans = [e for e in access.index if isinstance(e, Span)]
-    fixed = all(span.start is not None and span.stride == 1 for span in spans)
-    return spans if fixed else None
-
-
-def _within(op: Op, box: Box) -> tuple[object, ...]:
-    """The index of an access, narrowed to a part of the tile."""
-    pairs = iter(zip(box.starts, box.limits, strict=True))
-
-    def narrowed(entry: object) -> object:
-        if not isinstance(entry, Span):
-            return entry
-        start, limit = next(pairs)
-        return Span((entry.start or 0) + start, limit - start)
-
-    return tuple(map(narrowed, op.attrs["index"]))
+    pairs, found = zip(box.starts, box.limits, strict=True), list[At | Span]()
+    for entry in access.index:
+        if isinstance(entry, Span):
+            start, limit = next(pairs)
+            if limit - start != entry.size:
+                if entry.start is None or entry.stride != 1:
+                    return None
+                entry = Span(entry.start + start, limit - start)
+        found.append(entry)
+    return tuple(found)
 
 
 def _loaded(op: Op, b: Rewriter, box: Box) -> Value | None:
-    if _spans(op) is None:
+    index = _within(op, box)
+    if index is None:
         return None
-    attrs = {**op.attrs, "index": _within(op, box)}
-    (made,) = b.emit("load", *op.operands, **attrs)
+    (made,) = b.emit("load", *op.operands, **{**op.attrs, "index": index})
     return made
 
 
 def _stored_in_parts(op: Op, b: Rewriter) -> Sequence[Value] | None:
     ref, value, *more = op.operands
     join = b.producer(value, "concatenate")
-    if join is None or _spans(op) is None or len(join.operands) > MOST_PARTS:
+    if join is None or len(join.operands) > MOST_PARTS:
         return None
-    for piece, box in zip(join.operands, _boxes_of(join), strict=True):
+    boxes = _boxes_of(join)
+    places = [_within(op, box) for box in boxes]
+    if None in places:
+        return None
+    for piece, index in zip(join.operands, places, strict=True):
         if piece.tile.size:
-            b.emit(
-                "store", ref, piece, *more, **{**op.attrs, "index": _within(op, box)}
-            )
+            b.emit("store", ref, piece, *more, **{**op.attrs, "index": index})
     return ()
