@@ -477,7 +477,6 @@ def _plan(
             gathered += more
             program = with_row_views(program, list(targets.values()))
         most = MOST_SCATTERED * sum(map(bytes_of, kernel.params))
-        most = max(most, FEW_SCATTERED) if machine.gpu is not None else most
         variants = _scattered(program, list(targets.values()), most, machine)
     # Partial sums are for small operands, such as the weights of a norm.
     sums = Sums.of(kernel, machine)
@@ -568,7 +567,10 @@ def _scattered(
         if machine.gpu is not None and _is_sorted(scattering, ref):
             continue  # its addends need no memory
         found = scattered(scattering, ref)
-        if found is not None and sum(map(bytes_of, found[1].refs)) <= most:
+        # Where nothing else is parallel, a GPU has memory for more.
+        alone = machine.gpu is not None and not sorted_steps(scattering, [ref])
+        limit = max(most, FEW_SCATTERED) if alone else most
+        if found is not None and sum(map(bytes_of, found[1].refs)) <= limit:
             scattering = found[0]
             merges.append(found[1])
     rows = machine.one_unit and all(merge.is_rows for merge in merges)
