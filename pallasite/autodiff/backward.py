@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallasite.autodiff.backward_axes import split_axes
-from pallasite.autodiff.backward_choice import Estimate, estimate, sum_of
+from pallasite.autodiff.backward_choice import Estimate, estimate, has_products, sum_of
 from pallasite.autodiff.backward_kernels import groups, kernels_of, products_of
 from pallasite.autodiff.backward_stages import Stages, split, sums_apart
 from pallasite.autodiff.backward_windows import (
@@ -45,6 +45,7 @@ from pallasite.autodiff.sorted_steps import (
     sorted_steps,
     with_row_views,
 )
+from pallasite.autodiff.states_apart import states_apart
 from pallasite.autodiff.unrounded import unrounded
 from pallasite.autodiff.zero_cotangents import without
 from pallasite.backends.base import Together, lowered_together
@@ -62,6 +63,8 @@ from pallasite.sharding.rule import Partition, inherit
 from pallasite.target import Machine
 
 MOST_SCATTERED = 2  # times the bytes of operands and results
+FEW_SCATTERED = 1 << 30  # bytes that any GPU has; adding in place would be in sequence
+MOST_STATES = 4  # times the bytes of operands
 KEPT_SHARE = 1 / 8  # of the bytes of operands and results, for residuals
 UNREPEATABLE = ("debug_print", "debug_check", "delay", "atomic_rmw", "atomic_cas")
 
@@ -285,7 +288,7 @@ def _composed(
     """The kernels of a program in two parts (`first_products.py`), if there are two."""
     machine = made.machine
     normal, program = normal_program(kernel, machine)
-    if machine.gpu is None or normal.aliases or not _has_products(kernel):
+    if machine.gpu is None or normal.aliases or not has_products(kernel):
         return None
     found = cut(program)
     if found is None:
@@ -344,7 +347,7 @@ def keeping_plan(
     It does if a first backward kernel would otherwise repeat matmuls of the program,
     and the residuals are small compared with operands and results.
     """
-    if not _has_products(kernel):
+    if not has_products(kernel):
         return None
     if any(op.name in UNREPEATABLE for op in walk(kernel.body)):
         return None
@@ -353,7 +356,7 @@ def keeping_plan(
             return None
         known = expected_cotangents(kernel, machine)
         made = plan(kernel, wanted, known, machine)
-        if not made.steps or not _has_products(made.steps[0].kernel):
+        if not made.steps or not has_products(made.steps[0].kernel):
             return None
         if made.changing or made.merges or not made.choices[0].stages.programs:
             return None
@@ -424,10 +427,6 @@ def _keeping(
     new = Way(steps, estimated, way.stages)
     backward = replace(made, steps=steps, choices=(new, *made.choices))
     return KeepingPlan(one, kept.refs, kernel.outputs, known, backward, stages)
-
-
-def _has_products(kernel: Kernel) -> bool:
-    return any(op.name == "dot" for op in walk(kernel.body))
 
 
 def _plan(
@@ -514,12 +513,11 @@ class _Ways:
         """All of them, the fastest first; `gathered`: programs that all have."""
         for program in gathered:
             _check_lost(program, made)
-        is_gpu = self.sums.machine.gpu is not None
         ways = [
             self.way(stages.with_more(gathered), merges)
             for program, merges in variants
             for stages in _alternatives(
-                program, made, self.added(merges), bool(self.moving), is_gpu
+                program, made, self.added(merges), bool(self.moving), self.sums
             )
         ]
         if is_gpu and not self.moving:
@@ -531,9 +529,9 @@ class _Ways:
             fits = lambda stage: way(Stages((stage,))).estimate.seconds < inf
             apart = sums_apart(last.stages, fits)
             ways += [] if apart is None else [way(apart)]
-        # Of those that do not fit, the one with the fewest and smallest such kernels.
-        least = lambda way: (way.estimate.unfit, -min(way.estimate.programs, default=0))
-        return sorted(ways, key=lambda way: (way.estimate.seconds, least(way)))
+        # What does not fit waits for memory: the less of it there is, the better.
+        taken = lambda way: (way.estimate.seconds, way.estimate.spilling)
+        return sorted(ways, key=taken)
 
     def added(self, merges: Sequence[Merge]) -> list[Value]:
         """The refs that stages add to."""
@@ -573,7 +571,10 @@ def _scattered(
         if machine.gpu is not None and _is_sorted(scattering, ref):
             continue  # its addends need no memory
         found = scattered(scattering, ref)
-        if found is not None and sum(map(bytes_of, found[1].refs)) <= most:
+        # Where nothing else is parallel, a GPU has memory for more.
+        alone = machine.gpu is not None and not sorted_steps(scattering, [ref])
+        limit = max(most, FEW_SCATTERED) if alone else most
+        if found is not None and sum(map(bytes_of, found[1].refs)) <= limit:
             scattering = found[0]
             merges.append(found[1])
     rows = machine.one_unit and all(merge.is_rows for merge in merges)
@@ -643,18 +644,19 @@ def _alternatives(
     made: Reversed,
     results: Sequence[Value],
     moving: bool,
-    named: bool,
+    sums: Sums,
 ) -> list[Stages]:
     """Split into stages, unless several would have to change the same memory.
 
     A loop that adds to several cotangents may be one stage whose kernels each recompute
-    what they share; if that includes matmuls, a single kernel is an alternative.
+    what they share; if that includes matmuls, a single kernel is an alternative. Where
+    programs leave cores idle, another one is to have a program for each step of a loop.
     """
     program = program.simplified()
     _check_lost(program, made)
     if moving:
         return [Stages((program,))]
-    repeating = False
+    repeating, named = False, sums.machine.gpu is not None
 
     def repeats_nothing(stage: Program) -> bool:
         nonlocal repeating
@@ -663,7 +665,12 @@ def _alternatives(
         return not repeats
 
     careful = split(program, repeats_nothing, named)
-    return [careful, split(program, lambda _: True, named)] if repeating else [careful]
+    found = [careful, split(program, lambda _: True, named)] if repeating else [careful]
+    few = named and prod(program.sizes) < sums.machine.cores
+    states = states_apart(program) if few else None
+    if states is None or sum(map(bytes_of, states.saved)) > MOST_STATES * sums.budget:
+        return found
+    return [*found, states]
 
 
 def _check_lost(program: Program, made: Reversed) -> None:

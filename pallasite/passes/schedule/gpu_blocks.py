@@ -180,10 +180,14 @@ def for_gpu(
     return products.kernel(tuned)
 
 
-def seconds_of_products(kernel: Kernel, chip: Gpu) -> float:
-    """Of a kernel's matmuls with the best blocks; infinite if none are known to fit."""
+def seconds_of_products(kernel: Kernel, chip: Gpu) -> tuple[float, float]:
+    """Of a kernel's matmuls, and with the best blocks; infinite if they may not fit."""
     blocks = blocks_of(kernel)
-    return inf if blocks is None else _products(blocks, chip, Tiles()).best()
+    if blocks is None or not blocks.dots:
+        return inf, inf
+    products = _products(blocks, chip, Tiles())
+    own = products.seconds({})
+    return inf if own is None else own, products.best()
 
 
 def _products(blocks: Blocks, chip: Gpu, tiles: Tiles) -> "_WithProducts":

@@ -275,7 +275,7 @@ def _best(
 def _gains_with_blocks(kernel: Kernel, program: Program, chip: Gpu) -> bool:
     """Whether a long kernel's matmuls are faster in parts, with the best blocks."""
     first, *others = program.kernels
-    own, after = (seconds_of_products(k, chip) for k in (kernel, first))
+    own, after = (seconds_of_products(k, chip)[1] for k in (kernel, first))
     after += sum(seconds(other, chip, chip.cores) for other in others)
     after += _overhead(chip, len(others))
     return _overhead(chip, MANY_LAUNCHES) <= own < inf and own >= GAIN * after
