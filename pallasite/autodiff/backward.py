@@ -520,7 +520,7 @@ class _Ways:
                 program, made, self.added(merges), bool(self.moving), self.sums
             )
         ]
-        if is_gpu and not self.moving:
+        if self.sums.machine.gpu is not None and not self.moving:
             apart = loop_products(ways[-1].stages)
             ways += [] if apart is None else [self.way(apart, ways[-1].merges)]
         if all(way.estimate.seconds == inf for way in ways) and not self.moving:
