@@ -202,10 +202,10 @@ def _are_apart(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
 
 def _product(op: Op, b: Rewriter, box: Box) -> Value | None:
     """A part of a matmul's result, if only loads have to be divided for it."""
-    dot, at = Dot.of(op), len(op.attrs["batch"][0])
-    sides = list[Value]()
+    dot, sides = Dot.of(op), list[Value]()
     for side in dot.sides:
-        first = at if side is dot.lhs else op.result.tile.rank - len(side.free)
+        rank = op.result.tile.rank
+        first = len(side.batch) if side is dot.lhs else rank - len(side.free)
         places = {d: n for n, d in enumerate(side.batch)}
         places |= {d: first + n for n, d in enumerate(side.free)}
         part = {d: (box.starts[p], box.limits[p]) for d, p in places.items()}
