@@ -29,6 +29,7 @@ from pallasite.autodiff.backward_windows import (
 from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
+from pallasite.autodiff.loop_products import loop_products
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
 from pallasite.autodiff.partial_sums import Sums, bytes_of
@@ -62,6 +63,7 @@ from pallasite.sharding.rule import Partition, inherit
 from pallasite.target import Machine
 
 MOST_SCATTERED = 2  # times the bytes of operands and results
+FEW_SCATTERED = 1 << 30  # bytes that any GPU has; adding in place would be in sequence
 MOST_STATES = 4  # times the bytes of operands
 KEPT_SHARE = 1 / 8  # of the bytes of operands and results, for residuals
 UNREPEATABLE = ("debug_print", "debug_check", "delay", "atomic_rmw", "atomic_cas")
@@ -527,6 +529,9 @@ class _Ways:
                 program, made, self.added(merges), bool(self.moving), self.sums
             )
         ]
+        if self.sums.machine.gpu is not None and not self.moving:
+            apart = loop_products(ways[-1].stages)
+            ways += [] if apart is None else [self.way(apart, ways[-1].merges)]
         if all(way.estimate.seconds == inf for way in ways) and not self.moving:
             last = ways[-1]
             way = lambda stages: self.way(stages, last.merges)
@@ -575,7 +580,10 @@ def _scattered(
         if machine.gpu is not None and _is_sorted(scattering, ref):
             continue  # its addends need no memory
         found = scattered(scattering, ref)
-        if found is not None and sum(map(bytes_of, found[1].refs)) <= most:
+        # Where nothing else is parallel, a GPU has memory for more.
+        alone = machine.gpu is not None and not sorted_steps(scattering, [ref])
+        limit = max(most, FEW_SCATTERED) if alone else most
+        if found is not None and sum(map(bytes_of, found[1].refs)) <= limit:
             scattering = found[0]
             merges.append(found[1])
     rows = machine.one_unit and all(merge.is_rows for merge in merges)

@@ -325,10 +325,22 @@ def test_what_is_no_plain_sum_stays():
         o_ref[...] += x_ref[...].sum(axis=1, keepdims=True)
 
     block = pl.BlockSpec((8, 64), lambda i, j: (i, j))
-    row = pl.BlockSpec((8, 1), lambda i, j: (i, 0))
+    sums = pl.BlockSpec((8, 1), lambda i, j: (i, 0))
     for body in (running, started):
-        call = kernel_of(body, [(32, 128)], Shape((32, 1), F32), (4, 2), [block], row)
+        call = kernel_of(body, [(32, 128)], Shape((32, 1), F32), (4, 2), [block], sums)
         assert on_whole_arrays(call) == "it has a 'cond'"
+
+    def rows_by_number(x_ref, o_ref):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        o_ref[pl.ds(x_ref[0, 0].astype(int), 1), :] += x_ref[...]
+
+    row = pl.BlockSpec((1, 64), lambda i: (i, 0))
+    rows = pl.BlockSpec((32, 64), lambda i: (0, 0))
+    call = kernel_of(rows_by_number, [(32, 64)], Shape((32, 64), F32), 32, [row], rows)
+    assert isinstance(on_whole_arrays(call), str)
     # Past the edge, it is not known what is added.
-    call = kernel_of(started, [(30, 128)], Shape((30, 1), F32), (4, 2), [block], row)
+    call = kernel_of(started, [(30, 128)], Shape((30, 1), F32), (4, 2), [block], sums)
     assert isinstance(on_whole_arrays(call), str)

@@ -196,13 +196,11 @@ class _Apart:
         if (add := self.made.get(value)) is not None and add.name == "add":
             x, y = add.operands
             value = y if self.is_load(x) else x if self.is_load(y) else value
+        place = self.place(access)
         # A block that is not added to has at most one store to each place.
-        stored = {
-            (*self.place(each.access),)
-            for each in self.adds
-            if each.access.ref is access.ref
-        }
-        _check(value is not access.value or (*self.place(access),) not in stored)
+        earlier = [each.access for each in self.adds if each.access.ref is access.ref]
+        stored = [self.place(each) for each in earlier]
+        _check(value is not access.value or place not in stored)
         found = self.unreduced(b, value) or _Unreduced(value, value, ())
         tile, like, reduced = found
         rank = tile.tile.rank
