@@ -8,8 +8,8 @@ clamped). The last block may extend past the edge of the array if a mask says wh
 elements there are. Both are proved from affine forms, or by enumerating the steps. A
 part that is fixed stays a part of its block, and so does one at a loop counter.
 
-`overlapping`: also parts of arrays in main memory that start anywhere in them, as
-windows of elements. Chips that copy such parts then copy them a step ahead.
+`overlapping`: parts of arrays in main memory that start anywhere in them, as windows of
+elements. Chips that copy such parts then copy them a step ahead.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -181,6 +181,8 @@ class _Narrowing:
         uses, ref = self.uses.get(shown.block), shown.block
         if not uses or ref in self.others or not _is_plain(shown):
             return []
+        if self.overlapping and ref is not shown.array:
+            return []
         aliased = self.kernel.aliased_results
         if shown.array in (*aliased, *aliased.values()):
             return []  # windows onto one memory move together
@@ -265,9 +267,7 @@ class _Narrowing:
     ) -> bool:
         """Whether parts of an array that programs only read are windows of elements."""
         size, start = place
-        if not self.overlapping or shown.block is not shown.array or size == n:
-            return False
-        if shown.window.mode == "out":
+        if not self.overlapping or size == n or shown.window.mode == "out":
             return False
         return all(start.is_block(size, n, u.active, self.whole.grid, 1) for u in uses)
 
