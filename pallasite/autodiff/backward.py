@@ -29,6 +29,7 @@ from pallasite.autodiff.backward_windows import (
 from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
+from pallasite.autodiff.loop_products import loop_products
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
 from pallasite.autodiff.partial_sums import Sums, bytes_of
@@ -278,6 +279,10 @@ def plan(
     return composed if way.estimate.seconds < other.estimate.seconds else made
 
 
+def _is_composed(made: BackwardPlan) -> bool:
+    return not made.choices[0].stages.programs
+
+
 def _composed(
     made: BackwardPlan,
     kernel: Kernel,
@@ -351,15 +356,20 @@ def keeping_plan(
     if any(op.name in UNREPEATABLE for op in walk(kernel.body)):
         return None
     try:
-        if normal_program(kernel, machine)[0].aliases:
+        normal, program = normal_program(kernel, machine)
+        if normal.aliases:
             return None
         known = expected_cotangents(kernel, machine)
-        made = plan(kernel, wanted, known, machine)
-        if not made.steps or not has_products(made.steps[0].kernel):
-            return None
-        if made.changing or made.merges or not made.choices[0].stages.programs:
+        has_parts = machine.gpu is not None and cut(program) is not None
+        if has_parts and _is_composed(plan(kernel, wanted, known, machine)):
             return None
         made = _plan(kernel, wanted, known, machine, kernel.outputs)
+        if made.changing or made.merges or not made.choices[0].stages.programs:
+            return None
+        first = made.choices[0].stages.programs[0]
+        others = {*Roots(first.body).written(first.body)} - {*kernel.outputs}
+        if not products_of(only(first, [*others])):
+            return None
         return _keeping(made, kernel, known)
     except NoBackwardKernel:
         return None
@@ -519,6 +529,9 @@ class _Ways:
                 program, made, self.added(merges), bool(self.moving), self.sums
             )
         ]
+        if self.sums.machine.gpu is not None and not self.moving:
+            apart = loop_products(ways[-1].stages)
+            ways += [] if apart is None else [self.way(apart, ways[-1].merges)]
         if all(way.estimate.seconds == inf for way in ways) and not self.moving:
             last = ways[-1]
             way = lambda stages: self.way(stages, last.merges)
