@@ -304,7 +304,7 @@ def planned(
 
     if wants_emulation(call) or call.kernel.symbols or platform not in ("cpu", "cuda"):
         return Plan()
-    if on_arrays(call, platform, chip) is not None:
+    if call.options.batch_invariant or on_arrays(call, platform, chip) is not None:
         return Plan()
     if platform == "cpu":
         return Plan() if exporting else plan(call.kernel, host())
@@ -446,6 +446,10 @@ def on_arrays(
         return None
     if _asked_backend(call, platform) is not None:
         return None
+    if call.options.batch_invariant and any(
+        op.name == "reduce" for op in walk(call.kernel.body)
+    ):
+        return None  # XLA adds up in an order that depends on the whole shape
     from pallasite.passes.schedule.whole_arrays import for_xla
 
     machine = target.Machine.usual(_chip_of(platform, chip))

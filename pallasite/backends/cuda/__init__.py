@@ -95,11 +95,13 @@ NATIVE_OPS = frozenset({"dot", *emit.RULES})
 OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 
 
-def passes_for(chip: Gpu) -> tuple[Pass, ...]:
+def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
+    whole = partial(whole_rows, chip=chip, endless=batch_invariant)
+    blocks = partial(for_gpu, chip=chip, tiles=TILES, batch_invariant=batch_invariant)
     return (
         Pass("untransposed", untransposed),
-        Pass("whole_rows", partial(whole_rows, chip=chip)),
+        Pass("whole_rows", whole),
         Pass("own_inputs", own_inputs),
         Pass("matrix_units", write_out),
         Pass("split_accesses", split_accesses),
@@ -113,7 +115,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         # Statistics that were in results are columns now.
         Pass("replicated", replicated, if_changed=True),
         Pass("columns", columns, if_changed=True),
-        Pass("choose_blocks", partial(for_gpu, chip=chip, tiles=TILES)),
+        Pass("choose_blocks", blocks),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
         Pass("plain_copies", plain_copies),
@@ -166,7 +168,7 @@ class CudaBackend:
     native: frozenset[str] = NATIVE_OPS
 
     def passes(self, options: Options) -> Sequence[Pass]:
-        return passes_for(_chip(options))
+        return passes_for(_chip(options), options.batch_invariant)
 
     def stages(self, options: Options) -> Sequence[Stage]:
         chip = _chip(options)

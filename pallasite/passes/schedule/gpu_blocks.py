@@ -24,6 +24,7 @@ from pallasite.passes.normal.unit_dims import unit_dims
 from pallasite.passes.schedule.choose_blocks import (
     Blocks,
     Sizes,
+    adds_in_one_order,
     blocks_of,
     is_last,
     with_uses_apart,
@@ -147,7 +148,11 @@ def warpgroups(rows: int) -> int:
 
 
 def for_gpu(
-    kernel: Kernel, chip: Gpu, tuned: bool = False, tiles: Tiles | None = None
+    kernel: Kernel,
+    chip: Gpu,
+    tuned: bool = False,
+    tiles: Tiles | None = None,
+    batch_invariant: bool = False,
 ) -> Kernel:
     """Blocks that fit an SM's registers and shared memory.
 
@@ -156,12 +161,15 @@ def for_gpu(
         chip: the GPU.
         tuned: the author chose stages or warps for these blocks: keep them if they fit.
         tiles: what matmuls take; None: as in Triton.
+        batch_invariant: whether the order of sums must not follow from the number of
+            programs.
 
     Raises:
         ChipMemoryError: blocks do not fit and cannot be split.
     """
     tiles = tiles or Tiles()
-    blocks = blocks_of(kernel, tiles.fills)
+    endless = batch_invariant and not adds_in_one_order(kernel)
+    blocks = blocks_of(kernel, tiles.fills, endless)
     if blocks is None:
         return kernel
     if not blocks.dots:
@@ -172,7 +180,7 @@ def for_gpu(
     if products.seconds({}) is None and products.best() == inf:
         made = _rows_in_loops(products.blocks)
         if made is not None:
-            return for_gpu(made, chip, tuned, tiles)
+            return for_gpu(made, chip, tuned, tiles, batch_invariant)
     return products.kernel(tuned)
 
 
@@ -210,7 +218,7 @@ def _joined(products: "_WithProducts") -> "_WithProducts | None":
     """Merged programs, where matmuls have fewer rows than an instruction."""
     blocks, tiles = products.blocks, products.tiles
     rows = max(prod(dot.lhs.sizes(dot.lhs.free)) for dot in blocks.dots)
-    if rows >= min(SHORT_TILE, tiles.rows):
+    if blocks.endless or rows >= min(SHORT_TILE, tiles.rows):
         return None
     found = list[_WithProducts]()
     for axis, steps in enumerate(blocks.found.pipeline.grid):
@@ -218,7 +226,7 @@ def _joined(products: "_WithProducts") -> "_WithProducts | None":
             if steps is None or steps % factor:
                 continue
             try:
-                made = blocks_of(join_rows(blocks.kernel, axis, factor), blocks.fills)
+                made = blocks.of(join_rows(blocks.kernel, axis, factor))
             except CannotReblock:
                 break
             if made is not None:
@@ -251,7 +259,7 @@ def _narrow_steps(products: "_WithProducts") -> "_WithProducts | None":
     """The same work with steps of fewer elements, where steps may be split."""
     try:
         cut = canonicalize(cut_steps(products.blocks.kernel, STEP))
-        narrow = blocks_of(cut, products.blocks.fills)
+        narrow = products.blocks.of(cut)
     except CannotReblock:
         return None
     if narrow is None:
@@ -265,7 +273,7 @@ def _wider_steps(products: "_WithProducts") -> "_WithProducts | None":
     if not blocks.fills or products.shares_core:
         return None
     try:
-        made = blocks_of(canonicalize(widen_steps(blocks.kernel, STEP)), blocks.fills)
+        made = blocks.of(canonicalize(widen_steps(blocks.kernel, STEP)))
     except CannotReblock:
         return None
     if made is None or _loads_less(made.kernel, blocks.kernel):
@@ -295,7 +303,7 @@ def _batches_apart(blocks: Blocks) -> Blocks:
             continue
         try:
             apart = unit_dims(blocks.rewritten({dim: 1}))
-            blocks = blocks_of(apart, blocks.fills) or blocks
+            blocks = blocks.of(apart) or blocks
         except CannotReblock:
             continue
 
