@@ -105,13 +105,11 @@ def matmul(
     common.check_invariant("matmul", implementation, batch_invariant)
     compute = common.choose(implementation, _fused, _plain)
     rows = math.prod(x.shape[:-1])
-    uncounted = batch_invariant and configs.traced_for(Gpu)
+    counted = configs.MANY_ROWS if batch_invariant else rows
     config = configs.tuned(
         "matmul",
         config,
-        _default(
-            configs.MANY_ROWS if uncounted else rows, k, y.shape[1], gate is not None
-        ),
+        _default(counted, k, y.shape[1], gate is not None),
         _space(rows, k),
         (x, y, gate, bias, residual),
         batch_invariant,
