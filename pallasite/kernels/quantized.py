@@ -7,6 +7,7 @@ integers times x; its scale is applied afterwards.
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -209,12 +210,22 @@ def _plain_weight_only(x, weights, *, config):
 
 
 def _weight_only(x, weights, *, config):
+    if config.batch_invariant:  # derived kernels add up by blocks of a fixed height
+        call = functools.partial(_by_groups, config=config)
+        whole = functools.partial(call, uncounted=True)
+        return common.differentiated_as(call, whole, x, weights)
+    return _by_groups(x, weights, config=config)
+
+
+def _by_groups(x, weights, *, config, uncounted=False):
     (k, n), bits = weights.shape, weights.bits
     rows = x.reshape(-1, k)
     m, parts = len(rows), 8 // bits  # parts of k packed in a row of bytes
     group = k // len(weights.scales)
     steps = k // parts // group
-    blocks = fitted(MatmulConfig(config.block_m, config.block_n, group), m, n, group)
+    sizes = MatmulConfig(config.block_m, config.block_n, group)
+    sizes = dataclasses.replace(sizes, batch_invariant=uncounted)
+    blocks, known = fitted(sizes, m, n, group), {"fill": 0} if uncounted else {}
     counted = 1 if config.batch_invariant else pl.cdiv(m, blocks.block_m)
     programs = max(counted * pl.cdiv(n, blocks.block_n), 1)
     wanted = 256 // programs if config.splits is None else config.splits
@@ -244,6 +255,7 @@ def _weight_only(x, weights, *, config):
         return pl.BlockSpec(
             (blocks.block_m, group),
             lambda i, j, s, t: (i, part * steps + sums.step(s, t)),
+            **known,
         )
 
     def scale(part):
@@ -361,6 +373,9 @@ def _block_scaled(x, y, x_scales, y_scales, *, out_dtype, config):
     block = k // steps
     wide = x_scales.dtype
     block_m = fitted(config, m, n, k).block_m
+    if config.batch_invariant:  # whole blocks, so that one kernel has any number of rows
+        more = ((0, -m % block_m), (0, 0))
+        x_scales = jnp.pad(x_scales, more)
 
     def kernel(x_ref, y_ref, x_scale_ref, y_scale_ref, o_ref, acc_ref):
         step = pl.program_id(2)

@@ -97,8 +97,9 @@ OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 
 def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
-    whole = partial(whole_rows, chip=chip, endless=batch_invariant)
-    blocks = partial(for_gpu, chip=chip, tiles=TILES, batch_invariant=batch_invariant)
+    same = batch_invariant
+    whole = partial(whole_rows, chip=chip, endless=same)
+    blocks = partial(for_gpu, chip=chip, tiles=TILES, batch_invariant=same)
     return (
         Pass("untransposed", untransposed),
         Pass("whole_rows", whole),
@@ -109,7 +110,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("added_products", added_products),
         Pass("exact_factors", exact_factors),
         Pass("loop_steps", loop_steps),
-        Pass("factors_before", partial(factors_before, chip=chip)),
+        Pass("factors_before", partial(factors_before, chip=chip, always=same)),
         Pass("edge_fills", edge_fills),
         Pass("results_in_scratch", results_in_scratch),
         # Statistics that were in results are columns now.
@@ -133,7 +134,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("fewer_dims", fewer_dims),
         Pass("rows_out", rows_out),
-        Pass("repack", partial(repack, chip=chip)),
+        Pass("repack", partial(repack, chip=chip, always=same)),
         Pass("overlap", overlap),
         Pass("unmasked_loops", partial(unmasked_loops, least=MASK_ELEMENTS)),
         Pass("canonicalize", canonicalize, if_changed=True),

@@ -168,7 +168,7 @@ def adds_in_one_order(kernel: Kernel) -> bool:
     ops = list(walk(kernel.body))
     sides = [s.value for op in ops if op.name == "dot" for s in Dot.of(op).sides]
     alone = not any(op.name in MIXING for op in ops)
-    return alone and all(v.tile.dtype.bytes <= 2 for v in sides)
+    return alone and all(v.tile.dtype.bytes == 2 for v in sides)
 
 
 def _with_own_constants(kernel: Kernel) -> Kernel:

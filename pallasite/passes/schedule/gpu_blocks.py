@@ -168,7 +168,9 @@ def for_gpu(
         ChipMemoryError: blocks do not fit and cannot be split.
     """
     tiles = tiles or Tiles()
-    endless = batch_invariant and not adds_in_one_order(kernel)
+    # What Triton makes of a tile of another shape is not known.
+    free = not tiles.padded and adds_in_one_order(kernel)
+    endless = batch_invariant and not free
     blocks = blocks_of(kernel, tiles.fills, endless)
     if blocks is None:
         return kernel
