@@ -93,8 +93,8 @@ def linear_softmax_cross_entropy_loss(
         weights: (hidden, vocabulary).
         reduction: over tokens: "sum", "mean", or "none" for a loss per token.
         soft_cap: logits l become soft_cap * tanh(l / soft_cap).
-        batch_invariant: whether the bits of a token's loss (reduction="none"), and those
-            of x's gradient, may not depend on how many tokens there are.
+        batch_invariant: whether the bits of a token's loss (reduction="none"), and of
+            x's gradient, may not depend on how many tokens there are.
 
     Returns:
         The loss, float32: a scalar, or (tokens,) without a reduction.

@@ -289,9 +289,7 @@ def _parts(
                 of_statistics,
             ],
         ),
-        compiler_params=common.compiler_params(
-            config, *("parallel",) * 4, "arbitrary"
-        ),
+        compiler_params=common.compiler_params(config, *("parallel",) * 4, "arbitrary"),
         cost_estimate=common.cost(
             2 * batch * heads * keys * (shares * (latent + rotary) + latent),
             [

@@ -373,7 +373,7 @@ def _block_scaled(x, y, x_scales, y_scales, *, out_dtype, config):
     block = k // steps
     wide = x_scales.dtype
     block_m = fitted(config, m, n, k).block_m
-    if config.batch_invariant:  # whole blocks, so that one kernel has any number of rows
+    if config.batch_invariant:  # whole blocks: one kernel has any number of rows
         more = ((0, -m % block_m), (0, 0))
         x_scales = jnp.pad(x_scales, more)
 

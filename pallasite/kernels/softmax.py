@@ -46,6 +46,5 @@ def _softmax_rows(x, *, scale: float, config: common.RowConfig):
     def kernel(x_ref, o_ref):
         o_ref[...] = _normalise(x_ref[...], scale)
 
-    return common.over_rows(
-        kernel, [x], [], [x.dtype], config=config, name="softmax"
-    )[0]
+    (out,) = common.over_rows(kernel, [x], [], [x.dtype], config=config, name="softmax")
+    return out

@@ -1,5 +1,5 @@
-"""`batch_invariant=True`: a row's bits, and those of its gradient, are the same among any
-number of rows and at any place (docs/semantics.md).
+"""`batch_invariant=True`: a row's bits, and those of its gradient, are the same among
+any number of rows and at any place (docs/semantics.md).
 
 On a CPU and a GPU by running; for an H200 also without one: kernels for any number of
 rows add up in one order.
