@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallasite.autodiff.backward_axes import split_axes
-from pallasite.autodiff.backward_choice import Estimate, estimate, sum_of
+from pallasite.autodiff.backward_choice import Estimate, estimate, has_products, sum_of
 from pallasite.autodiff.backward_kernels import groups, kernels_of, products_of
 from pallasite.autodiff.backward_stages import Stages, split, sums_apart
 from pallasite.autodiff.backward_windows import (
@@ -29,6 +29,7 @@ from pallasite.autodiff.backward_windows import (
 from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
+from pallasite.autodiff.loop_products import loop_products
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
 from pallasite.autodiff.partial_sums import Sums, bytes_of
@@ -44,6 +45,7 @@ from pallasite.autodiff.sorted_steps import (
     sorted_steps,
     with_row_views,
 )
+from pallasite.autodiff.states_apart import states_apart
 from pallasite.autodiff.unrounded import unrounded
 from pallasite.autodiff.zero_cotangents import without
 from pallasite.backends.base import Together, lowered_together
@@ -51,14 +53,19 @@ from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.rewrite import substitute
+from pallasite.ir.roles import Pipeline
+from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.analysis.shared_operands import shared_operands
-from pallasite.passes.lower.per_program import Program, main_refs
+from pallasite.passes.lower.per_program import Program, kernel_of, main_refs
+from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 from pallasite.target import Machine
 
 MOST_SCATTERED = 2  # times the bytes of operands and results
+FEW_SCATTERED = 1 << 30  # bytes that any GPU has; adding in place would be in sequence
+MOST_STATES = 4  # times the bytes of operands
 KEPT_SHARE = 1 / 8  # of the bytes of operands and results, for residuals
 UNREPEATABLE = ("debug_print", "debug_check", "delay", "atomic_rmw", "atomic_cas")
 
@@ -302,7 +309,7 @@ def _composed(
     """The kernels of a program in two parts (`first_products.py`), if there are two."""
     machine = made.machine
     normal, program = normal_program(kernel, machine)
-    if machine.gpu is None or normal.aliases or not _has_products(kernel):
+    if machine.gpu is None or normal.aliases or not has_products(kernel):
         return None
     found = cut(program)
     if found is None:
@@ -361,7 +368,7 @@ def keeping_plan(
     It does if a first backward kernel would otherwise repeat matmuls of the program,
     and the residuals are small compared with operands and results.
     """
-    if not _has_products(kernel):
+    if not has_products(kernel):
         return None
     if any(op.name in UNREPEATABLE for op in walk(kernel.body)):
         return None
@@ -370,7 +377,7 @@ def keeping_plan(
             return None
         known = expected_cotangents(kernel, machine)
         made = plan(kernel, wanted, known, machine)
-        if not made.steps or not _has_products(made.steps[0].kernel):
+        if not made.steps or not has_products(made.steps[0].kernel):
             return None
         if made.changing or made.merges or not made.choices[0].stages.programs:
             return None
@@ -443,10 +450,6 @@ def _keeping(
     return KeepingPlan(one, kept.refs, kernel.outputs, known, backward, stages)
 
 
-def _has_products(kernel: Kernel) -> bool:
-    return any(op.name == "dot" for op in walk(kernel.body))
-
-
 def _plan(
     kernel: Kernel,
     wanted: tuple[bool, ...],
@@ -477,7 +480,9 @@ def _plan(
         if shared.get(n) in targets:
             targets[shared[n]] = ref
     results = list(dict.fromkeys([*targets.values(), *changing.values()]))
-    program = split_axes(replace(program, body=made.body), results)
+    program = split_axes(program.with_body(made.body), results)
+    if machine.base_two:
+        program = _in_base_two(program)
     # One that nothing is stored to passes on as it is.
     written = Roots(program.body).written(program.body)
     moving = {ref for ref in changing.values() if ref in written}
@@ -530,23 +535,25 @@ class _Ways:
         """All of them, the fastest first; `gathered`: programs that all have."""
         for program in gathered:
             _check_lost(program, made)
-        is_gpu = self.sums.machine.gpu is not None
         ways = [
             self.way(stages.with_more(gathered), merges)
             for program, merges in variants
             for stages in _alternatives(
-                program, made, self.added(merges), bool(self.moving), is_gpu
+                program, made, self.added(merges), bool(self.moving), self.sums
             )
         ]
+        if self.sums.machine.gpu is not None and not self.moving:
+            apart = loop_products(ways[-1].stages)
+            ways += [] if apart is None else [self.way(apart, ways[-1].merges)]
         if all(way.estimate.seconds == inf for way in ways) and not self.moving:
             last = ways[-1]
             way = lambda stages: self.way(stages, last.merges)
             fits = lambda stage: way(Stages((stage,))).estimate.seconds < inf
             apart = sums_apart(last.stages, fits)
             ways += [] if apart is None else [way(apart)]
-        # Of those that do not fit, the one with the fewest and smallest such kernels.
-        least = lambda way: (way.estimate.unfit, -min(way.estimate.programs, default=0))
-        return sorted(ways, key=lambda way: (way.estimate.seconds, least(way)))
+        # What does not fit waits for memory: the less of it there is, the better.
+        taken = lambda way: (way.estimate.seconds, way.estimate.spilling)
+        return sorted(ways, key=taken)
 
     def added(self, merges: Sequence[Merge]) -> list[Value]:
         """The refs that stages add to."""
@@ -586,7 +593,10 @@ def _scattered(
         if machine.gpu is not None and _is_sorted(scattering, ref):
             continue  # its addends need no memory
         found = scattered(scattering, ref)
-        if found is not None and sum(map(bytes_of, found[1].refs)) <= most:
+        # Where nothing else is parallel, a GPU has memory for more.
+        alone = machine.gpu is not None and not sorted_steps(scattering, [ref])
+        limit = max(most, FEW_SCATTERED) if alone else most
+        if found is not None and sum(map(bytes_of, found[1].refs)) <= limit:
             scattering = found[0]
             merges.append(found[1])
     rows = machine.one_unit and all(merge.is_rows for merge in merges)
@@ -641,23 +651,34 @@ def _reversed(
     return replace(made, body=unrounded(substitute(made.body, sums.same)))
 
 
+def _in_base_two(program: Program) -> Program:
+    """Convert exponentials to base two, before maxima are kept or saved.
+
+    Of the reverse, because a maximum that is stored in its own base is compared with
+    the masking value, which hides that nothing depends on it.
+    """
+    folded = fold_exp2(kernel_of(program, main_refs(program.body), ()))
+    return program.with_body(Pipeline.of(find_pipeline(folded)).body)
+
+
 def _alternatives(
     program: Program,
     made: Reversed,
     results: Sequence[Value],
     moving: bool,
-    named: bool,
+    sums: Sums,
 ) -> list[Stages]:
     """Split into stages, unless several would have to change the same memory.
 
     A loop that adds to several cotangents may be one stage whose kernels each recompute
-    what they share; if that includes matmuls, a single kernel is an alternative.
+    what they share; if that includes matmuls, a single kernel is an alternative. Where
+    programs leave cores idle, another one is to have a program for each step of a loop.
     """
     program = program.simplified()
     _check_lost(program, made)
     if moving:
         return [Stages((program,))]
-    repeating = False
+    repeating, named = False, sums.machine.gpu is not None
 
     def repeats_nothing(stage: Program) -> bool:
         nonlocal repeating
@@ -666,7 +687,12 @@ def _alternatives(
         return not repeats
 
     careful = split(program, repeats_nothing, named)
-    return [careful, split(program, lambda _: True, named)] if repeating else [careful]
+    found = [careful, split(program, lambda _: True, named)] if repeating else [careful]
+    few = named and prod(program.sizes) < sums.machine.cores
+    states = states_apart(program) if few else None
+    if states is None or sum(map(bytes_of, states.saved)) > MOST_STATES * sums.budget:
+        return found
+    return [*found, states]
 
 
 def _check_lost(program: Program, made: Reversed) -> None:

@@ -18,10 +18,13 @@ from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import VIEWS
-from pallasite.passes.schedule.gpu_blocks import may_fit
+from pallasite.passes.normal.loop_steps import loop_steps
+from pallasite.passes.optimise.split_accesses import split_accesses
+from pallasite.passes.schedule.gpu_blocks import may_fit, seconds_of_products
 from pallasite.target import Machine
 
 MOST_STEPS = 1 << 16  # of a loop with a computed trip count, for an estimate
+ALONE = 1.5  # on its core, a program waits for each of its products
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Estimate:
     flops: int
     bytes: int
     seconds: float
-    unfit: int = 0  # kernels that do not fit; the seconds are infinite if there are any
+    spilling: float = 0.0  # seconds of kernels that do not fit, as if they did
 
     def __str__(self) -> str:
         programs = " + ".join(map(str, self.programs))
@@ -43,7 +46,7 @@ class Estimate:
 
 def estimate(kernels: Sequence[Kernel], machine: Machine) -> Estimate:
     """How long a machine takes for the kernels, one after another."""
-    programs, flops, moved, seconds, unfit = [], 0, 0, 0.0, 0
+    programs, flops, moved, seconds, spilling = [], 0, 0, 0.0, 0.0
     for kernel in kernels:
         pipeline = Pipeline.of(find_pipeline(kernel))
         pairs = zip(pipeline.grid, pipeline.semantics, strict=True)
@@ -52,16 +55,28 @@ def estimate(kernels: Sequence[Kernel], machine: Machine) -> Estimate:
         work = (total.flops, total.transcendentals, total.bytes_accessed)
         steps = prod(n or 1 for n in pipeline.grid)
         slow = machine.sums_in_memory if _adds_to_parts(pipeline) else 1.0
-        seconds += slow * machine.kernel(*work, steps, count) + machine.launch
+        own = slow * machine.kernel(*work, steps, count)
+        if machine.gpu is not None:
+            kernel = split_accesses(kernel)
+        if machine.gpu is not None and count < machine.cores and has_products(kernel):
+            products = seconds_of_products(loop_steps(kernel), machine.gpu)
+            gain = 1.0 if products[1] == inf else products[0] / products[1]
+            least = slow * machine.kernel(*work, steps, machine.cores)
+            own = ALONE * max(own / gain, least)
+        own += machine.launch
         fits = machine.gpu is None or may_fit(kernel, machine.gpu)
         if machine.must_fit and _blocks(pipeline) > (machine.on_chip or inf):
             fits = False
-        unfit += not fits
+        seconds += own if fits else inf
+        spilling += 0.0 if fits else own
         programs.append(count)
         flops += total.flops + total.transcendentals
         moved += total.bytes_accessed
-    seconds = inf if unfit else seconds
-    return Estimate(tuple(programs), flops, moved, seconds, unfit)
+    return Estimate(tuple(programs), flops, moved, seconds, spilling)
+
+
+def has_products(kernel: Kernel) -> bool:
+    return any(op.name == "dot" for op in walk(kernel.body))
 
 
 def sum_of(parts: Sequence[Estimate]) -> Estimate:
@@ -71,7 +86,7 @@ def sum_of(parts: Sequence[Estimate]) -> Estimate:
         sum(each.flops for each in parts),
         sum(each.bytes for each in parts),
         sum(each.seconds for each in parts),
-        sum(each.unfit for each in parts),
+        sum(each.spilling for each in parts),
     )
 
 

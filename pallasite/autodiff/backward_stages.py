@@ -99,14 +99,16 @@ def _stage_apart(stage: Program, may_join: Callable[[Program], bool]) -> Stages:
         if (dots := slicer.products(op))
     }
     every = dict.fromkeys(v for values in factors.values() for v in values)
-    refs = {v: saved_ref(v, stage.sizes) for v in slicer.to_save(every, every)}
+    axis = rows_axis(body)
+    refs = {v: saved_ref(v, stage.sizes, axis) for v in slicer.to_save(every, every)}
 
     def adding(ops: Sequence[Op]) -> Program:
         operands = (v for op in ops for v in op.operands)
         ops = (*slicer.closure(operands, list(refs)), *ops)
-        return stage.with_body(_with_saved(body.params, ops, refs)).simplified()
+        return stage.with_body(_with_saved(body.params, ops, refs, axis)).simplified()
 
-    rest = _saving(body.params, [op for op in body.ops if op not in factors], refs)
+    others = [op for op in body.ops if op not in factors]
+    rest = _saving(body.params, others, refs, axis)
     programs = [stage.with_body(rest).simplified()]
     targets: dict[Value, list[Op]] = {}
     for op in factors:
@@ -230,32 +232,38 @@ def _cut(program: Program, loop: Op) -> tuple[Program, Program, list[Value]]:
     needed = _captured(region)
     factors = {v for op in walk(region) if op.name == "dot" for v in op.operands}
     costly = slicer.to_save([v for v in needed if not v.is_ref], factors)
-    refs = {v: saved_ref(v, program.sizes) for v in costly}
-    main = _saving(body.params, [op for op in body.ops if op is not loop], refs)
+    axis = rows_axis(body)
+    refs = {v: saved_ref(v, program.sizes, axis) for v in costly}
+    main = _saving(body.params, [op for op in body.ops if op is not loop], refs, axis)
     ops = (*slicer.closure(needed, costly), *region.ops)
-    moved = _with_saved(body.params, ops, refs, Loop.of(loop).index)
+    moved = _with_saved(body.params, ops, refs, axis, Loop.of(loop).index)
     sizes = (*program.sizes, count)
     inner = replace(program, body=moved, sizes=sizes)
     return program.with_body(main), inner, list(refs.values())
 
 
 def _saving(
-    ids: Sequence[Value], ops: Iterable[Op], refs: Mapping[Value, Value]
+    ids: Sequence[Value], ops: Iterable[Op], refs: Mapping[Value, Value], axis: int
 ) -> Block:
     """Code of a program, which then stores some of its values in refs."""
     b = Builder()
     b.ops += ops
     for value, ref in refs.items():
-        b.store(save_block(b, ref, ids, value, "out"), value)
+        b.store(save_block(b, ref, ids, value, "out", axis), value)
     return Block(tuple(ids), tuple(b.ops))
 
 
 def _with_saved(
-    ids: Sequence[Value], ops: Sequence[Op], refs: Mapping[Value, Value], *more: Value
+    ids: Sequence[Value],
+    ops: Sequence[Op],
+    refs: Mapping[Value, Value],
+    axis: int,
+    *more: Value,
 ) -> Block:
     """A copy of code that loads these values from refs; `more`: indices of its own."""
     b = Builder()
-    loaded = {v: b.load(save_block(b, ref, ids, v, "in")) for v, ref in refs.items()}
+    blocks = {v: save_block(b, ref, ids, v, "in", axis) for v, ref in refs.items()}
+    loaded = {v: b.load(block) for v, block in blocks.items()}
     moved = substitute(Block((), tuple(ops)), loaded)
     return clone(Block((*ids, *more), (*b.ops, *moved.ops)))
 
@@ -390,27 +398,48 @@ def _all(ops: Sequence[Op]) -> Iterable[Op]:
     return walk(Block((), tuple(ops)))
 
 
-def saved_ref(value: Value, sizes: Sequence[int]) -> Value:
+def rows_axis(body: Block) -> int:
+    """The last axis along which a program's blocks of rows adjoin."""
+    places, found = {id: axis for axis, id in enumerate(body.params)}, [-1]
+    for op in body.ops:
+        if op.name == "block_view":
+            dims = zip(op.attrs["window"].dims, op.operands[1:], strict=True)
+            rows = (index for dim, index in dims if dim.size > 1)
+            found.append(places.get(next(rows, op.operands[0]), -1))
+    return max(found)
+
+
+def saved_ref(value: Value, sizes: Sequence[int], axis: int = -1) -> Value:
     """An array of the values that all programs save.
 
-    Those of the last axis are contiguous along the first dimension of the tile, so that
+    Those of the axis are contiguous along the first dimension of the tile, so that
     blocks of several programs, or of parts of one, are blocks of it.
     """
     tile = value.tile
     name = f"saved_{value.name}" if value.name else "saved"
     shape = (*sizes, *tile.shape)
     if sizes and tile.shape:
-        shape = (*sizes[:-1], sizes[-1] * tile.shape[0], *tile.shape[1:])
+        others = [*sizes]
+        rows = others.pop(axis) * tile.shape[0]
+        shape = (*others, rows, *tile.shape[1:])
     return Value(RefType(shape, tile.dtype, "any"), name)
 
 
 def save_block(
-    b: Builder, ref: Value, ids: Sequence[Value], value: Value, mode: str
+    b: Builder,
+    ref: Value,
+    ids: Sequence[Value],
+    value: Value,
+    mode: str,
+    axis: int = -1,
 ) -> Value:
     """The part of a saved ref that belongs to one program."""
     shape = value.tile.shape
     apart = len(ref.ref.shape) - len(shape)  # axes with a dimension of their own
     dims = [BlockDim(1, "squeezed")] * apart + [BlockDim(n) for n in shape]
-    zeros = [b.index(0) for _ in range(len(dims) - len(ids))]
+    places = [*ids]
+    if apart < len(ids):
+        places.append(places.pop(axis))
+    places += [b.index(0) for _ in range(len(dims) - len(ids))]
     window = Window(tuple(dims), mode)
-    return b.op("block_view", ref, *ids, *zeros, window=window)
+    return b.op("block_view", ref, *places, window=window)

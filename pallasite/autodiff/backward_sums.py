@@ -6,11 +6,9 @@ the iterations of a loop, these are stored.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pallasite.autodiff.joined_addends import joined_addends, step_part
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, Block, Gather, Op, Span, Value, walk
-from pallasite.ir.rewrite import producers_of
-from pallasite.ir.roles import Loop
-from pallasite.passes.analysis.affine import Affine, Forms
+from pallasite.ir.nodes import Access, Block, Gather, Op, Value, walk
 from pallasite.passes.analysis.boxes import disjoint, elements
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import Roots
@@ -32,6 +30,9 @@ def expand_sums(body: Block, sums: Sequence[Sum]) -> Block:
         addends = _addends(body, each.block)
         if not addends:
             continue
+        if not each.inner and len(addends) > 1:
+            body = joined_addends(body, each.block, addends)
+            addends = _addends(body, each.block)
         first = addends[0]
         if not each.inner and _replaces(first, each.block) and first in body.ops:
             replaced.add(first)
@@ -67,41 +68,7 @@ def _are_parts(addends: Sequence[Op], block: Value, body: Block) -> bool:
 def _steps_through(addends: Sequence[Op], block: Value, body: Block) -> bool:
     """Whether iterations of a loop have one part each, which together are the block."""
     (op, *more) = addends
-    loops = [o for o in body.ops if o.name == "for" and op in Loop.of(o).body.ops]
-    if more or not loops:
-        return False
-    loop, made = Loop.of(loops[0]), producers_of(body)
-    numbers = [
-        o.attrs.get("value") if (o := made.get(v)) else None for v in loop.bounds
-    ]
-    first, limit, step = numbers
-    if (first, step) != (0, 1) or limit is None:
-        return False
-    access = Access.of(op)
-    if access.ref is not block:
-        view = made.get(access.ref)
-        whole = covers_whole(access.ref.ref.shape, access.index)
-        if view is None or view.name != "subview" or not whole:
-            return False
-        access = replace(Access.of(view), mask=access.mask)
-    moving = [n for n, (_, v) in enumerate(access.split_index()) if v is not None]
-    if access.ref is not block or access.mask is not None or len(moving) != 1:
-        return False
-    (dim,) = moving
-    entry = access.index[dim]
-    shape, index = list(block.ref.shape), list(access.index)
-    length, _ = shape.pop(dim), index.pop(dim)
-    if isinstance(entry, Gather) or not covers_whole(shape, tuple(index)):
-        return False
-    size = entry.size if isinstance(entry, Span) else 1
-    forms = Forms([loop.index])
-    forms.add_ops(o for o in body.ops if not o.regions)
-    forms.add_ops(loop.body.ops)
-    form = forms.of(access.index_operands[0])
-    forwards, backwards = Affine((size,), 0), Affine((-size,), size * (limit - 1))
-    is_affine = form.affine in (forwards, backwards) and not form.spread
-    is_dense = not isinstance(entry, Span) or entry.stride == 1
-    return is_affine and is_dense and size * limit == length
+    return not more and step_part(op, block, body) is not None
 
 
 def _replaces(op: Op, block: Value) -> bool:

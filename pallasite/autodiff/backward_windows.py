@@ -538,18 +538,23 @@ def without_idle_windows(kernel: Kernel) -> Kernel:
 
 def only(program: Program, results: Sequence[Value]) -> Program:
     """The program without its effects on other results."""
-    roots = Roots(program.body)
     others = set(main_refs(program.body)) - set(results)
+    return program.with_body(without_effects(program.body, others)).simplified()
+
+
+def without_effects(block: Block, refs: Collection[Value] | None = None) -> Block:
+    """The code without its effects on some refs; None: on any."""
+    roots = Roots(block)
 
     def strip(block: Block) -> Block:
         ops = []
         for op in block.ops:
             writes = op.name in ("atomic_rmw", "store")
-            if writes and roots.of(op.operands[0]) in others:
+            if writes and (refs is None or roots.of(op.operands[0]) in refs):
                 continue
             if op.regions:
                 op = op.with_(regions=tuple(map(strip, op.regions)))
             ops.append(op)
         return Block(block.params, tuple(ops), block.yields)
 
-    return program.with_body(strip(program.body)).simplified()
+    return strip(block)

@@ -9,16 +9,13 @@ from pallasite.autodiff.reverse_activity import facts_of
 from pallasite.autodiff.started_sums import started_sums
 from pallasite.autodiff.step_blocks import step_blocks
 from pallasite.ir.nodes import Kernel, Value
-from pallasite.ir.roles import Pipeline
-from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.lower import phases
-from pallasite.passes.lower.per_program import Program, kernel_of, main_refs, program_of
+from pallasite.passes.lower.per_program import Program, program_of
 from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.known_integers import known_integers
 from pallasite.passes.normal.results_in_scratch import results_in_scratch
 from pallasite.passes.normal.seams import seams
 from pallasite.passes.normal.untransposed import untransposed
-from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.known_recurrences import known_recurrences
 from pallasite.passes.optimise.known_scans import known_scans
 from pallasite.passes.run import NORMAL, run
@@ -51,8 +48,7 @@ def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
         # A mask of a loaded tile would be a mask of its cotangent, after a matmul.
         kernel = fewer_rows(edge_fills(kernel))
     program = in_phases(program_of(kernel))
-    program = flat_loops(started_sums(merge_adjoining(program)))
-    return kernel, _in_base_two(program) if machine.base_two else program
+    return kernel, flat_loops(started_sums(merge_adjoining(program)))
 
 
 def in_phases(program: Program) -> Program:
@@ -87,9 +83,3 @@ def _with_known_integers(program: Program) -> Program:
     """Simplify trip counts and block indices by the ranges of grid indices."""
     facts = facts_of(program.body, program.sizes)
     return program.with_body(known_integers(program.body, facts)).simplified()
-
-
-def _in_base_two(program: Program) -> Program:
-    """Convert exponentials to base two, before maxima are kept or saved."""
-    folded = fold_exp2(kernel_of(program, main_refs(program.body), ()))
-    return program.with_body(Pipeline.of(find_pipeline(folded)).body)

@@ -10,7 +10,12 @@ division, such as an accumulator in attention, is recovered from the result inst
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pallasite.autodiff.backward_stages import Slice, save_block, saved_ref
+from pallasite.autodiff.backward_stages import (
+    Slice,
+    rows_axis,
+    save_block,
+    saved_ref,
+)
 from pallasite.autodiff.backward_windows import only
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Op, Value, walk
@@ -76,10 +81,11 @@ class _Keep:
             known.append(value)
         ids, after, b = self.body.params, Builder(), Builder()
         loaded: dict[Value, Value] = {}
-        refs = [saved_ref(v, self.program.sizes) for v in loads]
+        axis = rows_axis(self.body)
+        refs = [saved_ref(v, self.program.sizes, axis) for v in loads]
         for value, ref in zip(loads, refs, strict=True):
-            after.store(save_block(after, ref, ids, value, "out"), value)
-            loaded[value] = b.load(save_block(b, ref, ids, value, "in"))
+            after.store(save_block(after, ref, ids, value, "out", axis), value)
+            loaded[value] = b.load(save_block(b, ref, ids, value, "in", axis))
         for value, way in ways.items():
             loaded[value] = way.undone(b, slicer, loaded)
         rest = self.with_known(b, loaded)

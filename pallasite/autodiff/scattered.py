@@ -48,13 +48,15 @@ class Addend:
     """What every program adds to one array: a tile of its own, and its place.
 
     Either the place is affine in the grid indices (`strides`, one per dimension), or
-    the tile is rows of the array, whose numbers `rows` has.
+    the tile is rows of the array, whose numbers `rows` has. The first `lead` dimensions
+    of the array say which row it is.
     """
 
     values: Value
     tile: tuple[int, ...]
     strides: tuple[Stride, ...] = ()
     rows: Value | None = None
+    lead: int = 1
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def scattered(program: Program, ref: Value) -> tuple[Program, Merge] | None:
         if addend is None:
             return None
         addends.append(addend)
-    if not any(map(_overlaps, addends)):
+    if not any(map(_overlaps, addends)) or len({a.lead for a in addends}) > 1:
         return None
     ops = [op for op in program.body.ops if op not in adds]
     body = Block(program.body.params, (*ops, *b.ops))
@@ -154,14 +156,21 @@ class _Scatter:
         if None not in strides and len(set(axes)) == len(axes):
             found = tuple(s for s in strides if s is not None)
             return Addend(self.kept(b, value, ids), tile, strides=found)
-        (row, _), *rest = starts
-        whole = zip(rest, self.ref.ref.shape[1:], strict=True)
-        if any(self.constant(s) != 0 or n != size for (s, n), size in whole):
+        parts = [d for d, start in enumerate(starts) if not self.is_whole(d, start)]
+        lead = 1 + max(parts, default=0)
+        row, shape = b.as_index(starts[0][0]), self.ref.ref.shape
+        if lead > 1 and (lead == len(shape) or prod(tile[:lead]) > 1):
             return None
+        for (start, _), size in zip(starts[1:lead], shape[1:lead], strict=True):
+            row = b.add(b.mul(row, b.index(size)), b.as_index(start))
         if not row.tile.shape:
             row = b.broadcast(row, (1,), ())
-        rows = self.kept(b, b.as_index(row), ids)
-        return Addend(self.kept(b, value, ids), tile, rows=rows)
+        rows = self.kept(b, row, ids)
+        return Addend(self.kept(b, value, ids), tile, rows=rows, lead=lead)
+
+    def is_whole(self, dim: int, start: tuple[Value, int]) -> bool:
+        """Whether an addend has all of a dimension."""
+        return self.constant(start[0]) == 0 and start[1] == self.ref.ref.shape[dim]
 
     def starts(
         self, b: Builder, access: Access, view: Op | None
@@ -362,7 +371,7 @@ def merged(
         count = addend.tile[0]
         here = first if first.shape[1] == count else first + jnp.arange(count)
         rows.append(here.reshape(-1))
-        values.append(x.reshape(-1, prod(shape[1:])))
+        values.append(x.reshape(-1, prod(shape[addend.lead :])))
     if rows:
         given = merge.addends[0].values.ref.dtype.name if same else dtype.name
         lists = jnp.concatenate(rows), jnp.concatenate(values)
@@ -452,7 +461,8 @@ def _by_row(
 
     `dtypes`: of the values, of the sums, and of the sums as they are stored.
     """
-    count, width = shape[0], prod(shape[1:])
+    width = values.shape[1]
+    count = prod(shape) // width
     inside = (rows >= 0) & (rows < count)
     rows = jnp.where(inside, rows, count).astype(jnp.int32)
     firsts, order = sorted_by(rows, count)

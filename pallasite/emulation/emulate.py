@@ -44,7 +44,8 @@ def emulate_arrays(made: WholeArrays) -> Callable[..., list[Array]]:
     run = emulate(made.kernel)
     for batch in reversed(made.batches):
         run = jax.vmap(run, batch.inputs, list(batch.outputs), axis_size=batch.size)
-    return run
+    total = lambda kernel, arrays: emulate(kernel)(*arrays)
+    return lambda *operands: made.results(run(*operands), total)
 
 
 # Updates that XLA can scatter if indices repeat.

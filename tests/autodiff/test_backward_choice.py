@@ -503,7 +503,8 @@ def test_a_logsumexp_keeps_nothing(base, monkeypatch):
 
 @pytest.mark.usefixtures("narrow_programs")
 def test_a_maximum_that_is_seen_keeps_its_cotangent(monkeypatch):
-    """The results depend on the maximum itself, so it is no mere scale."""
+    """The results depend on the maximum itself, so it is no mere scale: it is that of
+    the terms equal to it, and nothing has to be kept."""
 
     def kernel(x_ref, highest_ref, total_ref):
         highest_ref[...], total_ref[...] = log_sum(x_ref, jnp.exp, jnp.log, 4, 8)
@@ -514,7 +515,7 @@ def test_a_maximum_that_is_seen_keeps_its_cotangent(monkeypatch):
 
     run = lambda x: tuple(rows_in_steps(kernel, 2, x))
     x = normal(0, 16, 32)
-    assert stacks(run, x) > 0
+    assert stacks(run, x) == 0
     check(run, reference, x, target=TWO_CORES, monkeypatch=monkeypatch)
 
 

@@ -298,3 +298,49 @@ def test_rows_of_cotangents_are_added_up_where_they_lie(dtype):
     with config.override(target="gpu:h200"):
         *_, last = kernels_in(gradient, *args)
     assert last.outputs[0].ref.dtype.name == call.kernel.outputs[0].ref.dtype.name
+
+
+@pytest.mark.parametrize("shape", [(6, 5, 12), (4, 3, 2, 8)], ids=str)
+def test_points_of_planes_and_volumes(shape):
+    """Interpolation: each point adds to its corners, which memory names."""
+    *sizes, width = shape
+    count, points = len(sizes), 14
+    places = 0.5 + jax.random.uniform(jax.random.key(0), (points, count)) * (
+        jnp.array(sizes) - 2
+    )
+    image = jax.random.normal(jax.random.key(1), shape)
+
+    def corners(place, read):
+        low = [jnp.floor(x).astype(jnp.int32) for x in place]
+        total = 0.0
+        for ends in np.ndindex(*(2,) * count):
+            weight = 1.0
+            for x, first, end in zip(place, low, ends, strict=True):
+                weight *= x - first if end else 1 - (x - first)
+            at = [first + end for first, end in zip(low, ends, strict=True)]
+            total = total + weight * read(*at)
+        return total
+
+    def kernel(image_ref, place_ref, o_ref):
+        place = [place_ref[0, d] for d in range(count)]
+        o_ref[0, :] = corners(place, lambda *at: image_ref[(*at, slice(None))])
+
+    def run(image, places):
+        return pl.pallas_call(
+            kernel,
+            jax.ShapeDtypeStruct((points, width), image.dtype),
+            grid=(points,),
+            in_specs=[
+                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec((1, count), lambda i: (i, 0)),
+            ],
+            out_specs=pl.BlockSpec((1, width), lambda i: (i, 0)),
+        )(image, places)
+
+    def reference(image, places):
+        one = lambda place: corners(list(place), lambda *at: image[at])
+        return jax.vmap(one)(places)
+
+    check(run, reference, image, places)
+    turned = lambda f: lambda places, image: f(image, places)
+    check(turned(run), turned(reference), places, image)

@@ -239,3 +239,62 @@ def test_a_maximum_on_which_no_result_depends_has_no_cotangent(body, sums):
     )
     close = dict.fromkeys(("rtol", "atol"), 2e-2 if dtype == jnp.bfloat16 else 1e-4)
     np.testing.assert_allclose(np.float32(got), np.float32(want), **close)
+
+
+# --- attention of whole rows ---
+
+
+def with_lse(q, k, v, rows: int, scale: float):
+    """Whole rows of scores, blocks of rows before heads; two results."""
+
+    def kernel(q_ref, k_ref, v_ref, o_ref, lse_ref):
+        s = jnp.dot(q_ref[...], k_ref[...].T, preferred_element_type=jnp.float32)
+        top = jnp.max(s * scale, axis=1, keepdims=True)
+        e = jnp.exp(s * scale - top)
+        total = jnp.sum(e, axis=1, keepdims=True)
+        o_ref[...] = jnp.dot((e / total).astype(v_ref.dtype), v_ref[...])
+        lse_ref[...] = top + jnp.log(total)
+
+    heads, n, depth = q.shape
+    block = lambda size: pl.BlockSpec((None, rows, size), lambda i, h: (h, i, 0))
+    every = pl.BlockSpec((None, n, depth), lambda i, h: (h, 0, 0))
+    lse = jax.ShapeDtypeStruct((heads, n, 1), jnp.float32)
+    return pl.pallas_call(
+        kernel,
+        out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), lse),
+        grid=(n // rows, heads),
+        in_specs=[block(depth), every, every],
+        out_specs=(block(depth), block(1)),
+    )(q, k, v)
+
+
+def plain_with_lse(q, k, v, rows: int, scale: float):
+    s = jnp.einsum("hld,hmd->hlm", q, k, preferred_element_type=jnp.float32) * scale
+    p = jax.nn.softmax(s).astype(v.dtype)
+    o = jnp.einsum("hlm,hmd->hld", p, v)
+    return o, jax.nn.logsumexp(s, axis=2, keepdims=True)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(32, jnp.bfloat16), (16, jnp.float32)])
+def test_attention_whose_statistics_have_cotangents(rows: int, dtype):
+    """No result depends on the maximum, and what is saved is in rows of the operand."""
+    keys = jax.random.split(jax.random.key(3), 3)
+    q, k, v = (jax.random.normal(key, (2, 1024, 64)).astype(dtype) for key in keys)
+
+    def loss(f, *operands):
+        outs = (o.astype(jnp.float32) for o in f(*operands, rows, 0.1))
+        return sum(
+            (o * jnp.cos(jnp.arange(o.size)).reshape(o.shape)).sum() for o in outs
+        )
+
+    gradient = lambda f: jax.grad(lambda *operands: loss(f, *operands), (0, 1, 2))
+    with config.override(target="gpu:h200"):
+        calls = calls_in(gradient(with_lse), q, k, v)
+        made = jax.make_jaxpr(gradient(with_lse))(q, k, v)
+    assert [call.kernel.text.count("= dot") for call in calls] == [2, 0, 3, 4]
+    kept = [ref.ref.shape for ref in calls[0].kernel.outputs[2:]]
+    assert kept == [(2, 1024, 1)] * 2
+    got = jax.core.eval_jaxpr(made.jaxpr, made.consts, q, k, v)
+    close = dict.fromkeys(("rtol", "atol"), 5e-2 if dtype == jnp.bfloat16 else 1e-4)
+    for a, b in zip(got, gradient(plain_with_lse)(q, k, v), strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), **close)

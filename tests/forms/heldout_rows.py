@@ -1015,7 +1015,15 @@ def _(size: Size):
 
 
 def _router(size: Size) -> list[Operand]:
-    return [Operand((size(32768, 512, 32), size(128, 128, 32)), F32)]
+    """No logits of a row are equal: the cotangent of a maximum is shared by equal ones,
+    that of `top_k` is not."""
+    n, e = size(32768, 512, 32), size(128, 128, 32)
+
+    def apart(r: np.random.Generator) -> Any:
+        spread = 0.5 + r.random((n, 1))
+        return r.permuted(np.tile(np.linspace(-3, 3, e), (n, 1)), axis=1) * spread
+
+    return [Operand((n, e), F32, make=apart)]
 
 
 def _routed(x):

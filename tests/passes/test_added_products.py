@@ -34,6 +34,7 @@ SUMS = {
 }
 SAME = {
     "in turn": "%f: f32[4,4] = add %acc, %d %s: f32[4,4] = add %f, %c",
+    "to a start": "%f: f32[4,4] = add %d, %acc %s: f32[4,4] = add %f, %c",
     "one": "%s: f32[4,4] = add %d, %acc",
     "used again": "%f: f32[4,4] = add %d, %c %t: f32[4,4] = mul %d, %c "
     "%u: f32[4,4] = mul %t, %c %v: f32[4,4] = add %u, %f %s: f32[4,4] = mul %v, %f",

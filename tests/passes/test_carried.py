@@ -28,6 +28,23 @@ def at_first(axis: int, code: str, later: str = "") -> str:
     """
 
 
+def guarded(name: str, code: str, ref: str = "given") -> str:
+    """Code for steps where what a number of memory, or an index, is not two."""
+    axis = int(name == "v")
+    number = (
+        f"load %{ref}[%i{axis}]" if not name.startswith("i") else f"add %{name}, %zero"
+    )
+    return f"""
+        %m{name}: i32 = {number}
+        %two{name}: i32 = constant {{value=2, type=i32[]}}
+        %q{name}: bool = ne %m{name}, %two{name}
+        %r{name}: i32 = cast %q{name} {{dtype=i32}}
+        cond %r{name}
+          branch () {{ }}
+          branch () {{ {code} }}
+    """
+
+
 # The first of two axes along which %acc is carried; 2: none.
 CASES = {
     "read before": (READ + STORE, 0),
@@ -43,10 +60,27 @@ CASES = {
         at_first(1, "store %acc[%i0] = %i0", "%x: i32 = load %acc[%i0]"),
         0,
     ),
+    "reset and read where a number says": (
+        guarded("n", at_first(1, STORE) + READ),
+        1,
+    ),
+    "reset where a number says": (guarded("n", at_first(1, STORE)) + READ, 0),
+    "reset where it says so of later steps": (
+        at_first(1, STORE, "") + guarded("i1", READ),
+        1,
+    ),
+    "guarded by what varies": (guarded("v", at_first(1, STORE) + READ), 0),
+    "guarded by what is written": (
+        guarded("w", at_first(1, STORE) + READ, "numbers") + "store %numbers[0] = %i1",
+        0,
+    ),
     "half is written": (HALF + READ, 0),
     "the same half is written": (HALF + "%x: i32[4] = load %acc[0:+4]", 2),
 }
-PARAMS = "%acc: ref<i32[8] vmem>, %half: ref<i32[4] vmem>"
+PARAMS = (
+    "%acc: ref<i32[8] vmem>, %half: ref<i32[4] vmem>, %given: ref<i32[4] smem>, "
+    "%numbers: ref<i32[4] smem>"
+)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -54,7 +88,9 @@ def test_first_axis_that_carries(name: str):
     code, axis = CASES[name]
     pipeline = program(START + code, (2, 3), PARAMS)
     ref = value_named(pipeline, "acc")
-    assert carried_from(pipeline.body, ref, pipeline.ids, pipeline.grid) == axis
+    constant = {value_named(pipeline, "given")} if "%given" in code else set()
+    found = carried_from(pipeline.body, ref, pipeline.ids, pipeline.grid, constant)
+    assert found == axis
 
 
 def test_an_axis_of_one_step_resets_at_every_step():

@@ -338,3 +338,23 @@ def test_random_kernels_keep_the_rules(family: str, seed: int):
     wanted = run_numpy(case.kernel, case.arrays)
     for a, b in zip(run_numpy(new, case.arrays), wanted, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_formulas_count_as_their_operations():
+    """A sine is about a hundred operations of a TPU, and no loop: many make much code,
+    which compiles for minutes."""
+
+    def sines(x_ref, o_ref):
+        y = x_ref[...]
+        for _ in range(50):
+            y = jnp.sin(y) + 1.0
+        o_ref[...] = y
+
+    x = Shape((512, 128), jnp.float32)
+    rows = pl.BlockSpec((8, 128), lambda i: (i, 0))
+    call = pl.pallas_call(sines, x, grid=64, in_specs=[rows], out_specs=rows)
+    (made,) = calls_in(call, x)
+    new = for_tpu(run(made.kernel), TPUS["v6e"])
+    assert "grid=(16,), windows=(in[32, 128], out[32, 128])" in new.text
+    size = tpu_blocks.code_size(blocks_of(new).body, TPUS["v6e"])
+    assert 50 * 4 * 100 <= size < tpu_blocks.MOST_CODE

@@ -216,3 +216,37 @@ kernel @k(%i: ref<i32 any>, %o: ref<f32[2,4] any>) outputs 1 {
         for row in (-1, 1, 5):
             got = run_numpy(new, [np.int32(row)])
             np.testing.assert_array_equal(got, run_numpy(kernel, [np.int32(row)]))
+
+
+@pytest.mark.parametrize("shape", [(24, 32), (20, 29)])
+def test_places_that_wrap_around_are_slices_where_none_does(shape):
+    """A program's block is numbered in groups, and its places are remainders."""
+    (m, n), (rows, columns), group = shape, (8, 8), 2
+    down, across = pl.cdiv(m, rows), pl.cdiv(n, columns)
+
+    def kernel(x_ref, y_ref, o_ref):
+        number = pl.program_id(0)
+        first = number // (group * across) * group
+        size = jnp.minimum(down - first, group)
+        i = first + number % (group * across) % size
+        j = number % (group * across) // size
+        row, column = i * rows + jnp.arange(rows), j * columns + jnp.arange(columns)
+        x = x_ref[(row % m)[:, None], jnp.arange(16)[None]]
+        y = pl.load(y_ref, (jnp.arange(16)[:, None], (column % n)[None]))
+        keep = (row[:, None] < m) & (column[None] < n)
+        pl.store(o_ref, (row[:, None], column[None]), jnp.dot(x, y), mask=keep)
+
+    out = jax.ShapeDtypeStruct(shape, jnp.float32)
+    call = pl.pallas_call(kernel, out_shape=out, grid=(down * across,))
+    x, y = (np.random.default_rng(0).normal(size=s) for s in ((m, 16), (16, n)))
+    x, y = np.float32(x), np.float32(y)
+    (old,) = kernels_in(call, x, y)
+    new = normalize(old)
+    verify(new)
+    stores = [op for op in walk(new.body) if op.name == "store"]
+    assert not any(isinstance(e, Gather) for op in stores for e in Access.of(op).index)
+    assert ("gather" in new.text) == (shape == (20, 29))
+    assert f"grid=({down}, {across})" in new.text
+    for got, want in zip(run_numpy(new, [x, y]), run_numpy(old, [x, y]), strict=True):
+        np.testing.assert_array_equal(got, want)
+    np.testing.assert_allclose(run_numpy(new, [x, y])[0], x @ y, 1e-5, 1e-5)

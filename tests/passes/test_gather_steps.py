@@ -217,3 +217,45 @@ def test_windows_that_move_backwards():
 def test_windows_that_move_backwards_from_elsewhere_are_refused():
     with pytest.raises(CannotReblock, match="does not follow the axis"):
         gather_steps(kernel(RUNNING, FALLING.replace("7", "8"), n=64), 2)
+
+
+STENCIL = """
+kernel @stencil(%x: ref<f32[LENGTH,6] any>, %o: ref<f32[16,6] any>) outputs 1 {
+  pipeline %x, %o {grid=(8, 1), windows=(in[element 5, 6], out[2, 6]),
+      semantics=("arbitrary", "arbitrary")}
+    map (%i: i32, %j: i32) {
+      %two: i32 = constant {value=2}
+      %s: i32 = mul %i, %two
+      yield %s, %j
+    }
+    map (%i1: i32, %j1: i32) { yield %i1, %j1 }
+    body (%i2: i32, %j2: i32, %xb: ref<f32[5,6] block>, %ob: ref<f32[2,6] block>) {
+      %v: f32[5,6] = load %xb[:, :]
+      %a: f32[2,6] = slice %v {starts=(0, 0), limits=(2, 6), strides=(1, 1)}
+      %b: f32[2,6] = slice %v {starts=(3, 0), limits=(5, 6), strides=(1, 1)}
+      %c: f32[2,6] = add %a, %b
+      store %ob[:, :] = %c
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("factor", [2, 8])
+def test_overlapping_windows_of_elements(factor: int):
+    """Several of them are one, in which each program's part starts two rows later."""
+    made = parse_kernel(STENCIL.replace("LENGTH", "19"))
+    new = canonicalize(gather_programs(made, 0, factor))
+    verify(new)
+    rows = 5 + 2 * (factor - 1)
+    windows = f"in[element {rows}, 6], out[{2 * factor}, 6]"
+    assert f"grid=({8 // factor}, 1), windows=({windows})" in new.text
+    assert "load %xb[2:+5, :]" in new.text
+    x = np.random.default_rng(0).normal(size=(19, 6)).astype("f4")
+    (got,), (want,) = outputs(new, [x]), outputs(made, [x])
+    np.testing.assert_array_equal(got, want)
+
+
+def test_overlapping_windows_that_are_moved_back_at_the_end_stay():
+    """The last one would start past the end, and is the nearest inside."""
+    with pytest.raises(CannotReblock, match="does not follow the axis"):
+        gather_programs(parse_kernel(STENCIL.replace("LENGTH", "18")), 0, 2)

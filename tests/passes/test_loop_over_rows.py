@@ -15,6 +15,7 @@ from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.run import run
 from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.loop_over_rows import loop_over_rows
+from pallasite.passes.schedule.reblock import cut
 from pallasite.sites import kernels_in
 from pallasite.target import GPUS
 from tests.passes.test_same_meaning import outputs
@@ -147,3 +148,154 @@ def test_tiles_beyond_all_registers_on_a_gpu(shape, kind):
     given = [rng.normal(size=shape).astype(jnp.bfloat16) for _ in range(2)]
     for got, want in zip(outputs(after, given), outputs(before, given), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+def called(kernel, shapes, out, in_specs=None, out_specs=None, grid=()) -> Kernel:
+    specs = {} if in_specs is None else dict(in_specs=in_specs, out_specs=out_specs)
+    call = pl.pallas_call(kernel, out, grid=grid, **specs)
+    (found,) = kernels_in(call, *shapes)
+    return run(found)
+
+
+def nearest(kind: str, dtype) -> Kernel:
+    def kernel(x_ref, c_ref, d_ref, i_ref):
+        gap = x_ref[...][:, None] - c_ref[...][None, :]
+        d_ref[...] = getattr(jnp, kind)(gap, axis=1)
+        i_ref[...] = getattr(jnp, f"arg{kind}")(gap, axis=1).astype(jnp.int32)
+
+    shapes = [jax.ShapeDtypeStruct((n,), dtype) for n in (6, 24)]
+    out = [jax.ShapeDtypeStruct((6,), d) for d in (dtype, jnp.int32)]
+    return called(kernel, shapes, out)
+
+
+@pytest.mark.parametrize("kind", ["min", "max"])
+@pytest.mark.parametrize("dtype", [F32, jnp.bfloat16, jnp.int32, jnp.uint8], ids=str)
+def test_the_first_of_equals_has_its_position(kind: str, dtype):
+    before = nearest(kind, dtype)
+    after = canonicalize(loop_over_rows(before, (1, 0), 4))
+    verify(after)
+    assert loops_and_products(after) == (1, 0) and "[6,24]" not in after.text
+    rng = np.random.default_rng(1)
+    arrays = [rng.integers(0, 4, n).astype(dtype) for n in (6, 24)]
+    for got, want in zip(outputs(after, arrays), outputs(before, arrays), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("kind", ["min", "max"])
+@pytest.mark.parametrize("at", [[3], [21], [9, 17, 2], range(24)], ids=str)
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_the_first_nan_has_its_position(kind: str, at, number):
+    before = nearest(kind, F32)
+    after = loop_over_rows(before, (1, 0), 4)
+    x, c = np.zeros(6, np.float32), np.arange(24, dtype=np.float32) % 5
+    c[list(at)] = number
+    pairs = zip(outputs(after, [x, c]), outputs(before, [x, c]), strict=True)
+    for got, want in pairs:
+        np.testing.assert_array_equal(got, want)
+
+
+def group_norm(rows: int, groups: int, per: int, dtype=F32) -> Kernel:
+    def kernel(x_ref, g_ref, o_ref):
+        x = x_ref[0].astype(F32)
+        mean = x.sum(0).reshape(groups, per).sum(1) / (rows * per)
+        mean = jnp.broadcast_to(mean[:, None], (groups, per)).reshape(-1)
+        x = (x - mean) * g_ref[...]
+        o_ref[0] = (x * jax.nn.sigmoid(x)).astype(dtype)
+
+    shape = jax.ShapeDtypeStruct((2, rows, groups * per), dtype)
+    block = pl.BlockSpec((1, rows, groups * per), lambda i: (i, 0, 0))
+    whole = pl.BlockSpec((groups * per,), lambda i: (0,))
+    scale = jax.ShapeDtypeStruct((groups * per,), F32)
+    return called(kernel, [shape, scale], shape, [block, whole], block, (2,))
+
+
+@pytest.mark.parametrize("dtype", [F32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1, 3])
+def test_results_are_stored_part_by_part(size: int, dtype):
+    before = group_norm(9, 4, 5, dtype)
+    after = canonicalize(loop_over_rows(before, (0, 1), size))
+    verify(after)
+    assert loops_and_products(after) == (2, 0)
+    assert "%x_ref_1[:, :]" not in after.text
+    rng = np.random.default_rng(2)
+    arrays = [
+        rng.normal(size=p.ref.shape).astype(p.ref.dtype.np) for p in before.inputs
+    ]
+    (got,), (want,) = outputs(after, arrays), outputs(before, arrays)
+    np.testing.assert_allclose(*(a.astype("f4") for a in (got, want)), rtol=1e-2)
+
+
+def test_a_result_that_is_read_is_not_stored_part_by_part():
+    def kernel(x_ref, o_ref):
+        x = x_ref[...]
+        o_ref[...] = x / x.sum(0)
+        o_ref[...] += x
+
+    shape = jax.ShapeDtypeStruct((8, 4), F32)
+    with pytest.raises(CannotReblock, match="is written"):
+        loop_over_rows(called(kernel, [shape], shape), (0, 0), 2)
+
+
+@pytest.mark.parametrize("n", [49, 64])
+def test_a_batch_that_is_summed_is_a_loop_of_products_on_a_gpu(n: int):
+    """As in the gradient of attention in windows, whose bias is the same for all."""
+
+    def kernel(x_ref, y_ref, o_ref, sum_ref):
+        s = jnp.einsum("wid,wjd->wij", x_ref[:, 0], y_ref[:, 0])
+        o_ref[:, 0] = jnp.einsum("wij,wjd->wid", s, y_ref[:, 0])
+        sum_ref[0, 0] = s.sum(0)
+
+    blocks = [jax.ShapeDtypeStruct((8, 3, n, 16), F32)] * 2
+    out = [blocks[0], jax.ShapeDtypeStruct((2, 3, n, n), F32)]
+    spec = pl.BlockSpec((4, 1, n, 16), lambda i, h: (i, h, 0, 0))
+    sums = pl.BlockSpec((1, 1, n, n), lambda i, h: (i, h, 0, 0))
+    before = called(kernel, blocks, out, [spec] * 2, [spec, sums], (2, 3))
+    after = for_gpu(before, GPUS["h200"])
+    verify(after)
+    dots = [op for op in walk(after.body) if op.name == "dot"]
+    assert len(dots) >= 2 and all(op.result.tile.rank == 2 for op in dots)
+    rng = np.random.default_rng(3)
+    arrays = [rng.normal(size=(8, 3, n, 16)).astype("f4") for _ in range(2)]
+    for got, want in zip(outputs(after, arrays), outputs(before, arrays), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("groups, per", [(4, 5), (30, 12)])
+@pytest.mark.parametrize("rows", [49, 64])
+def test_groups_of_channels_are_programs_on_a_gpu(rows: int, groups: int, per: int):
+    """Channels by groups divide programs; positions are loops where they do not fit."""
+    before = group_norm(rows, groups, per)
+    after = for_gpu(before, replace(GPUS["h200"], registers=1 << 9))
+    verify(after)
+    sizes = [v.tile.size for op in walk(after.body) for v in op.results if not v.is_ref]
+    assert max(sizes) < 1 << 9
+    rng = np.random.default_rng(4)
+    arrays = [rng.normal(size=p.ref.shape).astype("f4") for p in before.inputs]
+    (got,), (want,) = outputs(after, arrays), outputs(before, arrays)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_programs_have_whole_groups_of_channels(parts: int):
+    before = group_norm(9, 4, 5)
+    after = cut(before, (0, 2), parts)
+    verify(after)
+    assert f"[9,{20 // parts}]" in after.text and f"f32[{4 // parts},5]" in after.text
+    rng = np.random.default_rng(6)
+    arrays = [rng.normal(size=p.ref.shape).astype("f4") for p in before.inputs]
+    (got,), (want,) = outputs(after, arrays), outputs(before, arrays)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_rows_of_two_dimensions_are_loops_over_the_first():
+    def kernel(x_ref, o_ref):
+        x = x_ref[...].reshape(24, 8)
+        o_ref[...] = (x - x.sum(0)).reshape(6, 4, 8)
+
+    shape = jax.ShapeDtypeStruct((6, 4, 8), F32)
+    before = called(kernel, [shape], shape)
+    after = canonicalize(loop_over_rows(before, (0, 0), 2))
+    verify(after)
+    assert loops_and_products(after) == (2, 0) and "f32[24,8]" not in after.text
+    x = np.random.default_rng(5).normal(size=(6, 4, 8)).astype("f4")
+    np.testing.assert_allclose(outputs(after, [x])[0], outputs(before, [x])[0], 1e-5)

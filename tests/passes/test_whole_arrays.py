@@ -206,13 +206,15 @@ def test_bytes_decide():
 
     large = (4096, 1024)
     assert for_xla(mapped(double, large), (0,), MACHINE) is not None
-    assert "hardly any" in why_native(mapped(double, large), (), MACHINE)
+    assert for_xla(mapped(double, large), (), MACHINE) is not None
+    cpu = Machine.usual(host())
+    assert "hardly any" in why_native(mapped(double, large), (), cpu)
     assert "longer to compute" in why_native(mapped(sines, large), (0,), MACHINE)
     row = pl.BlockSpec((1, 64), lambda i, j: (0, j))
     block = pl.BlockSpec((8, 64), lambda i, j: (i, j))
     shapes = [(1, 1024)], Shape(large, F32)
     spread = kernel_of(repeat, *shapes, (512, 16), [row], block)
-    assert "hardly any" in why_native(spread, (0,), MACHINE)
+    assert "hardly any" in why_native(spread, (0,), cpu)
 
 
 def rows_kernel(function, width):
@@ -244,3 +246,101 @@ def test_short_rows_reduced_one_after_another_are_for_a_gpus_xla():
     x = np.random.default_rng(0).normal(size=(4096, 256)).astype(np.float32)
     (got,) = emulate_arrays(made)(x)
     np.testing.assert_allclose(got, centred(x), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("shape", [(32, 192), (8, 256)])
+def test_sums_of_what_programs_map_are_apart(shape):
+    """Over both axes, over one, into places of one block, and in parts."""
+
+    def kernel(x_ref, s_ref, o_ref, all_ref, column_ref, both_ref, part_ref):
+        i, j = pl.program_id(0), pl.program_id(1)
+        x = x_ref[...]
+        y = jnp.sin(x) * s_ref[0]
+        o_ref[...] = y
+
+        @pl.when((i == 0) & (j == 0))
+        def _():
+            all_ref[...] = jnp.zeros_like(all_ref)
+            both_ref[...] = jnp.zeros_like(both_ref)
+
+        @pl.when(j == 0)
+        def _():
+            column_ref[...] = jnp.zeros_like(column_ref)
+
+        scale = s_ref[1] * 2
+        all_ref[...] += ((x * y).sum(keepdims=True) * scale).reshape(1, 1)
+        both_ref[0] += x.sum()
+        both_ref[2] += -y.sum()
+        column_ref[...] += y.sum(axis=1, keepdims=True)
+        part_ref[...] = (x * x).sum(axis=0)
+
+    rows, columns = shape
+    grid = (rows // 8, columns // 64)
+    block = pl.BlockSpec((8, 64), lambda i, j: (i, j))
+    specs = [
+        block,
+        pl.BlockSpec((1, 1), lambda i, j: (0, 0)),
+        pl.BlockSpec((8, 1), lambda i, j: (i, 0)),
+        pl.BlockSpec((3,), lambda i, j: (0,)),
+        pl.BlockSpec((None, 64), lambda i, j: (i, j)),
+    ]
+    outs = [shape, (1, 1), (rows, 1), (3,), (grid[0], columns)]
+    call = pl.pallas_call(
+        kernel,
+        [Shape(s, F32) for s in outs],
+        grid=grid,
+        in_specs=[block, pl.BlockSpec((2,), lambda i, j: (0,))],
+        out_specs=specs,
+    )
+    (found,) = calls_in(call, Shape(shape, F32), Shape((2,), F32))
+    made = on_whole_arrays(found.kernel)
+    assert not isinstance(made, str), made
+    assert made.sums is not None and made.sums.sums == (1, 2, 3, 4)
+    verify(made.kernel)
+    verify(made.sums.total)
+    assert "reduce" not in made.kernel.text
+    rng = np.random.default_rng(0)
+    args = [rng.normal(size=shape).astype(np.float32), np.float32([2, 0.5])]
+    for got, want in zip(
+        emulate_arrays(made)(*args), outputs(found.kernel, args), strict=True
+    ):
+        np.testing.assert_allclose(got, want, 1e-4, 1e-4)
+    assert for_xla(found.kernel, (0,), MACHINE) is not None
+    assert "adds up" in why_native(found.kernel, (0,), Machine.usual(host()))
+
+
+def test_what_is_no_plain_sum_stays():
+    def running(x_ref, o_ref):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        o_ref[...] = o_ref[...] * 0.5 + x_ref[...].sum(axis=1, keepdims=True)
+
+    def started(x_ref, o_ref):
+        @pl.when(pl.program_id(1) == 1)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        o_ref[...] += x_ref[...].sum(axis=1, keepdims=True)
+
+    block = pl.BlockSpec((8, 64), lambda i, j: (i, j))
+    sums = pl.BlockSpec((8, 1), lambda i, j: (i, 0))
+    for body in (running, started):
+        call = kernel_of(body, [(32, 128)], Shape((32, 1), F32), (4, 2), [block], sums)
+        assert on_whole_arrays(call) == "it has a 'cond'"
+
+    def rows_by_number(x_ref, o_ref):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        o_ref[pl.ds(x_ref[0, 0].astype(int), 1), :] += x_ref[...]
+
+    row = pl.BlockSpec((1, 64), lambda i: (i, 0))
+    rows = pl.BlockSpec((32, 64), lambda i: (0, 0))
+    call = kernel_of(rows_by_number, [(32, 64)], Shape((32, 64), F32), 32, [row], rows)
+    assert isinstance(on_whole_arrays(call), str)
+    # Past the edge, it is not known what is added.
+    call = kernel_of(started, [(30, 128)], Shape((30, 1), F32), (4, 2), [block], sums)
+    assert isinstance(on_whole_arrays(call), str)

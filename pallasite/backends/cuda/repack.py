@@ -215,8 +215,10 @@ def factors_before(kernel: Kernel, chip: Gpu, always: bool = False) -> Kernel:
         # XLA does not multiply what is read past the edge.
         plain &= not any(s.window.fill for s in shown)
         (number,) = numbers if plain and len(numbers) == 1 else (None,)
+        if number is None:
+            continue
         sides = {side for op in scaled for side in _sides(op.result, users)}
-        if number is None or not sides or not (1 in sides or is_full):
+        if not sides or not (1 in sides or is_full):
             continue
         found.append(Packing(operand, False, 0, number))
         products |= {op.result: v for load in loads for v in load.results

@@ -79,6 +79,7 @@ class TpuBackend:
         from pallasite.passes.normal.columns import columns
         from pallasite.passes.normal.consecutive_indices import consecutive_indices
         from pallasite.passes.normal.known_comparisons import known_comparisons
+        from pallasite.passes.normal.narrow_windows import narrow_windows
         from pallasite.passes.normal.replicated import replicated
         from pallasite.passes.normal.results_in_scratch import results_in_scratch
         from pallasite.passes.optimise.guard_bounds import guard_bounds
@@ -100,6 +101,7 @@ class TpuBackend:
             Pass("bitcasts", partial(legalize, native=_keeps_width, backend=self.name)),
             Pass("carry_types", carry_types),
             Pass("keep_on_chip", keep_on_chip),
+            Pass("overlapping_windows", partial(narrow_windows, overlapping=True)),
             Pass("fetch_slices", partial(fetch_slices, chip=chip)),
             Pass("order_axes", order_axes),
             Pass("order_dims", order_dims),

@@ -164,7 +164,7 @@ class _Dim:
     how: str
     dim: BlockDim  # of the new window
     padding: tuple[int, int] = (0, 0)  # of the array
-    tile: int = 1
+    tile: int = 1  # that a block starts in; 1: it starts at one
 
 
 @dataclass(frozen=True)
@@ -262,6 +262,9 @@ class _Fitted:
             if each.how not in ("around", "whole"):
                 index.append(Span(0, size))
                 continue
+            if each.how == "around" and each.tile == 1:
+                index.append(Span(0, size))
+                continue
             start = starts[d]
             if old.kind == "blocked":
                 start = b.mul(start, b.index(old.size))
@@ -279,7 +282,7 @@ def _moved(b: Builder, dim: _Dim, number: Value) -> Value:
     """The index of the new block along a dimension."""
     if dim.how in ("apart", "whole"):
         return b.index(0)
-    if dim.how == "around":
+    if dim.how == "around" and dim.tile > 1:
         tile = b.index(dim.tile)
         return b.mul(b.div(number, tile), tile)
     return number
@@ -617,12 +620,14 @@ def _element(mode: str, dim: BlockDim, size: int, tile: int, index: Fact) -> _Di
     if dim.size % tile == 0 and aligned and not low:  # Mosaic pads only at the end
         return _Dim("same", dim)
     last = min(index.high, low + size + high - 1)
-    around = _rounded_up(dim.size + tile - 1, tile)
+    around = _rounded_up(dim.size + (0 if aligned else tile - 1), tile)
     total = max(low + size, last // tile * tile + around)
     if mode == "in" and around < total:
-        return _Dim(
-            "around", BlockDim(around, "element"), (low, total - low - size), tile
-        )
+        padding = (low, total - low - size)
+        within = 1 if aligned else tile
+        if not any(dim.padding):  # the tiles around may be past the end
+            return _Dim("around", BlockDim(around, "element", padding), tile=within)
+        return _Dim("around", BlockDim(around, "element"), padding, within)
     total = max(low + size, last + dim.size)
     return _Dim("whole", BlockDim(total), (low, total - low - size))
 

@@ -16,7 +16,11 @@ from dataclasses import dataclass, field, replace
 from math import isqrt, prod
 from typing import Any
 
-from pallasite.backends.triton.shared_memory import SharedMemory, tile_bytes
+from pallasite.backends.triton.shared_memory import (
+    SharedMemory,
+    picked_bytes,
+    tile_bytes,
+)
 from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Access, Block, Gather, Kernel, Op, Value, walk
 from pallasite.ir.roles import Dot, Pipeline
@@ -319,8 +323,11 @@ def _most_stages(shared: SharedMemory, available: int) -> int:
 
 def _too_large(shared: SharedMemory, chip: Gpu) -> ChipMemoryError:
     needed, op, _ = shared.peak(stages=1)
-    is_turned = op is not None and op.name == "transpose"
-    what = "a transposed tile does" if is_turned else "the operands of a matmul do"
+    what = "the operands of a matmul do"
+    if op is not None and op.name == "transpose":
+        what = "a transposed tile does"
+    elif op is not None and picked_bytes(op) == needed:
+        what = f"the elements that a {op.name} moves do"
     facts = [("needed", f"{needed} bytes"), (chip.name, f"{chip.shared.bytes} bytes")]
     return ChipMemoryError(
         f"{what} not fit in shared memory",

@@ -12,9 +12,12 @@ observed to take some, with Triton 3.9's own compiler:
 - While they run: transposes that feed no matmul and, of tiles that matmuls compute,
   reductions of columns, stores, and loads combined with them, since an accumulator
   fragment does not consist of rows of memory.
+- While they run: moves of elements of a vector, which several warps hold, and reshapes
+  that move padding. Of tiles with more dimensions, a warp takes whole lines and moves
+  elements among its threads.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -24,6 +27,8 @@ from pallasite.passes.analysis.live_tiles import LiveTiles
 from pallasite.target.chip import physical
 
 WARP_ROWS = 16  # of a matmul that one warp computes
+MOVES = frozenset({"slice", "dynamic_slice", "dynamic_update_slice", "concatenate"})
+MOVES |= {"pad", "rev", "exchange", "gather"}
 
 
 class Peak(NamedTuple):
@@ -127,6 +132,10 @@ class SharedMemory(LiveTiles):
             return self.warps * 4 * elements if across else 0
         if op.name == "load" and op.result not in self.held:
             return tile_bytes(op.result) if self.meets_product(op) else 0
+        if self.warps > 1 and not op.regions:
+            picked = picked_bytes(op)
+            if picked:
+                return picked
         if op.name in ("store", "atomic_rmw"):
             tiles = [v for v in op.operands if v in self.from_products]
             return max((tile_bytes(v) for v in tiles if v.tile.rank > 1), default=0)
@@ -186,6 +195,36 @@ def values_from_products(ops: Iterable[Op]) -> set[Value]:
     return found
 
 
+def picked_bytes(op: Op) -> int:
+    """Bytes of the vector that an op picks elements from, if it does."""
+    if op.name == "reshape":
+        old, new = op.operands[0].tile.shape, op.result.tile.shape
+        moves = 0 not in new and not keeps_padding(old, new)
+        return tile_bytes(op.operands[0]) if moves else 0
+    vectors = [v for v in op.operands if not v.is_ref and v.tile.rank == 1]
+    return max(map(tile_bytes, vectors), default=0) if op.name in MOVES else 0
+
+
+def keeps_padding(old: Sequence[int], new: Sequence[int]) -> bool:
+    """Whether a reshape leaves padding where it is.
+
+    Dimensions become others in groups. Positions in a group stay the same if only the
+    first of either side is padded: the padding is then past all of them.
+    """
+    a = [n for n in old if n != 1]
+    b = [n for n in new if n != 1]
+    while a and b:
+        left, right = [a.pop(0)], [b.pop(0)]
+        while prod(left) != prod(right):
+            if prod(left) < prod(right):
+                left.append(a.pop(0))
+            else:
+                right.append(b.pop(0))
+        if any(n & (n - 1) for n in (*left[1:], *right[1:])):
+            return False
+    return True
+
+
 def operand_bytes(dot: Dot, side: DotSide) -> int:
     """Bytes of one operand of a matmul, in the wider type of both."""
     bits = max(s.value.tile.dtype.bits for s in dot.sides)
@@ -193,4 +232,4 @@ def operand_bytes(dot: Dot, side: DotSide) -> int:
 
 
 def tile_bytes(value: Value) -> int:
-    return prod(physical(value.tile.shape)) * value.tile.dtype.bits // 8
+    return prod(physical(value.tile.shape)) * max(value.tile.dtype.bits, 8) // 8

@@ -6,35 +6,97 @@ in a later step, no value crosses into that step, so only those last axes carry.
 `grid.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from weakref import WeakKeyDictionary
 
 from pallasite.ir.nodes import Access, At, Block, Gather, Index, Op, Span, Value, walk
+from pallasite.ir.opdef import Effect, table
+from pallasite.ir.rewrite import producers_of
 from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.ir.types import TileType
 from pallasite.passes.analysis.affine import Sizes, fold_scalar
 from pallasite.passes.analysis.memory import VIEWS
 
 Known = dict[Value, int | bool]
+MOST_GUARDS = 4  # whose outcomes are told apart
 Part = tuple[Value, Index, Sequence[Value]]  # a ref, its index, and its operands
 
 
-def carried_from(body: Block, ref: Value, ids: Sequence[Value], sizes: Sizes) -> int:
+def carried_from(
+    body: Block,
+    ref: Value,
+    ids: Sequence[Value],
+    sizes: Sizes,
+    constant: Collection[Value] = (),
+) -> int:
     """The first axis along which `ref` carries a value; `len(ids)` if none does.
 
     Carrying along one axis implies carrying along all faster ones, because a step sees
-    what the previous step in grid order left.
+    what the previous step in grid order left. A guard that no faster axis decides is
+    the same at all of their steps, so that either outcome is a case of its own.
+
+    Args:
+        body: a step.
+        ref: the memory.
+        ids: the grid's indices.
+        sizes: of the axes.
+        constant: memory that no step writes.
     """
     always: Known = {i: 0 for i, n in zip(ids, sizes, strict=True) if n == 1}
     for start in range(len(ids), 0, -1):
-        known, state = always | {i: 0 for i in ids[start:]}, _State()
-        if _Reader({ref}, known).may_read_old(body, state):
-            continue
-        reader, later = _Reader({ref}, dict(always)), state.at_later_steps(ref)
-        if start == len(ids) or not reader.may_read_old(body, later):
+        guards = _guards(body, frozenset(ids[start:]), constant)
+        cases = product((False, True), repeat=len(guards))
+        outcomes = (dict(zip(guards, case, strict=True)) for case in cases)
+        if not any(_crosses(body, ref, ids[start:], always | o) for o in outcomes):
             return start
     return 0
+
+
+def _crosses(body: Block, ref: Value, inner: Sequence[Value], known: Known) -> bool:
+    """Whether steps along inner axes may read what a step elsewhere left."""
+    state = _State()
+    if _Reader({ref}, known | dict.fromkeys(inner, 0)).may_read_old(body, state):
+        return True
+    later = state.at_later_steps(ref)
+    return bool(inner) and _Reader({ref}, dict(known)).may_read_old(body, later)
+
+
+def _guards(
+    body: Block, inner: frozenset[Value], constant: Collection[Value]
+) -> list[Value]:
+    """Conditions that are the same at all steps along inner axes, the first few."""
+    made, varies = producers_of(body), dict[Value, bool]()
+
+    def is_steady(value: Value) -> bool:
+        if value not in varies:
+            op = made.get(value)
+            effect = table()[op.name].effect if op is not None else Effect.PURE
+            pure = effect is Effect.PURE and not (op is not None and op.regions)
+            reads = op is not None and op.name == "load" and op.operands[0] in constant
+            operands = [v for v in op.operands if not v.is_ref] if op else []
+            varies[value] = (
+                value in inner
+                or not (pure or reads)
+                or value.tile.shape != ()
+                or not all(map(is_steady, operands))
+            )
+        return not varies[value]
+
+    def parts(value: Value) -> list[Value]:
+        op = made.get(value)
+        if op is not None and op.name == "cast":
+            return parts(op.operands[0])
+        if op is None or not value.tile.dtype.is_bool or value.tile.shape:
+            return []
+        if is_steady(value):
+            return [value]
+        both = op.name in ("and", "or")
+        return [v for each in op.operands for v in parts(each)] if both else []
+
+    found = [v for op in walk(body) if op.name == "cond" for v in parts(op.operands[0])]
+    return list(dict.fromkeys(found))[:MOST_GUARDS]
 
 
 def is_overwritten(ops: Sequence[Op], ref: Value, known: Known) -> bool:

@@ -114,8 +114,9 @@ class Powers:
     scales: set[Value] = field(default_factory=set[Value])
     escapes: bool = False  # an effect may depend on a scale
     unseen: frozenset[Value] = frozenset()  # refs whose contents may depend on scales
-    # Values that are zero only where everything that depends on a scale is.
-    covering: frozenset[Value] = frozenset()
+    # Values that are zero only where everything that depends on a scale is, and whether
+    # they are at least one elsewhere.
+    covering: Mapping[Value, bool] = field(default_factory=dict[Value, bool])
     tests: dict[Value, bool] = field(default_factory=dict[Value, bool])
 
     def of(self, value: Value) -> Known:
@@ -275,7 +276,15 @@ class Powers:
         return x.times(op.attrs["y"])
 
     def at_max(self, op: Op) -> Known:
-        """The maximum of a scale and something independent is the next scale."""
+        """The maximum of a scale and something independent is the next scale.
+
+        That of a sum that has a one or only zeros, and of a number that is less than
+        one, is a choice by whether the sum is zero.
+        """
+        for x, y in (op.operands, op.operands[::-1]):
+            if self.covering.get(x) and 0 < (self.number(y) or 0) <= 1:
+                now = self.of(x)
+                return replace(now, is_pure=False) if isinstance(now, Power) else now
         scales = [v for v in op.operands if v in self.scales]
         others = [v for v in op.operands if v not in self.scales]
         if len(scales) != 1 or self.of(others[0]) is not None:

@@ -486,6 +486,10 @@ class _Analysis:
 
     def carries(self) -> Iterable[Carry]:
         mapped = {v for region in self.maps for op in walk(region) for v in op.operands}
+        aliased = {*self.same, *self.same.values()}
+        constant = {
+            v for v in self.shared if not self.is_written(v) and v not in aliased
+        }
         for number, ref in enumerate(self.shared):
             name = ref.name or f"shared {number}"
             if not self.is_written(ref) and not ref.ref.is_semaphore:
@@ -493,7 +497,7 @@ class _Analysis:
             if ref in mapped:
                 yield Carry(name, self.everything)
             elif ref in self.outer or ref.ref.space not in MAIN_MEMORY:
-                start = carried_from(self.body, ref, self.ids, self.grid)
+                start = carried_from(self.body, ref, self.ids, self.grid, constant)
                 yield Carry(name, frozenset(range(start, len(self.grid))))
             else:
                 own = recoverable(self.access_parts(ref), self.grid)

@@ -53,6 +53,10 @@ class LoopDim:
         """Elements of a tile for each position along the dimension."""
         return value.type.shape[self.members[value]] // self.size
 
+    @property
+    def most_per(self) -> int:
+        return max(map(self.per, self.members))
+
 
 class LoopDims:
     """What `loop_dims` found."""
@@ -205,10 +209,12 @@ class _Joined:
             is_twice = len(dict(nodes)) < len(nodes)
             if is_twice:
                 reason = reason or "two dimensions of one tile depend on it"
-            merged = [node for node, n in sizes.items() if n != size]
-            shown = any(node in places for node in merged)
-            is_merged = bool(merged) and reason is None and size > 1 and not shown
-            if merged:
+            is_merged = any(n != size for n in sizes.values())
+            beside = besides.get(root)
+            if is_merged and size == 1:
+                beside = beside or MERGED
+            is_only_merged = is_merged and reason is None and beside is None
+            if is_merged:
                 reason = reason or MERGED
             yield LoopDim(
                 size,
@@ -219,8 +225,8 @@ class _Joined:
                 frozenset(spans[root]),
                 is_twice,
                 tuple(reduces[root]),
-                besides.get(root) or (MERGED if merged else None),
-                is_merged,
+                beside,
+                is_only_merged,
             )
 
     def nodes(self) -> Iterator[_Node]:
@@ -375,7 +381,7 @@ class _Joined:
         axes = attrs["axes"] if "axes" in attrs else (attrs["axis"],)
         kept = [d for d in range(x.tile.rank) if d not in axes]
         for d in axes:
-            if op.name == "reduce":
+            if op.name in ("reduce", "arg_reduce"):
                 self.reduces.append(((x, d), op))
             else:
                 self.hold((x, d), f"'{op.name}' runs along it")

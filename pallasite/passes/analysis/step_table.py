@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from pallasite.ir.nodes import Block, Op, Value
+from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import INDEX, TileType
 from pallasite.passes.analysis.block_table import exact_meaning
 from pallasite.passes.analysis.guards import guard_of
@@ -71,6 +72,14 @@ class StepTable:
             with np.errstate(all="ignore"):
                 made = meaning(*(np.broadcast_to(t, shape) for t in tables))
             self.known[op.result] = np.asarray(made)
+
+
+def ranges_of_steps(whole: Pipeline) -> dict[Value, tuple[int, int]]:
+    """The extremes of integers and bools that a body computes of grid indices alone."""
+    table = StepTable(whole.ids, whole.grid)
+    table.add_ops(whole.body.ops)
+    found = [(v, t) for v, t in table.known.items() if t.size and t.dtype.kind in "iub"]
+    return {v: (int(t.min()), int(t.max())) for v, t in found}
 
 
 def reached(

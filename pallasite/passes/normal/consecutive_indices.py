@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, At, Gather, Kernel, Op, Span, Value
+from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value
 from pallasite.ir.opdef import TILE
+from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import BOOL, TileType
+from pallasite.passes.analysis.step_table import ranges_of_steps
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.index_arrays import Count, IndexArrays, first_along
 
@@ -36,6 +38,7 @@ def single_slices(kernel: Kernel) -> Kernel:
     jnp.arange(n)]`), slices are gathered, and added to: `ref[rows, :]`. The counting
     arrays are then inside the ref, so that the slice is what they select; the others
     are alike along its dimensions, so that their first elements there are all of them.
+    What a program computes of its grid indices is known by enumeration.
     """
     if kernel.level != TILE:
         return kernel
@@ -93,6 +96,26 @@ class _Slicing(IndexArrays):
 
 
 class _SingleSlices(_Slicing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = dict[
+            Value, tuple[int, int]
+        ]()  # of numbers that grid indices decide
+
+    def regions(self, op: Op) -> Sequence[Block]:
+        if op.name == "pipeline":
+            self.steps |= ranges_of_steps(Pipeline.of(op))
+        return super().regions(op)
+
+    def _op(self, op: Op) -> Sequence[Op]:
+        new = super()._op(op)
+        for value in op.results:
+            if value in self.steps:
+                low, high = self.steps[value]
+                fact = replace(self.facts.of(value), low=low, high=high)
+                self.facts.note(value, fact)
+        return new
+
     def rewritten(self, op: Op) -> Sequence[Op]:
         new = super().rewritten(op)
         is_access = op.name in ("load", "store", "atomic_rmw")

@@ -52,7 +52,18 @@ class IndexArrays(FactsWalk):
             return self._reshaped(op)
         if op.name == "add" and not self.facts.may_wrap(op):
             return _sum(*map(self.count, op.operands))
-        return None
+        same = self._chosen(op)
+        return None if same is None else self.count(same)
+
+    def _chosen(self, op: Op) -> Value | None:
+        """The operand that a remainder, or the choice of another index, leaves as it
+        is."""
+        if op.name == "rem":
+            x, most = op.operands[0], self.facts.of(op.operands[1]).number
+            inside = most is not None and self.facts.of(x).within(0, most - 1)
+            return x if inside else None
+        which = self.facts.of(op.operands[0]).number if op.name == "select_n" else None
+        return None if which is None else op.operands[1 + int(which)]
 
     def _broadcast(self, op: Op) -> Count | None:
         (operand,), shape = op.operands, op.result.tile.shape

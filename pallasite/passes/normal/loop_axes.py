@@ -2,7 +2,8 @@
 
 In: a body that is one loop, without values carried from one iteration to the next, over
 blocks of whole results: a persistent kernel (`for t in range(first, tiles, programs)`),
-or a kernel without a grid that walks through its arrays. Out: the iterations as the
+a kernel without a grid that walks through its arrays, or copies of a loop, one for each
+row of a block (`rolled_copies.py`). Out: the iterations as the
 last axis of the grid, and each block as a window (`narrow_windows.py`). Programs run in
 lexicographic order, so the iterations are the same ones in the same order; where the
 number of iterations differs between programs, a guard skips those that are not there.
@@ -28,6 +29,7 @@ from pallasite.passes.analysis.step_table import StepTable
 from pallasite.passes.normal.again import Again
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.narrow_windows import narrow_windows
+from pallasite.passes.normal.rolled_copies import rolled_copies
 
 
 def loop_axes(kernel: Kernel, merging: bool = False) -> Kernel:
@@ -46,6 +48,12 @@ def loop_axes(kernel: Kernel, merging: bool = False) -> Kernel:
 def _with_one_loop_fewer(kernel: Kernel, merging: bool) -> Kernel | None:
     whole = Pipeline.of(find_pipeline(kernel))
     loop = only_loop(kernel, whole)
+    if loop is None:
+        rolled = rolled_copies(kernel, whole)
+        if rolled is None:
+            return None
+        kernel, whole = rolled, Pipeline.of(find_pipeline(rolled))
+        loop = only_loop(kernel, whole)
     if loop is None or not all(map(_is_dead, _carried(loop))):
         return None
     made = with_axis(kernel, whole, loop).to_op()

@@ -7,11 +7,15 @@ multiple of n, and in range at every step that reaches it (a start out of range 
 clamped). The last block may extend past the edge of the array if a mask says which
 elements there are. Both are proved from affine forms, or by enumerating the steps. A
 part that is fixed stays a part of its block, and so does one at a loop counter.
+
+`overlapping`: parts of arrays in main memory that start anywhere in them, as windows of
+elements. Chips that copy such parts then copy them a step ahead.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
@@ -43,12 +47,12 @@ MOST_WINDOWS = 8  # onto one operand
 _ACCESSES = ("load", "store", "atomic_rmw", "atomic_cas")
 
 
-def narrow_windows(kernel: Kernel) -> Kernel:
+def narrow_windows(kernel: Kernel, overlapping: bool = False) -> Kernel:
     """The kernel with a block for each part that grid indices pick."""
     grids = [op for op in kernel.body.ops if op.name == "pipeline"]
     if kernel.level != "tile" or len(grids) != 1:
         return kernel
-    new = _Narrowing(kernel).pipeline()
+    new = _Narrowing(kernel, overlapping).pipeline()
     return kernel if new is None else canonicalize(with_pipeline(kernel, new.to_op()))
 
 
@@ -84,13 +88,22 @@ class _Place:
         return np.array_equal(own, others)
 
     def is_block(
-        self, size: int, n: int, active: np.ndarray, grid: Sequence[int | None]
+        self,
+        size: int,
+        n: int,
+        active: np.ndarray,
+        grid: Sequence[int | None],
+        by: int | None = None,
     ) -> bool:
-        """Whether it is a multiple of `size` and in range, at the active steps."""
+        """Whether it is a multiple of `by` and in range, at the active steps.
+
+        `by` is `size` where blocks do not overlap.
+        """
+        by = by or size
         if self.affine is not None:
             low, high = self.affine.range(grid)
             parts = (*self.affine.coeffs, self.affine.const or 0)
-            if any(c % size for c in parts):
+            if any(c % by for c in parts):
                 return False
             if low >= 0 and high <= n - size:
                 return True
@@ -98,7 +111,7 @@ class _Place:
             return False
         table, reached = np.broadcast_arrays(self.table, active)
         starts = table[reached]
-        within = (starts >= 0) & (starts <= n - size) & (starts % size == 0)
+        within = (starts >= 0) & (starts <= n - size) & (starts % by == 0)
         return bool(within.all())
 
 
@@ -108,8 +121,8 @@ _Part = tuple[int, _Place]  # how many elements, and where
 class _Narrowing:
     """The pipeline of a kernel, and where its body accesses which block."""
 
-    def __init__(self, kernel: Kernel):
-        self.kernel = kernel
+    def __init__(self, kernel: Kernel, overlapping: bool):
+        self.kernel, self.overlapping = kernel, overlapping
         self.whole = Pipeline.of(find_pipeline(kernel))
         body = self.whole.body
         self.table = StepTable(self.whole.ids, self.whole.grid)
@@ -168,6 +181,8 @@ class _Narrowing:
         uses, ref = self.uses.get(shown.block), shown.block
         if not uses or ref in self.others or not _is_plain(shown):
             return []
+        if self.overlapping and ref is not shown.array:
+            return []
         aliased = self.kernel.aliased_results
         if shown.array in (*aliased, *aliased.values()):
             return []  # windows onto one memory move together
@@ -223,11 +238,14 @@ class _Narrowing:
         for d, place in enumerate(group.places):
             number = kept[d]
             dim, n = shown.window.dims[number], shown.array.ref.shape[number]
-            if place is not None and self.is_part(dim, n, place, group.uses):
+            if place is not None and (
+                self.is_part(dim, n, place, group.uses)
+                or self.is_inside(shown, n, place, group.uses)
+            ):
                 dims[d] = place
-        entries = (entry for entry, _ in group.uses[0].entries)
-        spans = [entry.size for entry in entries if isinstance(entry, Span)]
-        if dims and max(spans, default=1) > 1:
+        shape = shown.block.ref.shape
+        left = [dims[d][0] if d in dims else n for d, n in enumerate(shape)]
+        if dims and prod(left) > 1:  # single elements stay what a program looks up
             group.dims = dims
             group.shown = self.shown_part(shown, group, dims, kept)
 
@@ -244,6 +262,15 @@ class _Narrowing:
             start.is_block(size, extent, u.active, self.whole.grid) for u in uses
         )
 
+    def is_inside(
+        self, shown: Shown, n: int, place: _Part, uses: Sequence[_Use]
+    ) -> bool:
+        """Whether parts of an array that programs only read are windows of elements."""
+        size, start = place
+        if not self.overlapping or size == n or shown.window.mode == "out":
+            return False
+        return all(start.is_block(size, n, u.active, self.whole.grid, 1) for u in uses)
+
     def shown_part(
         self,
         shown: Shown,
@@ -259,18 +286,20 @@ class _Narrowing:
         for d, (size, place) in dims.items():
             number = kept[d]
             old, n = window_dims[number], shown.array.ref.shape[number]
-            inside = self.quotient(b, place, size, seen)
+            blocked = self.is_part(old, n, (size, place), group.uses)
+            by = size if blocked else 1
+            inside = self.quotient(b, place, by, seen)
             always = np.ones((1,) * len(ids), bool)
             extent = _extent(old, n, size, group.uses)
-            if not place.is_block(size, extent, always, self.whole.grid):
-                last = b.index(extent // size - 1)
+            if not place.is_block(size, extent, always, self.whole.grid, by):
+                last = b.index((extent - size) // by)
                 inside = b.clamp(b.index(0), inside, last)
             if old.size != n:
                 first = b.mul(yields[number], b.index(old.size // size))
                 inside = b.add(first, inside)
             yields[number] = inside
             is_point = isinstance(group.uses[0].entries[d][0], At)
-            kind = "squeezed" if is_point else "blocked"
+            kind = "squeezed" if is_point else "blocked" if blocked else "element"
             window_dims[number] = BlockDim(size, kind)
         window = replace(shown.window, dims=tuple(window_dims))
         block = RefType(window.block_shape, shown.array.ref.dtype, window.space)

@@ -1,9 +1,10 @@
 """positions: tiles of positions are iotas of the shape in which they are used.
 
 In: positions made as a column or row and then broadcast (`jnp.arange(n)[:, None]`),
-or taken one by one from `jnp.arange(n)`, as `lax.scan` does. Out: an iota of the whole
-shape; the index itself. Broadcasting and slicing are renamings of elements, and the
-ops in between act element by element, so both commute.
+transposed or reshaped from a row to a column, or taken one by one from `jnp.arange(n)`,
+as `lax.scan` does. Out: an iota of the whole shape; the index itself. Broadcasting,
+transposing and slicing are renamings of elements, and so are reshapes that only move
+dimensions of size one. The ops in between act element by element, so all commute.
 """
 
 from collections.abc import Sequence
@@ -38,6 +39,25 @@ def broadcast_positions(op: Op, b: Rewriter) -> Value | None:
     (x,), shape, dims = op.operands, op.attrs["shape"], op.attrs["dims"]
     if not x.type.shape or x.type.size == 1 or not _is_position(b, x):
         return None
+    return _broadcast(b, x, shape, dims)
+
+
+def moved_positions(op: Op, b: Rewriter) -> Value | None:
+    """Make positions where a transposition or a reshape puts them."""
+    (x,), shape = op.operands, op.result.type.shape
+    if x.type.size == 1 or not _is_position(b, x):
+        return None
+    dims = [0] * len(x.type.shape)
+    if op.name == "transpose":
+        pairs = [(d, n) for n, d in enumerate(op.attrs["perm"])]
+    else:
+        old = [d for d, n in enumerate(x.type.shape) if n != 1]
+        new = [d for d, n in enumerate(shape) if n != 1]
+        if [x.type.shape[d] for d in old] != [shape[d] for d in new]:
+            return None
+        pairs = list(zip(old, new, strict=True))
+    for before, after in pairs:
+        dims[before] = after
     return _broadcast(b, x, shape, dims)
 
 
@@ -92,6 +112,8 @@ def _sliced(b: Rewriter, op: Op, x: Value) -> Value:
 
 PATTERNS = (
     ("broadcast_in_dim", broadcast_positions),
+    ("reshape", moved_positions),
+    ("transpose", moved_positions),
     ("slice", slice_positions),
     ("dynamic_slice", slice_positions),
 )

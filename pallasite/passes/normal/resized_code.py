@@ -104,7 +104,7 @@ class Part(Resized):
             self.new[op.result] = self._positions(b, op)
         elif op in self.dim.spans:
             b.loc = op.loc
-            self.new[op.result] = self._part_of_span(b, op)
+            self._part_of_span(b, op)
         else:
             super().op(b, op)
 
@@ -112,17 +112,19 @@ class Part(Resized):
         type_ = self.type(op.result)
         assert isinstance(type_, TileType)
         line = b.op("iota", type=type_.with_dtype(I32), dim=op.attrs["dim"])
-        first = self._first(b, op.result)
+        first = self.first_of(b, op.result)
         return b.cast(b.add(line, b.broadcast(first, type_.shape)), type_.dtype)
 
-    def _first(self, b: Builder, value: Value) -> Value:
+    def first_of(self, b: Builder, value: Value) -> Value:
         """Where the part starts in a tile."""
         each = self.dim.per(value)
         return self.first if each == 1 else b.mul(self.first, b.index(each))
 
-    def _part_of_span(self, b: Builder, op: Op) -> Value:
-        """A load of a span of a ref that stays whole: load this part of the span."""
-        access, to = Access.of(op), self.dim.members[op.result]
+    def _part_of_span(self, b: Builder, op: Op) -> None:
+        """A span of a ref that stays whole: load or store this part of it."""
+        access = Access.of(op)
+        value = access.value or op.result
+        to = self.dim.members[value]
         index, starts = list(access.index), list[Value]()
         parts = access.split_index()
         tile = next((v for e, v in parts if isinstance(e, Gather)), None)
@@ -130,20 +132,23 @@ class Part(Resized):
         for d, (entry, start) in enumerate(parts):
             is_span = isinstance(entry, Span)
             if is_span and at == to:
-                size = self.type(op.result).shape[to]
+                size = self.type(value).shape[to]
                 index[d] = Span(None, size, entry.stride)
                 given = None if start is None else self.new.get(start, start)
                 size, masked = access.ref.ref.shape[d], access.mask is not None
-                first = self._first(b, op.result)
+                first = self.first_of(b, value)
                 start = part_start(b, entry, given, size, first, masked)
             at += is_span
             starts += [start] if start is not None else []
         ref, *starts = self.mapped([access.ref, *starts])
-        tail = [
+        mask, other, stored = [
             None if v is None else self.new.get(v, v)
-            for v in (access.mask, access.other)
+            for v in (access.mask, access.other, access.value)
         ]
-        return b.load(ref, tuple(index), starts, *tail)
+        if stored is not None:
+            b.store(ref, stored, tuple(index), starts, mask)
+        else:
+            self.new[value] = b.load(ref, tuple(index), starts, mask, other)
 
 
 @dataclass(frozen=True)

@@ -102,11 +102,12 @@ class _Sums:
 
 def _is_in_turn(op: Op, terms: Sequence[_Term], here: dict[Value, Op]) -> bool:
     """Whether each addition adds one term to the ones before it."""
-    for term in reversed(terms[1:]):
+    for term in reversed(terms[2:]):
         if op.operands[-1] is not term.value:
             return False
         op = here.get(op.operands[0], op)
-    return True
+    pair = [term.value for term in terms[:2]]  # in canonical form, a constant is last
+    return [*op.operands] == pair or (op.name == "add" and [*op.operands] == pair[::-1])
 
 
 def _added(op: Op, terms: Sequence[_Term]) -> list[Op]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import ceil, prod
 
 from pallasite.ir.nodes import Kernel, Op, Value, walk
-from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
+from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, producers_of
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place, loop_dims
 from pallasite.passes.analysis.step_table import StepTable, reached
@@ -88,8 +88,9 @@ class Blocks:
     def _blocks_along(self, dim: LoopDim, size: int) -> int:
         """The number of blocks of a size along a dimension: at least one."""
         number, d = dim.windows[0]
-        extent = self.found.pipeline.arrays[number].ref.shape[d]
-        return max(-(-extent // size), 1)
+        shown = self.found.pipeline.shown[number]
+        extent = shown.array.ref.shape[d]
+        return max(-(-extent // (size * dim.per(shown.block))), 1)
 
     @property
     def steps(self) -> int:
@@ -169,6 +170,26 @@ def adds_in_one_order(kernel: Kernel) -> bool:
     sides = [s.value for op in ops if op.name == "dot" for s in Dot.of(op).sides]
     alone = not any(op.name in MIXING for op in ops)
     return alone and all(v.tile.dtype.bytes == 2 for v in sides)
+
+
+def loads_less(new: Kernel, old: Kernel) -> bool:
+    """Whether a matmul has two computed operands, one of which had been loaded: it is
+    filled where steps are skipped."""
+
+    def loads(kernel: Kernel) -> bool:
+        made = producers_of(kernel.body)
+        dots = [Dot.of(op) for op in walk(kernel.body) if op.name == "dot"]
+        return all(any(is_loaded(s.value, made) for s in d.sides) for d in dots)
+
+    return loads(old) and not loads(new)
+
+
+def is_loaded(value: Value, made: Mapping[Value, Op]) -> bool:
+    """Whether a tile is a load or the transpose of one."""
+    op = made.get(value)
+    while op is not None and op.name in ("transpose", "reshape"):
+        op = made.get(op.operands[0])
+    return op is not None and op.name == "load"
 
 
 def _with_own_constants(kernel: Kernel) -> Kernel:

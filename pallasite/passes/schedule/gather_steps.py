@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import TILE
-from pallasite.ir.rewrite import clone, is_pure
+from pallasite.ir.rewrite import clone, inline, is_pure
 from pallasite.ir.roles import Pipeline, Shown, number_of
+from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.grid import analyze, find_pipeline
 from pallasite.passes.analysis.memory import Roots, written_refs
 from pallasite.passes.normal.resized_code import CannotReblock
@@ -68,7 +69,7 @@ def _gathered_along(
     steps = pipeline.grid[axis] if pipeline.grid else None
     if steps is None or steps % factor:
         raise CannotReblock(f"{steps} steps are not a multiple of {factor}")
-    moved = [_moved(shown, axis, steps) for shown in pipeline.shown]
+    moved = [_moved(shown, axis, pipeline.grid) for shown in pipeline.shown]
     new = _gathered(pipeline, axis, moved, factor, scratch)
     ops: list[Op] = []
     for op in kernel.body.ops:
@@ -124,6 +125,41 @@ class _Moved:
         else:
             size = self.dim.size
             index[self.place] = Span(number * size, size)
+        return b.subview(block, tuple(index))
+
+
+@dataclass(frozen=True)
+class _Shifted:
+    """A window that starts `by` elements further with each program, and may overlap.
+
+    All of them are inside the array, and so is the window that covers several.
+    """
+
+    array_dim: int
+    size: int  # of a block
+    place: int
+    axis: int
+    by: int
+
+    def window(self, shown: Shown, factor: int) -> Shown:
+        more = (factor - 1) * self.by
+        dims = list(shown.window.dims)
+        dims[self.array_dim] = BlockDim(self.size + more, "element")
+        shape = list(shown.block.ref.shape)
+        shape[self.place] += more
+        old, b = shown.index_map, Builder()
+        ids = [Value(v.type, v.name) for v in old.params]
+        first = list(ids)
+        first[self.axis] = b.mul(ids[self.axis], b.index(factor))
+        return shown._replace(
+            window=replace(shown.window, dims=tuple(dims)),
+            index_map=b.block(ids, inline(b, old, first)),
+            block=Value(shown.block.ref.with_shape(tuple(shape)), shown.block.name),
+        )
+
+    def view(self, b: Builder, block: Value, number: int, factor: int) -> Value:
+        index: list[At | Span] = [Span(0, n) for n in block.ref.shape]
+        index[self.place] = Span(number * self.by, self.size)
         return b.subview(block, tuple(index))
 
 
@@ -263,6 +299,28 @@ def _near(shown: Shown, axis: int, steps: int) -> _Near | None:
     return _Near(array_dim, dim.size, place, axis % axes, length // dim.size)
 
 
+def _shifted(shown: Shown, axis: int, sizes: Sequence[int | None]) -> _Shifted | None:
+    """How a window of elements moves whose start is affine in the grid's indices."""
+    window, index_map = shown.window, shown.index_map
+    axis %= len(index_map.params)
+    forms = Forms(index_map.params)
+    forms.add_ops(index_map.ops)
+    starts = [forms.of(value) for value in index_map.yields]
+    moves = [d for d, start in enumerate(starts) if axis in start.axes]
+    if len(moves) != 1 or window.mode != "in" or window.fill is not None:
+        return None
+    (array_dim,) = moves
+    dim, start = window.dims[array_dim], starts[array_dim].affine
+    if start is None or dim.kind != "element" or any(dim.padding):
+        return None
+    low, high = start.range(sizes)
+    last, by = shown.array.ref.shape[array_dim] - dim.size, start.coeffs[axis]
+    if by < 1 or low < 0 or high > last:
+        return None
+    squeezed = sum(d.kind == "squeezed" for d in window.dims[:array_dim])
+    return _Shifted(array_dim, dim.size, array_dim - squeezed, axis, by)
+
+
 def _depends(shown: Shown, values: Sequence[Value], on: Value) -> bool:
     made = {v: op for op in shown.index_map.ops for v in op.results}
     pending = list(values)
@@ -275,8 +333,12 @@ def _depends(shown: Shown, values: Sequence[Value], on: Value) -> bool:
     return False
 
 
-def _moved(shown: Shown, axis: int, steps: int) -> "_Moved | _Near | None":
+def _moved(
+    shown: Shown, axis: int, sizes: Sequence[int | None]
+) -> "_Moved | _Near | _Shifted | None":
     """How a window moves along an axis; None: it does not."""
+    steps = sizes[axis]
+    assert steps is not None
     axes = len(shown.index_map.params)
     step, yields = shown.index_map.params[axis % axes], shown.index_map.yields
     starts = {n: _falls_from(shown, value, step) for n, value in enumerate(yields)}
@@ -285,7 +347,7 @@ def _moved(shown: Shown, axis: int, steps: int) -> "_Moved | _Near | None":
     uses = sum(v is step for op in walk(shown.index_map) for v in op.operands)
     if not places and not uses:
         return None
-    near = _near(shown, axis, steps) if uses else None
+    near = _near(shown, axis, steps) or _shifted(shown, axis, sizes) if uses else None
     if near is not None:
         return near
     name = shown.array.name or "a window"
@@ -306,7 +368,7 @@ def _moved(shown: Shown, axis: int, steps: int) -> "_Moved | _Near | None":
 def _gathered(
     pipeline: Pipeline,
     axis: int,
-    moved: list[_Moved | _Near | None],
+    moved: list[_Moved | _Near | _Shifted | None],
     factor: int,
     scratch: Mapping[Value, Sequence[Value]],
 ) -> Op:

@@ -27,12 +27,15 @@ from pallasite.passes.schedule.choose_blocks import (
     adds_in_one_order,
     blocks_of,
     is_last,
+    is_loaded,
+    loads_less,
     with_uses_apart,
 )
 from pallasite.passes.schedule.cut_steps import cut_steps
 from pallasite.passes.schedule.gpu_tiles import (
     TILE_ELEMENTS,
     cut,
+    is_too_large,
     largest,
     without_products,
 )
@@ -179,17 +182,24 @@ def for_gpu(
     products = _products(blocks, chip, tiles)
     if not tuned:
         products = _joined(products) or _wider_steps(products) or products
-    if products.seconds({}) is None and products.best() == inf:
-        made = _rows_in_loops(products.blocks)
-        if made is not None:
-            return for_gpu(made, chip, tuned, tiles, batch_invariant)
+    if products.seconds({}) is None:
+        fits = products.best() < inf
+        found = products.kernel(tuned) if fits else None
+        if found is None or is_too_large(found, chip):
+            made = _rows_in_loops(products.blocks)
+            if made is not None:
+                return for_gpu(made, chip, tuned, tiles, batch_invariant)
     return products.kernel(tuned)
 
 
-def seconds_of_products(kernel: Kernel, chip: Gpu) -> float:
-    """Of a kernel's matmuls with the best blocks; infinite if none are known to fit."""
+def seconds_of_products(kernel: Kernel, chip: Gpu) -> tuple[float, float]:
+    """Of a kernel's matmuls, and with the best blocks; infinite if they may not fit."""
     blocks = blocks_of(kernel)
-    return inf if blocks is None else _products(blocks, chip, Tiles()).best()
+    if blocks is None or not blocks.dots:
+        return inf, inf
+    products = _products(blocks, chip, Tiles())
+    own = products.seconds({})
+    return inf if own is None else own, products.best()
 
 
 def _products(blocks: Blocks, chip: Gpu, tiles: Tiles) -> "_WithProducts":
@@ -278,7 +288,7 @@ def _wider_steps(products: "_WithProducts") -> "_WithProducts | None":
         made = blocks.of(canonicalize(widen_steps(blocks.kernel, STEP)))
     except CannotReblock:
         return None
-    if made is None or _loads_less(made.kernel, blocks.kernel):
+    if made is None or loads_less(made.kernel, blocks.kernel):
         return None
     wide = _WithProducts(made, products.chip, products.tiles)
     if wide._stages({}) < 2:  # a step is not loaded during the one before
@@ -290,24 +300,25 @@ def _wider_steps(products: "_WithProducts") -> "_WithProducts | None":
 
 
 def _batches_apart(blocks: Blocks) -> Blocks:
-    """One matmul of each batch per program, where programs can be split so.
+    """One matmul of each batch per program, or per iteration where the batch is summed.
 
     It is one of two matrices then.
     """
     refused = set[tuple[int, int]]()
     while True:
-        dims = (d for d in blocks.free if d.windows[0] not in refused)
+        dims = (d for d in blocks.found.dims if d.windows[0] not in refused)
         dim = next((d for d in dims if _is_batch(blocks, d)), None)
         if dim is None:
             return blocks
         refused.add(dim.windows[0])
-        if 1 not in blocks.parts(dim, 1):
-            continue
-        try:
-            apart = unit_dims(blocks.rewritten({dim: 1}))
-            blocks = blocks.of(apart) or blocks
-        except CannotReblock:
-            continue
+        with suppress(CannotReblock):
+            if dim.reduces:
+                apart = loop_over_rows(blocks.kernel, dim.windows[0], 1)
+            elif dim in blocks.free and 1 in blocks.parts(dim, 1):
+                apart = blocks.rewritten({dim: 1})
+            else:
+                continue
+            blocks = blocks.of(unit_dims(canonicalize(apart))) or blocks
 
 
 def _is_batch(blocks: Blocks, dim: LoopDim) -> bool:
@@ -350,7 +361,7 @@ class _WithProducts:
             held += [
                 (v, v.tile.dtype.bytes)
                 for v in dict.fromkeys(sides)
-                if not _is_loaded(v, self._made)
+                if not is_loaded(v, self._made)
             ]
         return held
 
@@ -378,7 +389,7 @@ class _WithProducts:
                 made = self.blocks.rewritten(sizes)
             except CannotReblock:
                 continue  # one dimension can be split, but not after another
-            if not _loads_less(made, self.blocks.kernel):
+            if not loads_less(made, self.blocks.kernel):
                 return self._deeper(made, sizes)
         return self._smallest() if own is None else self.blocks.kernel
 
@@ -402,7 +413,7 @@ class _WithProducts:
             return False
         of_thread = self._register_bytes({}) // (4 * WARPGROUP)
         sides = [side.value for dot in self.blocks.dots for side in dot.sides]
-        loaded = [v for v in dict.fromkeys(sides) if _is_loaded(v, self._made)]
+        loaded = [v for v in dict.fromkeys(sides) if is_loaded(v, self._made)]
         bytes_ = sum(v.tile.size * v.tile.dtype.bytes for v in loaded)
         most = self.tiles.of_shared_thread
         if most is None or of_thread > most:
@@ -416,7 +427,7 @@ class _WithProducts:
             return False
         (dot,), ops = self.blocks.dots, walk(self.blocks.body)
         users = {op.name for op in ops if dot.op.result in op.operands}
-        loaded = all(_is_loaded(side.value, self._made) for side in dot.sides)
+        loaded = all(is_loaded(side.value, self._made) for side in dot.sides)
         return loaded and users <= {"add", "store"}
 
     def _deeper(self, kernel: Kernel, sizes: Sizes) -> Kernel:
@@ -575,7 +586,7 @@ class _WithProducts:
         """Rows that warpgroups share: of what is computed before it is multiplied."""
         made = self._made
         computed = [
-            next((side for side in dot.sides if not _is_loaded(side.value, made)), None)
+            next((side for side in dot.sides if not is_loaded(side.value, made)), None)
             for dot in self.blocks.dots
         ]
         sides = [side for side in computed if side is not None]
@@ -708,26 +719,6 @@ def _at_once(block: Block) -> list[list[Op]]:
         dots for op in block.ops for region in op.regions for dots in _at_once(region)
     ]
     return [[*own, *dots] for dots in inner if dots] or [own]
-
-
-def _loads_less(new: Kernel, old: Kernel) -> bool:
-    """Whether a matmul has two computed operands, one of which had been loaded: it is
-    filled where steps are skipped."""
-
-    def loads(kernel: Kernel) -> bool:
-        made = producers_of(kernel.body)
-        dots = [Dot.of(op) for op in walk(kernel.body) if op.name == "dot"]
-        return all(any(_is_loaded(s.value, made) for s in d.sides) for d in dots)
-
-    return loads(old) and not loads(new)
-
-
-def _is_loaded(value: Value, made: Mapping[Value, Op]) -> bool:
-    """Whether a tile is a load or the transpose of one."""
-    op = made.get(value)
-    while op is not None and op.name in ("transpose", "reshape"):
-        op = made.get(op.operands[0])
-    return op is not None and op.name == "load"
 
 
 def _is_exact(dot: Dot) -> bool:

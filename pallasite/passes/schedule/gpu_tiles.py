@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from math import inf, prod
 
 from pallasite.ir.nodes import Kernel, walk
+from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Loop
 from pallasite.passes.analysis.loop_dims import LoopDim
 from pallasite.passes.normal.resized_code import CannotReblock
@@ -23,6 +24,7 @@ from pallasite.passes.schedule.loop_over_rows import loop_over_rows
 from pallasite.target import Gpu, physical
 
 TILE_ELEMENTS = 8192  # of the largest tile
+MOST_PARTS = 1024  # of what is reduced, in a loop
 TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
 # Contiguous elements of a tile that would not fit otherwise.
 LEAST_LINE = 8
@@ -46,8 +48,10 @@ def without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
     sizes: Sizes = {}
     if own > 2 * TILE_ELEMENTS:
         sizes = _cut_for_traffic(blocks, rows, lines)
-        if largest(blocks, sizes) > _most_elements(blocks, chip):
-            sizes = cut(blocks, ((rows, 1), (lines, LEAST_LINE)))
+        least = LEAST_LINE
+        while largest(blocks, sizes) > _most_elements(blocks, chip) and least:
+            sizes = cut(blocks, ((rows, 1), (lines, least)))
+            least //= 2
     elif 0 < own < TINY_TILE:
         for dim in (*lines, *rows):
             for n in blocks.multiples(dim, SMALL_TILE):
@@ -101,13 +105,15 @@ def narrow_steps(kernel: Kernel, chip: Gpu) -> Kernel:
 def _summed_in_loops(kernel: Kernel, chip: Gpu) -> Kernel:
     """Loops over parts of what is reduced, where its tiles exceed all registers."""
     blocks = blocks_of(kernel)
-    if blocks is None or largest(blocks, {}) <= chip.registers:
+    if blocks is None or largest(blocks, {}) < chip.registers:
         return kernel
+    most = min(2 * TILE_ELEMENTS, chip.registers // 2)
     reduced = (dim for dim in blocks.found.dims if dim.reduces)
     for dim in sorted(reduced, key=lambda d: is_last(blocks, d)):
-        size = dim.size
-        while size % 2 == 0 and largest(blocks, {dim: size}) > 2 * TILE_ELEMENTS:
-            size //= 2
+        parts = range(2, min(dim.size, MOST_PARTS) + 1)
+        sizes = [dim.size // n for n in parts if dim.size % n == 0] or [dim.size]
+        fits = (n for n in sizes if largest(blocks, {dim: n}) <= most)
+        size = next(fits, sizes[-1])
         try:
             return _summed_in_loops(loop_over_rows(kernel, dim.windows[0], size), chip)
         except CannotReblock:
@@ -155,6 +161,14 @@ def largest_tile(kernel: Kernel) -> float:
     return inf if blocks is None else largest(blocks, {})
 
 
+def is_too_large(kernel: Kernel, chip: Gpu) -> bool:
+    """Whether a tile that is not only multiplied takes most of an SM's registers."""
+    users = users_of(kernel.body)
+    tiles = (v for op in walk(kernel.body) for v in op.results if not v.is_ref)
+    held = (v for v in tiles if any(user.name != "dot" for user in users[v]))
+    return any(2 * prod(physical(v.tile.shape)) > chip.registers for v in held)
+
+
 def largest(blocks: Blocks, sizes: Sizes) -> int:
     """Elements of the largest tile."""
     shapes = (blocks.shape(v, sizes) for v in blocks.tiles)
@@ -166,7 +180,7 @@ def cut(blocks: Blocks, dims: Iterable[tuple[list[LoopDim], int]]) -> Sizes:
     sizes: dict[LoopDim, int] = {}
     for group, least in dims:
         for dim in group:
-            for n in blocks.parts(dim, least):
+            for n in blocks.parts(dim, -(-least // dim.most_per)):
                 if largest(blocks, sizes) > TILE_ELEMENTS:
                     sizes[dim] = n
     return sizes

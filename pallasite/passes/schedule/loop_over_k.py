@@ -7,7 +7,7 @@ steps through along k (`cut_steps.py` is for those); whatever else is computed a
 keeps it whole, except reductions that the matmul does not need: they stay as they are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from pallasite.ir.build import Builder
@@ -67,12 +67,18 @@ def why_not_in_rounds(
     return why_not_computed_in_parts(found, dim)
 
 
-def why_not_computed_in_parts(found: LoopDims, dim: LoopDim) -> str | None:
-    """Why what has a dimension cannot be loaded and computed part by part."""
+def why_not_computed_in_parts(
+    found: LoopDims, dim: LoopDim, stored: Collection[Value] = ()
+) -> str | None:
+    """Why what has a dimension cannot be loaded and computed part by part.
+
+    `stored`: refs to which parts are stored.
+    """
     made = {v for op in walk(found.pipeline.body) for v in op.results}
     for value in dim.members:
         if value.is_ref:
-            if value in found.written or value not in found.pipeline.blocks:
+            is_written = value in found.written and value not in stored
+            if is_written or value not in found.pipeline.blocks:
                 return f"{value.name or 'a ref'} is written and has this dimension"
         elif value not in made:
             return "a loop carries values that have this dimension"

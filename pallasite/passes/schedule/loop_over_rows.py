@@ -2,17 +2,20 @@
 
 In: a body that computes a large tile and reduces it along a dimension, one reduction
 after another, as `exp(s - max(s))`, its sum, and its product with values: attention
-that sees all keys at once. Out: a loop over parts of the dimension for each reduction,
-which computes a part of the tile anew. Reductions that do not need each other share a
-loop. So only one part is on chip at a time; `loop_over_k.py` does this for matmuls of
+that sees all keys at once, or a norm of an image. Out: a loop over parts of the
+dimension for each reduction, which computes a part of the tile anew, and one that
+stores results along the dimension part by part. Those that do not need each other share
+a loop. So only one part is on chip at a time; `loop_over_k.py` does this for matmuls of
 what is loaded, and keeps reductions whole.
 
 Sums that are kept relative to a maximum (`analysis/exponents.py`) share its loop, too:
 they are rescaled when it grows, as in an online softmax. And a matmul of rows that are
 divided by such a sum is divided afterwards, so that it need not wait for the sum.
 
-Proof: each element is computed as before, from operands that nothing writes. Maxima are
-the same; sums are taken in another order, of results as wide as a matmul's sums. A
+Proof: each element is computed as before, from operands that nothing writes, and stored
+where it was, to memory that nothing reads. Maxima are the same; of equal ones that of
+the first part has its position, as the first NaN has. Sums are taken in another order,
+of results as wide as a matmul's sums. A
 running maximum starts as the least finite number, relative to which nothing overflows
 and minus infinity vanishes. Rows are linear in what they are divided by; results differ
 by the rounding of sums and products.
@@ -26,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import (
     Rewriter,
@@ -36,7 +39,7 @@ from pallasite.ir.rewrite import (
     with_regions,
 )
 from pallasite.ir.roles import Dot
-from pallasite.ir.types import F32, INDEX, DType
+from pallasite.ir.types import F32, INDEX, DType, TileType
 from pallasite.ops.neutral import neutral
 from pallasite.passes.analysis.exponents import Power, Powers
 from pallasite.passes.analysis.grid import with_pipeline
@@ -76,7 +79,17 @@ def _why_not(found: LoopDims, dim: LoopDim, size: int) -> str | None:
         return f"{dim.size} elements are not several parts of {size}"
     if any(op.attrs["kind"] not in MERGED for op in dim.reduces):
         return "a reduction cannot be taken in parts"
-    return why_not_computed_in_parts(found, dim)
+    return why_not_computed_in_parts(found, dim, _only_stored(found))
+
+
+def _only_stored(found: LoopDims) -> set[Value]:
+    """Results to which the body itself stores, and that nothing else accesses."""
+    aliased = {found.kernel.outputs[o] for _, o in found.kernel.aliases}
+    shown = {e.block for e in found.pipeline.shown if e.window.mode == "out"}
+    shown -= {e.block for e in found.pipeline.shown if e.array in aliased}
+    body = found.pipeline.body
+    others = [op for op in walk(body) if op.name != "store" or op not in body.ops]
+    return shown.difference(v for op in others for v in op.operands)
 
 
 def _divided_last(found: LoopDims, dim: LoopDim) -> Kernel:
@@ -134,17 +147,38 @@ class _Rescaled(NamedTuple):
     is_stopped: bool
 
 
+class _State:
+    """What the iterations of a loop hand on: what they are given, and the new values.
+
+    Args:
+        before: code before the loop.
+    """
+
+    def __init__(self, before: Builder):
+        self.before = before
+        self.carried, self.starts = list[Value](), list[Value]()
+        self.new = list[Value]()
+
+    def old(self, type_: TileType, start: int | float) -> Value:
+        self.starts.append(self.before.constant(start, type_))
+        self.carried.append(Value(type_))
+        return self.carried[-1]
+
+
 class _Loops:
     def __init__(self, found: LoopDims, dim: LoopDim, size: int):
         self.dim, self.size = dim, size
         body = found.pipeline.body
         self.made = producers_of(body)
-        self.sinks = {*dim.reduces, *dim.products}
         tiles = {v: d for v, d in dim.members.items() if not v.is_ref}
         loads = {op for op in self.made.values() if op.name == "load"}
-        spans = frozenset(op for op in loads if op.result in tiles)
+        stores = {op for op in body.ops if op.name == "store"}
+        self.stores = {op for op in stores if Access.of(op).value in tiles}
+        self.sinks = {*dim.reduces, *dim.products, *self.stores}
+        self.constant = set(found.pipeline.blocks) - found.written
+        spans = {op for op in loads if op.result in tiles} | self.stores
         # In a loop refs stay whole: only the loads take a part.
-        self.inside = replace(dim, members=tiles, spans=spans)
+        self.inside = replace(dim, members=tiles, spans=frozenset(spans))
         self.replaced: dict[Value, Value] = {}
         self.after: set[Value] = set()  # what depends on a running maximum
         self.seen: set[Value] = set()  # what the code so far computes
@@ -165,9 +199,11 @@ class _Loops:
                     found[op] = known[value] = known[value] + 1
             return known[value]
 
-        for op in self.sinks:
+        for op in self.sinks - self.stores:
             level(op.result)
-        return found
+        needed = (v for op in self.stores for v in op.operands if not v.is_ref)
+        last = max(map(level, needed), default=0) + 1
+        return found | dict.fromkeys(self.stores, last)
 
     def block(self, block: Block) -> Block:
         b = Builder()
@@ -179,7 +215,7 @@ class _Loops:
         first = {group[0]: group for group in groups.values()}
         for op in block.ops:
             if op in first:
-                scale = running if op.result is running else None
+                scale = running if running in op.results else None
                 self._loop(b, first[op], scale)
             elif op not in self.sinks:
                 operands = tuple(self.replaced.get(v, v) for v in op.operands)
@@ -217,7 +253,7 @@ class _Loops:
 
     def _rescaled(self, op: Op, scale: Value) -> "_Rescaled | None":
         """How a sum depends on a maximum; None: not by an exponent."""
-        power = self.powers.of(op.result)
+        power = self.powers.of(op.result) if op.results else None
         if not isinstance(power, Power) or not power.is_factor:
             return None
         if _merging(op)[0] != "sum" or [s for s, _ in power.powers] != [scale]:
@@ -239,7 +275,7 @@ class _Loops:
         first = inner.mul(number, inner.index(self.size))
         part = Part(self.inside, self.size, first)
         part.new.update(self.replaced)
-        carried, totals, starts = list[Value](), list[Value](), list[Value]()
+        state, last = _State(b), dict[Op, Value]()
         done = set[Op]()
         for sink in group:
             for each in self._needed(sink.operands):
@@ -247,31 +283,56 @@ class _Loops:
                     part.op(inner, each)
                     done.add(each)
             inner.loc = sink.loc
+            if sink in self.stores:
+                part.op(inner, sink)
+                continue
+            if sink.name == "arg_reduce":
+                last[sink] = self._first_extreme(inner, sink, part, state)
+                continue
             kind, dtype = _merging(sink)
-            start = neutral(kind, dtype)
-            old = Value(sink.result.tile.with_dtype(dtype), sink.result.name)
+            is_scale = scale is not None and sink.result is scale
+            start = float(np.finfo(dtype.np).min) if is_scale else neutral(kind, dtype)
+            last[sink] = old = state.old(sink.result.tile.with_dtype(dtype), start)
             attrs = {**sink.attrs, "dtype": dtype} if sink.name == "dot" else sink.attrs
             share = inner.op(sink.name, *part.mapped(sink.operands), **attrs)
-            if scale is not None and sink.result is scale:
-                start = float(np.finfo(dtype.np).min)
+            if is_scale:
                 part.new[scale] = new = inner.op(MERGED[kind], old, share)
-                totals.append(new)
+                state.new.append(new)
                 apart = [old, new]
-                if (last := self._rescaled(group[-1], scale)) and last.is_stopped:
+                if (end := self._rescaled(group[-1], scale)) and end.is_stopped:
                     apart = [inner.op("stop_gradient", v) for v in apart]
                 change = inner.sub(*apart)
             else:
                 kept = old
                 if scale is not None:
                     kept = inner.mul(old, self._factor(inner, sink, scale, change, old))
-                totals.append(inner.op(MERGED[kind], kept, share))
-            starts.append(b.constant(start, old.tile))
-            carried.append(old)
+                state.new.append(inner.op(MERGED[kind], kept, share))
         bounds = [b.index(n) for n in (0, self.dim.size // self.size, 1)]
-        body = inner.block((number, *carried), totals)
-        made = b.emit("for", *bounds, *starts, regions=(body,))
-        for sink, total in zip(group, made, strict=True):
-            self.replaced[sink.result] = b.cast(total, sink.result.tile.dtype)
+        body = inner.block((number, *state.carried), state.new)
+        made = b.emit("for", *bounds, *state.starts, regions=(body,))
+        results = dict(zip(state.carried, made, strict=True))
+        for sink, old in last.items():
+            self.replaced[sink.result] = b.cast(results[old], sink.result.tile.dtype)
+
+    def _first_extreme(
+        self, b: Builder, sink: Op, part: Part, state: "_State"
+    ) -> Value:
+        """The position of the first extreme so far, or of the first NaN."""
+        (x,) = part.mapped(sink.operands)
+        axis, kind = sink.attrs["axis"], sink.attrs["kind"]
+        type_ = sink.result.tile
+        most = state.old(type_.with_dtype(x.tile.dtype), neutral(kind, x.tile.dtype))
+        place = state.old(type_, 0)
+        share = b.op("reduce", x, kind=kind, axes=(axis,))
+        own = b.op("arg_reduce", x, **sink.attrs)
+        first = b.cast(part.first_of(b, sink.operands[0]), type_.dtype)
+        own = b.add(own, b.broadcast(first, type_.shape))
+        is_new = b.op("gt" if kind == "max" else "lt", share, most)
+        if x.tile.dtype.is_float:
+            nans = b.and_(b.op("ne", share, share), b.op("eq", most, most))
+            is_new = b.or_(is_new, nans)
+        state.new += [b.op(MERGED[kind], most, share), b.select(is_new, own, place)]
+        return place
 
     def _factor(
         self, b: Builder, sink: Op, scale: Value, change: Value, sums: Value
@@ -300,7 +361,8 @@ class _Loops:
             if value in self.seen and not here:
                 return
             pure = table()[op.name].effect is Effect.PURE and not op.regions
-            if not pure and not (here and op.name == "load"):
+            is_load = op.name == "load" and (here or op.operands[0] in self.constant)
+            if not pure and not is_load:
                 raise CannotReblock("a reduction needs what comes after another")
             for operand in op.operands:
                 visit(operand)

@@ -84,13 +84,13 @@ def best_cut(kernel: Kernel, chip: Gpu) -> Cut | None:
     found = list(cuts(kernel))
     if not found:
         return None
-    machine, own = Machine.peak(chip), seconds_of_products(kernel, chip)
+    machine, own = Machine.peak(chip), seconds_of_products(kernel, chip)[1]
     if own == inf:  # other passes find blocks for it, of which nothing is known here
         return None
 
     def after(cut: Cut) -> float:
         between = 2 * cut.array.ref.tile.size * cut.array.ref.dtype.bytes
-        both = sum(seconds_of_products(k, chip) for k in (cut.first, cut.second))
+        both = sum(seconds_of_products(k, chip)[1] for k in (cut.first, cut.second))
         return both + machine.copying(between) + machine.launch
 
     best = min(found, key=after)

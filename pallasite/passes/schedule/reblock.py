@@ -130,7 +130,7 @@ class _Moved(NamedTuple):
     array_dim: int
     shown: Shown
     n: int  # size of the array
-    block: int  # size of a block
+    per: int  # its elements for each position along the dimension
     position: int  # among the index map's yields
 
     @property
@@ -139,7 +139,7 @@ class _Moved(NamedTuple):
         return last_number(self.shown.window.dims[self.array_dim], self.n) + 1
 
     def count_of(self, size: int) -> int:
-        return last_number(BlockDim(size), self.n) + 1
+        return last_number(BlockDim(size * self.per), self.n) + 1
 
     @property
     def number_value(self) -> Value:
@@ -153,7 +153,7 @@ class _Moved(NamedTuple):
 
     def resized(self, size: int) -> tuple[BlockDim, ...]:
         dims = list(self.shown.window.dims)
-        dims[self.array_dim] = BlockDim(size)
+        dims[self.array_dim] = BlockDim(size * self.per)
         return tuple(dims)
 
 
@@ -164,7 +164,8 @@ def _moved(found: LoopDims, dim: LoopDim) -> list[_Moved]:
         kinds = [d.kind for d in shown.window.dims[:array_dim]]
         position = array_dim + kinds.count("bounded")
         n = shown.array.ref.shape[array_dim]
-        moved.append(_Moved(number, array_dim, shown, n, dim.size, position))
+        per = dim.per(shown.block)
+        moved.append(_Moved(number, array_dim, shown, n, per, position))
     return moved
 
 
@@ -289,7 +290,7 @@ class Divided:
             assert self.axis is not None
             index = ids[self.axis]
             if number in self.padded:
-                index = b.mul(index, b.index(self.size))
+                index = b.mul(index, b.index(self.size * each.per))
             yields[each.position] = index
         elif each is not None:
             block = yields[each.position]
@@ -302,8 +303,9 @@ class Divided:
     def _dims(self, each: _Moved) -> tuple[BlockDim, ...]:
         dims = list(each.resized(self.size))
         if each.number in self.padded:
-            after = self.steps * self.size - each.n
-            dims[each.array_dim] = BlockDim(self.size, "element", (0, after))
+            size = self.size * each.per
+            after = self.steps * size - each.n
+            dims[each.array_dim] = BlockDim(size, "element", (0, after))
         return tuple(dims)
 
     def _in_range(self, each: _Moved) -> bool:

@@ -50,6 +50,13 @@ WIDEST = 512  # columns of a step of running sums; more do better as steps of th
 MOST_CODE = 32_000  # operations on vector registers in a body; compilers unroll tiles
 MOST_SETTLED = 40_000  # of those, where no version for other programs is made of them
 MOST_UNROLLED = 24_000  # of those, in the body of a loop
+# Of operations without a unit, as counted in libtpu's code.
+FORMULAS = {
+    **dict.fromkeys(("sin", "cos", "tan"), 100),
+    **dict.fromkeys(("asin", "acos", "atan", "atan2", "sinh", "cosh", "pow"), 32),
+    **dict.fromkeys(("asinh", "acosh", "atanh", "cbrt", "expm1"), 32),
+    "log1p": 14,
+}
 COPIES = 3  # of the largest tile that Mosaic may keep besides what the author names
 BUFFERS = 2  # of a window
 VMEM_SHARE = 0.9  # of on-chip memory, for what is counted here
@@ -360,7 +367,8 @@ def code_size(block: Block, chip: Tpu) -> float:
         if op.name == "dot":
             total += op.result.tile.size * Dot.of(op).depth / chip.lanes
         if op.name != "load":
-            total += sum(v.tile.size for v in op.results if not v.is_ref)
+            size = sum(v.tile.size for v in op.results if not v.is_ref)
+            total += FORMULAS.get(op.name, 1) * size
     return total / (chip.lanes * chip.sublanes)
 
 

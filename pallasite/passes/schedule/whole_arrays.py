@@ -10,14 +10,17 @@ Axes that index single elements (a batch) are left to `jax.vmap` (`unbatch.py`).
 Proof: `reblock.py` merges programs along an axis only if each position is computed from
 the same position of everything else; what is past the end of an array is not computed.
 Whether it pays off is a question of bytes (`why_native`): an operand that another
-operation computes is no longer written and read.
+operation computes is no longer written and read. Results that are sums of what programs
+map are added up by XLA, too (`addends_apart.py`).
 """
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
-from pallasite.ir.nodes import Access, Kernel, Value, walk
+from pallasite.ir.nodes import Access, At, Kernel, Value, walk
 from pallasite.ir.opdef import TILE
 from pallasite.ir.rewrite import is_elementwise
 from pallasite.ir.roles import Pipeline, Shown
@@ -27,6 +30,7 @@ from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.loop_dims import loop_dims
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.run import run
+from pallasite.passes.schedule.addends_apart import AddendsApart, addends_apart
 from pallasite.passes.schedule.reblock import NO_AXIS, grow_whole
 from pallasite.passes.schedule.shifted_arrays import NotShifted, shifted_arrays
 from pallasite.passes.transform.unbatch import Unbatched, unbatch
@@ -43,24 +47,46 @@ _LONGEST_ROW = 1024  # that XLA keeps on chip from one reduction to the next
 
 @dataclass(frozen=True)
 class WholeArrays:
-    """A kernel as one program on whole arrays, mapped over batches, the last first."""
+    """A kernel as one program on whole arrays, mapped over batches, the last first.
+
+    Where results are sums, it gives what is added up (`addends_apart.py`).
+    """
 
     kernel: Kernel
     batches: tuple[Unbatched, ...] = ()
     shifted: bool = False
+    sums: AddendsApart | None = None
+
+    def results(
+        self, made: Sequence[Any], run: Callable[[Kernel, Sequence[Any]], Sequence[Any]]
+    ) -> list[Any]:
+        """The results of the kernel, from those of the program; `run` runs kernels."""
+        if self.sums is None:
+            return [*made]
+        count = len(made) - len(self.sums.total.inputs)
+        totals = iter(run(self.sums.total, made[count:]))
+        maps = iter(made[:count])
+        every = range(count + len(self.sums.sums))
+        return [next(totals if n in self.sums.sums else maps) for n in every]
 
 
 @functools.lru_cache(maxsize=1024)
 def on_whole_arrays(kernel: Kernel) -> WholeArrays | str:
     """The kernel as one program on whole arrays, or why it is none."""
+    sums = None
+    if _may_sum(kernel):
+        sums = addends_apart(run(kernel))
+        kernel = kernel if sums is None else sums.addends
     reason = _other_than_map(kernel)
     if reason:
         return reason
     kernel = run(kernel)
     made = _merged(kernel)
+    if sums is not None and not isinstance(made, str):
+        return replace(made, sums=sums)
     if isinstance(made, str) and _blocks_overlap(kernel):
         try:
-            return WholeArrays(shifted_arrays(kernel), shifted=True)
+            return WholeArrays(shifted_arrays(kernel), shifted=True, sums=sums)
         except NotShifted:
             return made
     return made
@@ -106,15 +132,23 @@ def why_native(kernel: Kernel, given: tuple[int, ...], machine: Machine) -> str:
     """
     moved = sum(_bytes(p) for p in kernel.params)
     fused = sum(_bytes(kernel.inputs[n]) for n in given)
-    if 2 * fused < _LEAST_SAVED * (moved + fused):
-        return "hardly any of its bytes are operands that XLA computes"
+    few = 2 * fused < _LEAST_SAVED * (moved + fused)
+    reason = "hardly any of its bytes are operands that XLA computes"
+    # On a GPU, XLA moves the same bytes for a map; it adds results to those of others.
+    rows = machine.gpu is None or any(o.name == "reduce" for o in walk(kernel.body))
+    if few and rows:
+        return reason
     made = on_whole_arrays(kernel)
     if isinstance(made, str):
         return made
+    if few and made.shifted:
+        return reason
     if made.shifted and machine.gpu is None:
         return "its blocks overlap"
+    if made.sums is not None and machine.gpu is None:
+        return "it adds up what its programs compute"
     work = cost(made.kernel).times(prod(one.size for one in made.batches))
-    reason = _why_rows_stay(made.kernel, machine)
+    reason = _why_rows_stay(made.kernel, machine, made.sums is not None)
     if reason:
         return reason
     if machine.computing(work.flops, work.transcendentals) > machine.copying(moved):
@@ -138,6 +172,14 @@ def _other_than_map(kernel: Kernel) -> str:
     return ""
 
 
+def _may_sum(kernel: Kernel) -> bool:
+    """Whether results may be sums of what a map computes; needs no passes."""
+    names = {op.name for op in walk(kernel.body)}
+    sums, others = {"reduce", "cond"}, {"dot", "for", "while"}
+    plain = kernel.level == TILE and not kernel.symbols
+    return plain and not names.isdisjoint(sums) and names.isdisjoint(others)
+
+
 def _blocks_overlap(kernel: Kernel) -> bool:
     """Whether programs read the same elements, as may those of XLA."""
     windows = Pipeline.of(find_pipeline(kernel)).windows
@@ -151,14 +193,17 @@ def _takes_parts(kernel: Kernel) -> str:
             return f"{op.name!r} is not elementwise"
         if op.name in ("load", "store"):
             access = Access.of(op)
-            if not covers_whole(access.ref.ref.shape, access.index):
+            at = op.name == "load" and access.mask is None
+            sizes = zip(access.ref.ref.shape, access.index, strict=True)
+            rest = [(n, e) for n, e in sizes if not (at and isinstance(e, At))]
+            if not all(covers_whole((n,), (e,)) for n, e in rest):
                 return f"a {op.name} takes a part of a block"
         if op.name == "reduce" and op.attrs["axes"] != (op.operands[0].tile.rank - 1,):
             return "it reduces another dimension than the last"
     return ""
 
 
-def _why_rows_stay(kernel: Kernel, machine: Machine) -> str:
+def _why_rows_stay(kernel: Kernel, machine: Machine, sums: bool) -> str:
     """Why rows are not reduced by XLA, if they are reduced at all.
 
     A program reads its rows once. On a GPU, XLA does too if the reductions follow from
@@ -177,7 +222,7 @@ def _why_rows_stay(kernel: Kernel, machine: Machine) -> str:
             after.update(op.results)
     if not sizes:
         return ""
-    if machine.gpu is None or max(sizes) > _LONGEST_ROW or len(sizes) > 1:
+    if sums or machine.gpu is None or max(sizes) > _LONGEST_ROW or len(sizes) > 1:
         return "it reduces rows, which its programs read only once"
     if first > 1:
         return "it reduces rows in several ways at once: XLA would read them each time"

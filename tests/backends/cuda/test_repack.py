@@ -70,3 +70,18 @@ def test_factors_are_taken_where_the_fill_is_zero(fill):
     pairs = zip(outputs(new, [x, scaled]), outputs(old, [x, y]), strict=True)
     for got, want in pairs:
         np.testing.assert_array_equal(got, want)
+
+
+def test_operands_beside_a_matmul_may_be_copied():
+    """What is done with an operand need not have a result."""
+
+    def kernel(x_ref, y_ref, o_ref, copy_ref):
+        o_ref[...] = jnp.dot(x_ref[...], x_ref[...], preferred_element_type=jnp.float32)
+        copy_ref[...] = y_ref[...]
+
+    x, y = (jax.ShapeDtypeStruct(s, BF16) for s in ((64, 64), (8, 128)))
+    outs = [jax.ShapeDtypeStruct((64, 64), jnp.float32), y]
+    (kernel_,) = kernels_in(pl.pallas_call(kernel, outs, grid=1), x, y)
+    names = [each.name for each in cuda.passes_for(GPUS["h200"])]
+    passes = cuda.passes_for(GPUS["h200"])[: names.index("factors_before") + 1]
+    assert run(kernel_, passes).outputs

@@ -198,15 +198,17 @@ def test_unsupported_op_is_refused_with_its_line():
 def test_load_from_main_memory_is_refused():
     """Rows that may begin in one tile and end in another, of which the last is cut."""
 
-    def direct(x_ref, o_ref):
-        o_ref[...] = x_ref[pl.ds(x_ref.shape[0] - 7 - pl.program_id(0), 3), :]
+    def direct(starts_ref, x_ref, o_ref):
+        o_ref[...] = x_ref[pl.ds(starts_ref[pl.program_id(0)], 3), :]
 
+    spaces = (pl.MemorySpace.SMEM, pl.ANY)
     call = pl.pallas_call(
         direct, out_shape=array(4, 3, 1024, dtype=jnp.bfloat16), grid=4,
-        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        in_specs=[pl.BlockSpec(memory_space=space) for space in spaces],
         out_specs=pl.BlockSpec((None, 3, 1024), lambda i: (i, 0, 0)),
     )  # fmt: skip
-    text = refusal(kernel(call, array(1027, 1024, dtype=jnp.bfloat16)))
+    starts, x = array(4, dtype=jnp.int32), array(1027, 1024, dtype=jnp.bfloat16)
+    text = refusal(kernel(call, starts, x))
     assert text.startswith("backend 'tpu' cannot run load\n")
     assert "ref<bf16[3,1024] any> is in main memory" in text
     assert "copy it to VMEM first" in text

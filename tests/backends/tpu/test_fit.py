@@ -22,6 +22,7 @@ from pallasite.ir.verify import verify
 from pallasite.passes.run import run as run_passes
 from pallasite.runtime.forms import Form
 from pallasite.sites import kernels_in
+from pallasite.target import TPUS
 from tests.backends.cpu.running import tiles_kernel
 from tests.backends.tpu.harness import random_arrays, simulated
 from tests.fuzz.agreement import run_numpy
@@ -152,6 +153,39 @@ def test_blocks_that_overlap_come_with_the_tiles_around(rows, padding):
         out_specs=pl.BlockSpec((1, 128), lambda i: (i, 0)),
     )  # fmt: skip
     assert_right(kernel_of(call, array(size, 128, dtype=jnp.int32)))
+
+
+def test_overlapping_blocks_that_start_at_tiles_are_not_moved_in_them():
+    def add(x_ref, o_ref):
+        o_ref[...] = x_ref[:8] + x_ref[2:]
+
+    call = pl.pallas_call(
+        add, out_shape=array(24, 128), grid=(3,),
+        in_specs=[pl.BlockSpec((pl.Element(10), 128), lambda i: (8 * i, 0))],
+        out_specs=pl.BlockSpec((8, 128), lambda i: (i, 0)),
+    )  # fmt: skip
+    kernel = kernel_of(call, array(26, 128))
+    text = fit_windows(kernel).text
+    assert "in[element 16 pad (0, 6), 128]" in text, "the array is as it was"
+    assert "rem" not in text
+    assert_right(kernel)
+
+
+def test_overlapping_parts_of_main_memory_are_windows():
+    def add(x_ref, o_ref):
+        x = x_ref[pl.ds(pl.program_id(0) * 8, 10), :]
+        o_ref[...] = x[:8] + x[2:]
+
+    width = 24 << 10  # too wide to be kept on chip as a whole
+    call = pl.pallas_call(
+        add, out_shape=array(24, width), grid=(3,),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=pl.BlockSpec((8, width), lambda i: (i, 0)),
+    )  # fmt: skip
+    kernel = kernel_of(call, array(26, width))
+    compiled = Compiled(get("tpu"), kernel, Options(chip=TPUS["v5e"]), shared=())
+    assert "copy_start" not in compiled.scheduled.text
+    assert_right(kernel)
 
 
 def test_written_blocks_that_start_anywhere():

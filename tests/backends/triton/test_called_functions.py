@@ -61,7 +61,7 @@ def test_inside_a_loop():
         step = lambda n, y: jnp.sin(jnp.sin(jnp.sin(jnp.sin(y)))) + n
         o_ref[...] = jax.lax.fori_loop(0, 3, step, x_ref[...])
 
-    x = np.linspace(-1, 1, 8192, dtype=np.float32).reshape(8, 1024)
+    x = np.linspace(-1, 1, 65536, dtype=np.float32).reshape(-1, 1024)
     (made,) = map(run, kernels_in(pl.pallas_call(kernel, jnp.asarray(x)), x))
     text, _ = compiled(made)
     assert text.count("tt.call") == 4

@@ -23,7 +23,9 @@ from pallasite.backends.triton.launch import (
 )
 from pallasite.backends.triton.shared_memory import SharedMemory
 from pallasite.errors import ChipMemoryError, ResourceError
-from pallasite.ir.nodes import walk
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Kernel, Value, walk
+from pallasite.ir.types import F32, RefType, TileType
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.run import run as run_passes
 from pallasite.sites import kernels_in
@@ -507,6 +509,17 @@ def test_a_transposed_tile_goes_through_shared_memory():
     with pytest.raises(ChipMemoryError, match="transposed tile") as caught:
         large(kernel, (256, 256), (256, 256))["ttir"]
     assert "262144 bytes" in str(caught.value)
+
+
+@pytest.mark.parametrize("rows, size", [(56, 1 << 17), (64, 0)])
+def test_reshapes_that_move_padding_go_through_shared_memory(rows: int, size: int):
+    """As measured with Triton 3.8: all of the tile, as one vector."""
+    b, tile = Builder(), TileType((2, rows, 256), F32)
+    ref, out = Value(RefType(tile.shape, F32)), Value(RefType((2 * rows, 256), F32))
+    b.store(out, b.op("reshape", b.load(ref), shape=(2 * rows, 256)))
+    kernel = Kernel("k", (ref, out), b.block(), 1)
+    assert SharedMemory(kernel, warps=4).bytes(stages=1) == size
+    assert SharedMemory(kernel, warps=1).bytes(stages=1) == 0
 
 
 # --- loops whose iterations stay in order ---

@@ -176,3 +176,59 @@ def test_arrays_without_windows_and_axes_of_unknown_size():
     moving = DYNAMIC.replace("mul %i, %c4", "mul %t, %c4")
     kernel = canonicalize(parse_kernel(moving))
     assert narrow_windows(kernel) is kernel
+
+
+HALO = """
+kernel @k(%x: ref<f32[ROWS,8] any>, %o: ref<f32[16,8] any>) outputs 1 {
+  pipeline %o {grid=(4,), windows=(out[4, 8],), semantics=("arbitrary",)}
+    map (%b: i32) {
+      %z: i32 = constant {value=0}
+      yield %b, %z
+    }
+    body (%i: i32, %ob: ref<f32[4,8] block>) {
+      %c4: i32 = constant {value=4}
+      %s: i32 = mul %i, %c4
+      %v: f32[6,8] = load %x[%s:+6, :]
+      %a: f32[4,8] = slice %v {starts=(0, 0), limits=(4, 8), strides=(1, 1)}
+      %e: f32[4,8] = slice %v {starts=(2, 0), limits=(6, 8), strides=(1, 1)}
+      %r: f32[4,8] = add %a, %e
+      store %ob[:, :] = %r
+    }
+}
+"""
+
+
+def test_overlapping_parts_are_windows_of_elements_where_asked():
+    made = canonicalize(parse_kernel(HALO.replace("ROWS", "18")))
+    assert narrow_windows(made) is made
+    new = narrow_windows(made, overlapping=True)
+    assert "in[element 6, 8]" in new.text
+    assert_same_meaning(made, new)
+
+
+def test_overlapping_parts_that_would_be_clamped_stay():
+    made = canonicalize(parse_kernel(HALO.replace("ROWS", "17")))
+    assert narrow_windows(made, overlapping=True) is made
+
+
+def test_elements_of_a_row_that_the_grid_picks():
+    code = """
+      for %c0, %c4, %c1
+        body (%t: i32) {
+          %v: f32 = load %xb[%i, %t]
+          store %ob[%i, %t] = %v
+        }
+    """
+    kernel = kernel_of(code)
+    new = narrow_windows(kernel)
+    assert_same_meaning(kernel, new, checked=False)  # some elements are not written
+    assert "windows=(in[squeezed 1, 8], out[squeezed 1, 8])" in new.text
+
+
+def test_single_elements_are_looked_up():
+    code = """
+      %v: f32 = load %xb[%i, %i]
+      store %ob[%i, %i] = %v
+    """
+    kernel = kernel_of(code)
+    assert narrow_windows(kernel) is kernel

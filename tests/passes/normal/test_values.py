@@ -516,6 +516,34 @@ def test_positions():
     )
 
 
+@pytest.mark.parametrize(
+    "move", ["reshape %p {shape=(4, 1)}", "transpose %p {perm=(1, 0)}"]
+)
+def test_row_of_positions_as_a_column(move: str):
+    old = kernel(
+        f"""
+        %n: i32 = load %x[0]
+        %i: i32[1,4] = iota {{dim=1}}
+        %b: i32[1,4] = broadcast_in_dim %n {{shape=(1, 4), dims=()}}
+        %p: i32[1,4] = add %i, %b
+        %c: i32[4,1] = {move}
+        store %o[:, :] = %c
+        """,
+        "x: i32[1]", "o: i32[4,1]",
+    )  # fmt: skip
+    check(
+        positions,
+        old,
+        """
+        %n: i32 = load %x[0]
+        %0: i32[4,1] = iota {dim=0}
+        %1: i32[4,1] = broadcast_in_dim %n {shape=(4, 1), dims=()}
+        %2: i32[4,1] = add %0, %1
+        store %o[:, :] = %2
+        """,
+    )
+
+
 def test_slice_of_positions_needs_its_clamp_only_outside():
     text = """
         %i: i32 = load %x[0]
