@@ -300,6 +300,10 @@ def plan(
     return composed if way.estimate.seconds < other.estimate.seconds else made
 
 
+def _is_composed(made: BackwardPlan) -> bool:
+    return not made.choices[0].stages.programs
+
+
 def _composed(
     made: BackwardPlan,
     kernel: Kernel,
@@ -373,15 +377,20 @@ def keeping_plan(
     if any(op.name in UNREPEATABLE for op in walk(kernel.body)):
         return None
     try:
-        if normal_program(kernel, machine)[0].aliases:
+        normal, program = normal_program(kernel, machine)
+        if normal.aliases:
             return None
         known = expected_cotangents(kernel, machine)
-        made = plan(kernel, wanted, known, machine)
-        if not made.steps or not has_products(made.steps[0].kernel):
-            return None
-        if made.changing or made.merges or not made.choices[0].stages.programs:
+        has_parts = machine.gpu is not None and cut(program) is not None
+        if has_parts and _is_composed(plan(kernel, wanted, known, machine)):
             return None
         made = _plan(kernel, wanted, known, machine, kernel.outputs)
+        if made.changing or made.merges or not made.choices[0].stages.programs:
+            return None
+        first = made.choices[0].stages.programs[0]
+        others = {*Roots(first.body).written(first.body)} - {*kernel.outputs}
+        if not products_of(only(first, [*others])):
+            return None
         return _keeping(made, kernel, known)
     except NoBackwardKernel:
         return None

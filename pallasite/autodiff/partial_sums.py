@@ -9,8 +9,9 @@ from math import prod, sqrt
 from typing import NamedTuple
 
 from pallasite.autodiff.backward_windows import Parts, Placement
-from pallasite.ir.nodes import Kernel, Value
-from pallasite.ir.roles import Dot
+from pallasite.ir.nodes import Block, Kernel, Value
+from pallasite.ir.rewrite import producers_of
+from pallasite.ir.roles import Dot, Loop
 from pallasite.passes.analysis.shared_operands import shared_operands
 from pallasite.passes.lower.per_program import Program
 from pallasite.target import Machine
@@ -23,6 +24,7 @@ SMALL_SHARE = 1 / 32
 # Programs of a GPU wait for memory: two on each multiprocessor are worth more traffic.
 GPU_SHARE = 1 / 8
 GAIN_OF_ROUNDS = 1.25  # from which fuller rounds of programs are worth more sums
+MOST_MEMORY = 4  # of the operands, for sums where matmuls would leave cores idle
 LEAST_PARTS = 8  # devices share parts: with fewer, few devices could share the axis
 
 
@@ -71,14 +73,23 @@ class Sums(NamedTuple):
         )
 
     def with_work(self, program: Program) -> "Sums":
-        """Of a program's matmuls; those in loops may run any number of times."""
+        """Of a program's matmuls; loops without known bounds may run any number of
+        times."""
         work: dict[str, float] = {}
-        for op in program.body.ops:
-            if op.name == "dot":
-                dot = Dot.of(op)
-                name = dot.lhs.value.tile.dtype.name
-                done = 2 * dot.op.result.tile.size * dot.depth * prod(program.sizes)
-                work[name] = work.get(name, 0) + done
+        made = producers_of(program.body)
+
+        def count(block: Block, times: int) -> None:
+            for op in block.ops:
+                if op.name == "dot":
+                    dot = Dot.of(op)
+                    name = dot.lhs.value.tile.dtype.name
+                    done = 2 * dot.op.result.tile.size * dot.depth * times
+                    work[name] = work.get(name, 0) + done
+                elif op.name == "for":
+                    loop = Loop.of(op)
+                    count(loop.body, times * len(loop.rounds(made)))
+
+        count(program.body, prod(program.sizes))
         return self._replace(work=tuple(work.items()))
 
 
@@ -151,7 +162,7 @@ def _even(
         idle = rounds * machine.cores / (programs * n)
         return working * idle + machine.copying(2 * n * taken)
 
-    most = min(MOST_PARTS // others, sums.budget // max(taken, 1))
+    most = min(MOST_PARTS // others, MOST_MEMORY * sums.budget // max(taken, 1))
     more = [n for n in range(count, most + 1) if size % n == 0]
     best = min(more, key=seconds, default=count)
     return best if GAIN_OF_ROUNDS * seconds(best) < seconds(count) else count
