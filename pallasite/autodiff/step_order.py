@@ -60,9 +60,12 @@ class Sorting:
 def sorted_by(numbers: Any, count: int) -> tuple[Any, Any]:
     """Where each of `count` numbers starts in the sorted order, and that order.
 
-    Larger numbers are last.
+    The number `count` is last; none is larger, or negative.
     """
     steps = jnp.arange(len(numbers), dtype=jnp.int32)
+    # On a GPU XLA has CUB sort pairs by unsigned keys, in a pass per byte; by others it
+    # compares, in dozens of kernels.
+    numbers = numbers.astype(jnp.uint16 if count < 1 << 16 else jnp.uint32)
     numbers, order = jax.lax.sort((numbers, steps), num_keys=1, is_stable=True)
     # One kernel on a GPU; counting would be atomics and a scan.
     which = jnp.arange(count + 1, dtype=numbers.dtype)

@@ -98,7 +98,8 @@ def sort_by_expert(experts: jax.Array, num_experts: int) -> Permutation:
     experts = common.as_int32(experts)  # 8 bits need not hold num_experts
     inside = (experts >= 0) & (experts < num_experts)
     flat = jnp.where(inside, experts, num_experts).reshape(-1)
-    order = jnp.argsort(flat, stable=True)
+    # By unsigned keys: on a GPU XLA has CUB sort pairs only by these.
+    order = jnp.argsort(flat.astype(jnp.uint32), stable=True)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
     sizes = jnp.bincount(flat, length=num_experts + 1)[:num_experts]
     return Permutation(

@@ -152,6 +152,24 @@ def test_steps_that_a_guard_skips_are_not_visited():
     assert [*map(int, order)][:4] == [1, 4, 0, 3]
 
 
+@pytest.mark.parametrize("count, key", [(65535, "ui16"), (65536, "ui32")])
+def test_numbers_are_sorted_by_unsigned_keys(count: int, key: str):
+    """XLA has CUB sort pairs on a GPU, if their keys are."""
+    numbers = jnp.array([count, 7, 0, count - 1, 7], jnp.int32)
+    blocks, order = sorted_by(numbers, count)
+    assert [*map(int, order)] == [2, 1, 4, 3, 0]
+    assert [int(blocks[n]) for n in (0, 1, 7, 8, count - 1, count)] == [
+        0,
+        1,
+        1,
+        3,
+        3,
+        4,
+    ]
+    text = jax.jit(lambda x: sorted_by(x, count)).lower(numbers).as_text()
+    assert f"(tensor<5x{key}>, tensor<5xi32>) -> (tensor<5x{key}>" in text
+
+
 def shapes(dtype):
     return (((TILES,), jnp.int32), ((TILES * ROWS, DEPTH), dtype),
             ((EXPERTS, DEPTH, WIDTH), dtype))  # fmt: skip

@@ -9,7 +9,7 @@ could have filled the chip, the plan has the reason.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf, prod
 
@@ -181,12 +181,25 @@ def _of_steps(kernel: Kernel, chip: Gpu | Host) -> Plan:
         if serial is None and found is None:
             why = f"parts of its {state.kind} would take longer to merge than they save"
             serial = Serial(axis, why, None)
+    if best is not None:
+        best = _in_more_parts(best, kernel, chip)
     unordered = _in_any_order(kernel, info, chip, programs)
     if unordered is not None or best is not None:
         return unordered or best or Plan()
     if serial is not None and _is_wasteful(kernel, chip, programs):
         return Plan(serial=serial)
     return Plan()
+
+
+def _in_more_parts(found: Plan, kernel: Kernel, chip: Gpu | Host) -> Plan:
+    """A plan whose parts are too few for the cores, with parts along another axis."""
+    assert found.program is not None
+    inner = _plan(found.program.kernels[0], chip)
+    if inner.program is None or any(result.last for result in inner.program.results):
+        return found
+    program = found.program.with_first(inner.program, len(kernel.inputs))
+    parts = found.parts * inner.parts
+    return replace(found, program=program, why=f"{found.why}; {inner.why}", parts=parts)
 
 
 def _in_any_order(
