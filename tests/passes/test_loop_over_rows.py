@@ -299,3 +299,23 @@ def test_rows_of_two_dimensions_are_loops_over_the_first():
     assert loops_and_products(after) == (2, 0) and "f32[24,8]" not in after.text
     x = np.random.default_rng(5).normal(size=(6, 4, 8)).astype("f4")
     np.testing.assert_allclose(outputs(after, [x])[0], outputs(before, [x])[0], 1e-5)
+
+
+@pytest.mark.parametrize("centres, depth, part", [(1000, 64, 125), (4096, 256, 128)])
+def test_parts_of_what_is_reduced_are_no_power_of_two(centres, depth, part):
+    """And the longest of two dimensions that are reduced is divided."""
+
+    def kernel(x_ref, c_ref, d_ref):
+        x, c = x_ref[...], c_ref[...]
+        gap = (x * x).sum(1)[:, None] + (c * c).sum(1)[None, :] - 2 * jnp.dot(x, c.T)
+        d_ref[...] = gap.min(1)
+
+    shapes = [jax.ShapeDtypeStruct((n, depth), F32) for n in (256, centres)]
+    specs = [pl.BlockSpec((128, depth), lambda i: (i, 0)),
+             pl.BlockSpec((centres, depth), lambda i: (0, 0))]  # fmt: skip
+    row = pl.BlockSpec((128,), lambda i: (i,))
+    out = jax.ShapeDtypeStruct((256,), F32)
+    before = called(kernel, shapes, out, specs, row, (2,))
+    after = for_gpu(before, GPUS["h200"])
+    verify(after)
+    assert f",{part}] = dot" in after.text and f",{centres}]" not in after.text
