@@ -56,6 +56,7 @@ from pallasite.ir.rewrite import substitute
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.analysis.shared_operands import shared_operands
 from pallasite.passes.lower.per_program import Program, kernel_of, main_refs
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.primitive import chip_for
@@ -122,9 +123,7 @@ def keeping(
         primals: the operands.
         active: those whose cotangents will be requested.
     """
-    made = keeping_plan(
-        call.kernel, tuple(active), Machine.usual(chip_for(call.backend))
-    )
+    made = keeping_plan(call.kernel, tuple(active), _machine(call))
     if made is None:
         return None
     _note_together(made.forward.kernel, made.backward)
@@ -160,7 +159,7 @@ def cotangents(
     known = tuple(c is not None for c in cotangents)
     if not any(known):
         return [None] * len(primals)
-    machine = Machine.usual(chip_for(call.backend))
+    machine = _machine(call)
     wanted = tuple(map(bool, wanted))
     keeps = keeping_plan(call.kernel, wanted, machine) if kept else None
     if keeps is not None and all(k for n, k in enumerate(keeps.known) if known[n]):
@@ -178,8 +177,10 @@ def cotangents(
             start = jnp.zeros(ref.ref.shape, ref.ref.dtype.np)
         arrays[ref] = start.astype(ref.ref.dtype.np)
     names = _names(call.partition, made)
+    over_rows = {r for n, r in made.targets.items() if n in _shared(call)}
     for step in made.steps:
-        arrays |= _run(call, step, arrays, names, made.flowing)
+        own = _for_any_batch(call, over_rows.issuperset(step.results))
+        arrays |= _run(own, step, arrays, names, made.flowing)
     final = {ref: made.primals[n].ref.dtype for n, ref in made.targets.items()}
     run = partial(_run_plain, call)
     for merge in made.merges:
@@ -190,6 +191,26 @@ def cotangents(
         if ref in arrays:
             found[n] = arrays[ref].astype(primals[n].dtype)
     return found
+
+
+def _machine(call: Any) -> Machine:
+    """What runs the kernels of a call."""
+    machine = Machine.usual(chip_for(call.backend))
+    return replace(machine, endless=call.options.batch_invariant)
+
+
+def _shared(call: Any) -> frozenset[int]:
+    """The operands whose cotangents are sums over rows, if that matters."""
+    invariant = call.options.batch_invariant
+    return shared_operands(call.kernel) if invariant else frozenset()
+
+
+def _for_any_batch(call: Any, over_rows: bool) -> Any:
+    """The call for results that are sums over rows: these depend on all of them."""
+    if not over_rows:
+        return call
+    params = (p for p in call.compiler_params if p[0] != "batch_invariant")
+    return replace(call, compiler_params=tuple(params))
 
 
 def _note_together(forward: Kernel, made: BackwardPlan) -> None:
@@ -297,7 +318,7 @@ def _composed(
     found = cut(program)
     if found is None:
         return None
-    sums = Sums.of(normal, machine)
+    sums = Sums.of(normal, machine, {})
     (first, *more) = kernels_of(found.first, [found.array], set(), sums)
     (second, *others) = kernels_of(found.second, normal.outputs, set(), sums)
     if more or others or prod((*first.parts, *second.parts)) > 1:
@@ -402,7 +423,7 @@ def _steps(
     saved: Sequence[Value],
 ) -> tuple[Built, ...]:
     """The kernels of some stages that change no memory."""
-    sums = Sums.of(kernel, made.machine)
+    sums = Sums.of(kernel, made.machine, made.targets)
     results = [*made.targets.values(), *saved]
     steps = [built for s in stages for built in kernels_of(s, results, set(), sums)]
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in made.targets.items()}
@@ -421,7 +442,7 @@ def _keeping(
     most = KEPT_SHARE * sum(map(bytes_of, kernel.params))
     if kept is None or sum(map(bytes_of, kept.refs)) > most:
         return None
-    sums = Sums.of(kernel, made.machine)
+    sums = Sums.of(kernel, made.machine, made.targets)
     forward = kernels_of(kept.forward, [*kernel.outputs, *kept.refs], set(), sums)
     if len(forward) != 1:
         return None
@@ -478,7 +499,8 @@ def _plan(
     gathered = list[Program]()
     if not moving:
         program = program.simplified()
-        if machine.gpu is not None and prod(program.sizes) < 2 * machine.cores:
+        few = prod(program.sizes) < 2 * machine.cores and not machine.endless
+        if machine.gpu is not None and few:
             program = row_blocks(program)
         in_blocks = machine.gpu is not None
         program, gathered = gather_overlaps(program, results, in_blocks)
@@ -489,7 +511,7 @@ def _plan(
         most = MOST_SCATTERED * sum(map(bytes_of, kernel.params))
         variants = _scattered(program, list(targets.values()), most, machine)
     # Partial sums are for small operands, such as the weights of a norm.
-    sums = Sums.of(kernel, machine)
+    sums = Sums.of(kernel, machine, targets)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
     ways = _Ways(results, moving, sums, final).all(variants, gathered, made)
     return BackwardPlan(
