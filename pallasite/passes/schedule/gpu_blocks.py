@@ -254,15 +254,17 @@ def _rows_in_loops(blocks: Blocks, least: int = 0) -> Kernel | None:
     `least`: the elements of a block for which this is done.
     """
     arrays = blocks.found.pipeline.blocks
-    for dim in blocks.found.dims:
+    for dim in sorted(blocks.found.dims, key=lambda dim: -dim.size):
         largest = max(arrays[n].ref.size for n, _ in dim.windows)
         reduced = max((op.operands[0].tile.size for op in dim.reduces), default=0)
         # What is small can be reduced by each program (`separate_uses.py`).
         may_stay = bool(least) and reduced <= SMALL * largest
+        even = (n for n in range(STEP, LEAST_SIDE - 1, -1) if dim.size % n == 0)
+        size = next(even, STEP)
         if dim.reduces and dim.size > STEP and largest > least and not may_stay:
             for cut_dim in (cut_steps, loop_over_rows):
                 with suppress(CannotReblock):
-                    made = cut_dim(blocks.kernel, place=dim.windows[0], size=STEP)
+                    made = cut_dim(blocks.kernel, place=dim.windows[0], size=size)
                     return columns(canonicalize(made))
     return None
 
