@@ -259,9 +259,9 @@ def _rows_in_loops(blocks: Blocks, least: int = 0) -> Kernel | None:
         reduced = max((op.operands[0].tile.size for op in dim.reduces), default=0)
         # What is small can be reduced by each program (`separate_uses.py`).
         may_stay = bool(least) and reduced <= SMALL * largest
-        size = next(n for n in range(STEP, 0, -1) if dim.size % n == 0)
-        may_cut = dim.size > STEP and size >= LEAST_SIDE
-        if dim.reduces and may_cut and largest > least and not may_stay:
+        even = (n for n in range(STEP, LEAST_SIDE - 1, -1) if dim.size % n == 0)
+        size = next(even, STEP)
+        if dim.reduces and dim.size > STEP and largest > least and not may_stay:
             for cut_dim in (cut_steps, loop_over_rows):
                 with suppress(CannotReblock):
                     made = cut_dim(blocks.kernel, place=dim.windows[0], size=size)
