@@ -26,6 +26,7 @@ from pallasite.passes.schedule.choose_blocks import (
     Sizes,
     adds_in_one_order,
     blocks_of,
+    divisible,
     is_last,
     is_loaded,
     loads_less,
@@ -207,7 +208,8 @@ def _products(blocks: Blocks, chip: Gpu, tiles: Tiles) -> "_WithProducts":
     blocks = _batches_apart(blocks)
     products = _WithProducts(blocks, chip, tiles)
     if products.seconds({}) is None:  # it does not fit
-        products = _WithProducts(with_uses_apart(blocks), chip, tiles)
+        blocks = divisible(with_uses_apart(blocks), LEAST_SIDE, SHORT_TILE)
+        products = _WithProducts(blocks, chip, tiles)
         narrow = _narrow_steps(products)
         if narrow is not None and narrow.best() < products.best():
             products = narrow
@@ -259,9 +261,9 @@ def _rows_in_loops(blocks: Blocks, least: int = 0) -> Kernel | None:
         reduced = max((op.operands[0].tile.size for op in dim.reduces), default=0)
         # What is small can be reduced by each program (`separate_uses.py`).
         may_stay = bool(least) and reduced <= SMALL * largest
-        size = next(n for n in range(STEP, 0, -1) if dim.size % n == 0)
-        may_cut = dim.size > STEP and size >= LEAST_SIDE
-        if dim.reduces and may_cut and largest > least and not may_stay:
+        even = (n for n in range(STEP, LEAST_SIDE - 1, -1) if dim.size % n == 0)
+        size = next(even, STEP)
+        if dim.reduces and dim.size > STEP and largest > least and not may_stay:
             for cut_dim in (cut_steps, loop_over_rows):
                 with suppress(CannotReblock):
                     made = cut_dim(blocks.kernel, place=dim.windows[0], size=size)
