@@ -304,7 +304,7 @@ def planned(
 
     if wants_emulation(call) or call.kernel.symbols or platform not in ("cpu", "cuda"):
         return Plan()
-    if on_arrays(call, platform, chip) is not None:
+    if call.options.batch_invariant or on_arrays(call, platform, chip) is not None:
         return Plan()
     if platform == "cpu":
         return Plan() if exporting else plan(call.kernel, host())
@@ -444,8 +444,8 @@ def on_arrays(
     """
     if not call.flowing or wants_emulation(call) or platform not in base.DEFAULTS:
         return None
-    if _asked_backend(call, platform) is not None:
-        return None
+    if _asked_backend(call, platform) is not None or call.options.batch_invariant:
+        return None  # the order of XLA's sums follows from whole shapes
     from pallasite.passes.schedule.whole_arrays import for_xla
 
     machine = target.Machine.usual(_chip_of(platform, chip))

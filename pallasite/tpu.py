@@ -137,6 +137,8 @@ class CompilerParams(specs.CompilerParams):
     Args:
         dimension_semantics: one per grid axis: "parallel" or "arbitrary".
         vmem_limit_bytes: on-chip memory the kernel may use.
+        batch_invariant: whether a row's bits may not depend on how many there are
+            (docs/semantics.md).
         The other fields are accepted for compatibility.
     """
 
@@ -158,6 +160,7 @@ class CompilerParams(specs.CompilerParams):
     fuse_transposed_lhs_in_matmul: bool | None = None
     allow_collective_id_without_custom_barrier: bool | None = None
     opt_level: int | None = None
+    batch_invariant: bool | None = None
 
 
 TPUCompilerParams = CompilerParams

@@ -37,6 +37,7 @@ class CompilerParams(specs.CompilerParams):
     num_warps: int | None = None
     num_stages: int | None = None
     serialized_metadata: bytes | None = None
+    batch_invariant: bool | None = None
 
 
 TritonCompilerParams = CompilerParams

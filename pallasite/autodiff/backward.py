@@ -29,6 +29,7 @@ from pallasite.autodiff.backward_windows import (
 from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
+from pallasite.autodiff.loop_products import loop_products
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.normal_program import expected_cotangents, normal_program
 from pallasite.autodiff.partial_sums import Sums, bytes_of
@@ -55,6 +56,7 @@ from pallasite.ir.rewrite import substitute
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.analysis.shared_operands import shared_operands
 from pallasite.passes.lower.per_program import Program, kernel_of, main_refs
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.primitive import chip_for
@@ -121,9 +123,7 @@ def keeping(
         primals: the operands.
         active: those whose cotangents will be requested.
     """
-    made = keeping_plan(
-        call.kernel, tuple(active), Machine.usual(chip_for(call.backend))
-    )
+    made = keeping_plan(call.kernel, tuple(active), _machine(call))
     if made is None:
         return None
     _note_together(made.forward.kernel, made.backward)
@@ -159,7 +159,7 @@ def cotangents(
     known = tuple(c is not None for c in cotangents)
     if not any(known):
         return [None] * len(primals)
-    machine = Machine.usual(chip_for(call.backend))
+    machine = _machine(call)
     wanted = tuple(map(bool, wanted))
     keeps = keeping_plan(call.kernel, wanted, machine) if kept else None
     if keeps is not None and all(k for n, k in enumerate(keeps.known) if known[n]):
@@ -177,8 +177,10 @@ def cotangents(
             start = jnp.zeros(ref.ref.shape, ref.ref.dtype.np)
         arrays[ref] = start.astype(ref.ref.dtype.np)
     names = _names(call.partition, made)
+    over_rows = {r for n, r in made.targets.items() if n in _shared(call)}
     for step in made.steps:
-        arrays |= _run(call, step, arrays, names, made.flowing)
+        own = _for_any_batch(call, over_rows.issuperset(step.results))
+        arrays |= _run(own, step, arrays, names, made.flowing)
     final = {ref: made.primals[n].ref.dtype for n, ref in made.targets.items()}
     run = partial(_run_plain, call)
     for merge in made.merges:
@@ -189,6 +191,26 @@ def cotangents(
         if ref in arrays:
             found[n] = arrays[ref].astype(primals[n].dtype)
     return found
+
+
+def _machine(call: Any) -> Machine:
+    """What runs the kernels of a call."""
+    machine = Machine.usual(chip_for(call.backend))
+    return replace(machine, endless=call.options.batch_invariant)
+
+
+def _shared(call: Any) -> frozenset[int]:
+    """The operands whose cotangents are sums over rows, if that matters."""
+    invariant = call.options.batch_invariant
+    return shared_operands(call.kernel) if invariant else frozenset()
+
+
+def _for_any_batch(call: Any, over_rows: bool) -> Any:
+    """The call for results that are sums over rows: these depend on all of them."""
+    if not over_rows:
+        return call
+    params = (p for p in call.compiler_params if p[0] != "batch_invariant")
+    return replace(call, compiler_params=tuple(params))
 
 
 def _note_together(forward: Kernel, made: BackwardPlan) -> None:
@@ -278,6 +300,10 @@ def plan(
     return composed if way.estimate.seconds < other.estimate.seconds else made
 
 
+def _is_composed(made: BackwardPlan) -> bool:
+    return not made.choices[0].stages.programs
+
+
 def _composed(
     made: BackwardPlan,
     kernel: Kernel,
@@ -292,7 +318,7 @@ def _composed(
     found = cut(program)
     if found is None:
         return None
-    sums = Sums.of(normal, machine)
+    sums = Sums.of(normal, machine, {})
     (first, *more) = kernels_of(found.first, [found.array], set(), sums)
     (second, *others) = kernels_of(found.second, normal.outputs, set(), sums)
     if more or others or prod((*first.parts, *second.parts)) > 1:
@@ -351,15 +377,20 @@ def keeping_plan(
     if any(op.name in UNREPEATABLE for op in walk(kernel.body)):
         return None
     try:
-        if normal_program(kernel, machine)[0].aliases:
+        normal, program = normal_program(kernel, machine)
+        if normal.aliases:
             return None
         known = expected_cotangents(kernel, machine)
-        made = plan(kernel, wanted, known, machine)
-        if not made.steps or not has_products(made.steps[0].kernel):
-            return None
-        if made.changing or made.merges or not made.choices[0].stages.programs:
+        has_parts = machine.gpu is not None and cut(program) is not None
+        if has_parts and _is_composed(plan(kernel, wanted, known, machine)):
             return None
         made = _plan(kernel, wanted, known, machine, kernel.outputs)
+        if made.changing or made.merges or not made.choices[0].stages.programs:
+            return None
+        first = made.choices[0].stages.programs[0]
+        others = {*Roots(first.body).written(first.body)} - {*kernel.outputs}
+        if not products_of(only(first, [*others])):
+            return None
         return _keeping(made, kernel, known)
     except NoBackwardKernel:
         return None
@@ -392,7 +423,7 @@ def _steps(
     saved: Sequence[Value],
 ) -> tuple[Built, ...]:
     """The kernels of some stages that change no memory."""
-    sums = Sums.of(kernel, made.machine)
+    sums = Sums.of(kernel, made.machine, made.targets)
     results = [*made.targets.values(), *saved]
     steps = [built for s in stages for built in kernels_of(s, results, set(), sums)]
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in made.targets.items()}
@@ -411,7 +442,7 @@ def _keeping(
     most = KEPT_SHARE * sum(map(bytes_of, kernel.params))
     if kept is None or sum(map(bytes_of, kept.refs)) > most:
         return None
-    sums = Sums.of(kernel, made.machine)
+    sums = Sums.of(kernel, made.machine, made.targets)
     forward = kernels_of(kept.forward, [*kernel.outputs, *kept.refs], set(), sums)
     if len(forward) != 1:
         return None
@@ -468,7 +499,8 @@ def _plan(
     gathered = list[Program]()
     if not moving:
         program = program.simplified()
-        if machine.gpu is not None and prod(program.sizes) < 2 * machine.cores:
+        few = prod(program.sizes) < 2 * machine.cores and not machine.endless
+        if machine.gpu is not None and few:
             program = row_blocks(program)
         in_blocks = machine.gpu is not None
         program, gathered = gather_overlaps(program, results, in_blocks)
@@ -479,7 +511,7 @@ def _plan(
         most = MOST_SCATTERED * sum(map(bytes_of, kernel.params))
         variants = _scattered(program, list(targets.values()), most, machine)
     # Partial sums are for small operands, such as the weights of a norm.
-    sums = Sums.of(kernel, machine)
+    sums = Sums.of(kernel, machine, targets)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
     ways = _Ways(results, moving, sums, final).all(variants, gathered, made)
     return BackwardPlan(
@@ -519,15 +551,21 @@ class _Ways:
                 program, made, self.added(merges), bool(self.moving), self.sums
             )
         ]
+        if self.sums.machine.gpu is not None and not self.moving:
+            apart = loop_products(ways[-1].stages)
+            ways += [] if apart is None else [self.way(apart, ways[-1].merges)]
         if all(way.estimate.seconds == inf for way in ways) and not self.moving:
-            last = ways[-1]
-            way = lambda stages: self.way(stages, last.merges)
-            fits = lambda stage: way(Stages((stage,))).estimate.seconds < inf
-            apart = sums_apart(last.stages, fits)
-            ways += [] if apart is None else [way(apart)]
+            ways += filter(None, map(self._with_sums_apart, ways))
         # What does not fit waits for memory: the less of it there is, the better.
         taken = lambda way: (way.estimate.seconds, way.estimate.spilling)
         return sorted(ways, key=taken)
+
+    def _with_sums_apart(self, one: Way) -> Way | None:
+        """The same, with stages of their own for sums that do not fit together."""
+        way = lambda stages: self.way(stages, one.merges)
+        fits = lambda stage: way(Stages((stage,))).estimate.seconds < inf
+        apart = sums_apart(one.stages, fits)
+        return None if apart is None else way(apart)
 
     def added(self, merges: Sequence[Merge]) -> list[Value]:
         """The refs that stages add to."""

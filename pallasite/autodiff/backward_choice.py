@@ -19,6 +19,7 @@ from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import VIEWS
 from pallasite.passes.normal.loop_steps import loop_steps
+from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.schedule.gpu_blocks import may_fit, seconds_of_products
 from pallasite.target import Machine
 
@@ -55,6 +56,8 @@ def estimate(kernels: Sequence[Kernel], machine: Machine) -> Estimate:
         steps = prod(n or 1 for n in pipeline.grid)
         slow = machine.sums_in_memory if _adds_to_parts(pipeline) else 1.0
         own = slow * machine.kernel(*work, steps, count)
+        if machine.gpu is not None:
+            kernel = split_accesses(kernel)
         if machine.gpu is not None and count < machine.cores and has_products(kernel):
             products = seconds_of_products(loop_steps(kernel), machine.gpu)
             gain = 1.0 if products[1] == inf else products[0] / products[1]

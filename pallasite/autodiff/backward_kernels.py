@@ -40,7 +40,7 @@ def kernels_of(
     mine = [place(stage, ref) for ref in results if ref in refs]
     mine = [replace(p, changes=p.ref in changing) for p in mine]
     stage, mine, same = (stage, mine, {}) if changing else apart(stage, mine)
-    built = list[Built]()
+    sums, built = sums.renamed(same), list[Built]()
     is_gpu = sums.machine.gpu is not None
     shared = [p.ref for p in mine if not all(p.kept)] if is_gpu else []
     for refs in sorted_steps(stage, shared) if not changing else ():
@@ -92,7 +92,8 @@ def _kernel(
     own = sums.with_work(program)
     parts = {} if changing else cut_into_parts(group, order, program.sizes, own)
     one = build(program, _named(name, group), group, order, parts)
-    if prod(program.sizes) < sums.machine.enough_programs:
+    few = prod(program.sizes) < sums.machine.enough_programs
+    if few and not sums.machine.endless:
         one = replace(one, kernel=carried_axis(one.kernel))
     return one
 

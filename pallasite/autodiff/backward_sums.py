@@ -30,7 +30,7 @@ def expand_sums(body: Block, sums: Sequence[Sum]) -> Block:
         addends = _addends(body, each.block)
         if not addends:
             continue
-        if not each.inner and len(addends) > 1:
+        if len(addends) > 1 and (not each.inner or set(addends) <= set(body.ops)):
             body = joined_addends(body, each.block, addends)
             addends = _addends(body, each.block)
         first = addends[0]

@@ -8,7 +8,7 @@ programs may share it, or a loop moves over it) are shown whole.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 from pallasite.autodiff.backward_sums import Sum, expand_sums
@@ -538,7 +538,12 @@ def without_idle_windows(kernel: Kernel) -> Kernel:
 
 def only(program: Program, results: Sequence[Value]) -> Program:
     """The program without its effects on other results."""
-    others = set(main_refs(program.body)) - set(results)
+    return _only(program, frozenset(results))
+
+
+@lru_cache(maxsize=64)
+def _only(program: Program, results: frozenset[Value]) -> Program:
+    others = set(main_refs(program.body)) - results
     return program.with_body(without_effects(program.body, others)).simplified()
 
 

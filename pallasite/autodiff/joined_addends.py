@@ -1,7 +1,8 @@
 """joined_addends: what several loops add to a block is added by the last of them.
 
 In: a program that adds to parts of a block in several places: two loops whose
-iterations go through all of it, a loop and single elements (a label's logit). Out: one
+iterations go through all of it, a loop and single elements (a label's logit), or one
+after another (an operand that is loaded twice). Out: one
 loop that adds the sum of all; `backward_sums.py` then stores it, so that the block is
 not set to zero, read and written again for each, and may be of a narrower type.
 
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, At, Block, Gather, Op, Span, Value
+from pallasite.ir.nodes import Access, At, Block, Gather, Op, Span, Value, walk
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import inline, producers_of
 from pallasite.ir.roles import Loop, number_of
@@ -129,6 +130,8 @@ def joined_addends(body: Block, block: Value, addends: Sequence[Op]) -> Block:
         block: what is added to.
         addends: the ops that add to it, in order.
     """
+    if all(op in body.ops for op in addends):
+        return _in_one_place(body, addends)
     parts = [step_part(op, block, body) for op in addends]
     last = next((part for part in reversed(parts) if part is not None), None)
     if last is None or any(op.attrs["kind"] != "add" for op in addends):
@@ -138,6 +141,30 @@ def joined_addends(body: Block, block: Value, addends: Sequence[Op]) -> Block:
         if op is not last.op and not joined.adds(op, part):
             return body
     return joined.body()
+
+
+def _in_one_place(body: Block, addends: Sequence[Op]) -> Block:
+    """The program with the addends that follow each other summed before the last."""
+    first, *others = map(Access.of, addends)
+    where = lambda a: (a.ref, a.index, a.index_operands, a.mask)
+    used = {v for op in walk(body) for v in op.operands}
+    if any(where(other) != where(first) for other in others):
+        return body
+    if any(op.attrs["kind"] != "add" or op.result in used for op in addends):
+        return body
+    b, total = Builder(addends[-1].loc), first.value
+    for other in others:
+        assert total is not None and other.value is not None
+        total = b.add(total, other.value)
+    last, ops = addends[-1], list[Op]()
+    for op in body.ops:
+        if op is last:
+            value = Access.of(op).value
+            operands = tuple(total if v is value else v for v in op.operands)
+            ops += [*b.ops, op.with_(operands=operands)]
+        elif op not in addends:
+            ops.append(op)
+    return Block(body.params, tuple(ops), body.yields)
 
 
 class _Joined:

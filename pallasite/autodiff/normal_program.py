@@ -41,9 +41,10 @@ def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
         kernel = joined_windows(previous_blocks(kernel))
     if kernel is not normal:
         kernel = run(kernel, NORMAL)  # rules for scratch apply to these, too
-    kernel = whole_rows(kernel, machine.gpu)
+    kernel = whole_rows(kernel, machine.gpu, endless=machine.endless)
     if machine.gpu is not None:
-        kernel = narrow_steps(kernel, machine.gpu)
+        if not machine.endless:
+            kernel = narrow_steps(kernel, machine.gpu)
         # A mask of a loaded tile would be a mask of its cotangent, after a matmul.
         kernel = fewer_rows(edge_fills(kernel))
     program = in_phases(program_of(kernel))

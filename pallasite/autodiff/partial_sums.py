@@ -4,13 +4,15 @@ Each part of an axis adds up its own steps, in a result of its own; these are ad
 after the kernel. Parts cost memory traffic, and win cores.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod, sqrt
 from typing import NamedTuple
 
 from pallasite.autodiff.backward_windows import Parts, Placement
-from pallasite.ir.nodes import Kernel, Value
-from pallasite.ir.roles import Dot
+from pallasite.ir.nodes import Block, Kernel, Value
+from pallasite.ir.rewrite import producers_of
+from pallasite.ir.roles import Dot, Loop
+from pallasite.passes.analysis.shared_operands import shared_operands
 from pallasite.passes.lower.per_program import Program
 from pallasite.target import Machine
 
@@ -22,6 +24,7 @@ SMALL_SHARE = 1 / 32
 # Programs of a GPU wait for memory: two on each multiprocessor are worth more traffic.
 GPU_SHARE = 1 / 8
 GAIN_OF_ROUNDS = 1.25  # from which fuller rounds of programs are worth more sums
+MOST_MEMORY = 4  # of the operands, for sums where matmuls would leave cores idle
 LEAST_PARTS = 8  # devices share parts: with fewer, few devices could share the axis
 
 
@@ -37,25 +40,56 @@ class Sums(NamedTuple):
             on a GPU.
         machine: what runs the kernels.
         work: multiplications and additions of a kernel's matmuls, by type.
+        shared: the only results with partial sums, those that all rows share, where the
+            others may not depend on how many rows there are; None: any.
     """
 
     budget: int
     machine: Machine
     work: tuple[tuple[str, float], ...] = ()
+    shared: frozenset[Value] | None = None
 
     @staticmethod
-    def of(kernel: Kernel, machine: Machine) -> "Sums":
-        return Sums(sum(map(bytes_of, kernel.inputs)), machine)
+    def of(kernel: Kernel, machine: Machine, targets: Mapping[int, Value]) -> "Sums":
+        """`targets`: the refs of cotangents by their operand's position."""
+        sums = Sums(sum(map(bytes_of, kernel.inputs)), machine)
+        if not machine.endless:
+            return sums
+        shared = shared_operands(kernel)
+        refs = (ref for n, ref in targets.items() if n in shared)
+        return sums._replace(shared=frozenset(refs))
+
+    def renamed(self, same: Mapping[Value, Value]) -> "Sums":
+        """For other refs of some results."""
+        if self.shared is None:
+            return self
+        more = {new for new, old in same.items() if old in self.shared}
+        return self._replace(shared=self.shared | more)
+
+    def stays(self, axis: int, group: Sequence[Placement]) -> bool:
+        """Whether the steps of an axis add up to what must be one sum."""
+        return self.shared is not None and any(
+            axis not in p.own and p.ref not in self.shared for p in group
+        )
 
     def with_work(self, program: Program) -> "Sums":
-        """Of a program's matmuls; those in loops may run any number of times."""
+        """Of a program's matmuls; loops without known bounds may run any number of
+        times."""
         work: dict[str, float] = {}
-        for op in program.body.ops:
-            if op.name == "dot":
-                dot = Dot.of(op)
-                name = dot.lhs.value.tile.dtype.name
-                done = 2 * dot.op.result.tile.size * dot.depth * prod(program.sizes)
-                work[name] = work.get(name, 0) + done
+        made = producers_of(program.body)
+
+        def count(block: Block, times: int) -> None:
+            for op in block.ops:
+                if op.name == "dot":
+                    dot = Dot.of(op)
+                    name = dot.lhs.value.tile.dtype.name
+                    done = 2 * dot.op.result.tile.size * dot.depth * times
+                    work[name] = work.get(name, 0) + done
+                elif op.name == "for":
+                    loop = Loop.of(op)
+                    count(loop.body, times * len(loop.rounds(made)))
+
+        count(program.body, prod(program.sizes))
         return self._replace(work=tuple(work.items()))
 
 
@@ -67,7 +101,7 @@ def cut_into_parts(
     programs = prod(sizes[a] for a in shared)
     parts: Parts = {}
     for axis in (a for a in order if a not in shared and sizes[a] > 1):
-        if programs >= sums.machine.enough_programs:
+        if programs >= sums.machine.enough_programs or sums.stays(axis, group):
             break
         count = _parts_of(axis, group, sizes, sums, parts, programs)
         is_whole = count == sizes[axis]
@@ -128,7 +162,7 @@ def _even(
         idle = rounds * machine.cores / (programs * n)
         return working * idle + machine.copying(2 * n * taken)
 
-    most = min(MOST_PARTS // others, sums.budget // max(taken, 1))
+    most = min(MOST_PARTS // others, MOST_MEMORY * sums.budget // max(taken, 1))
     more = [n for n in range(count, most + 1) if size % n == 0]
     best = min(more, key=seconds, default=count)
     return best if GAIN_OF_ROUNDS * seconds(best) < seconds(count) else count

@@ -1,12 +1,18 @@
-"""Lets sums start before their loop where its first iteration starts them.
+"""Writes what iterations start or set as sums that their loop only adds to.
 
 `acc = where(k == 0, x, acc + x)`, or the same by a branch, is `acc + x` of a loop that
 starts at zero: what `acc` was before does not matter. Then the loop only accumulates,
 its reverse needs no order, and a loop around it that handed on `acc` hands on nothing.
+
+A value that is zero before the loop and that at most one iteration sets, `where(k == n,
+x, acc)`, is the sum of `where(k == n, x, 0)`: the diagonal of a matrix that the loop
+goes through, the score of a label.
 """
 
+from dataclasses import replace
+
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, Op, Value
+from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.rewrite import producers_of, users_of, with_regions
 from pallasite.ir.roles import Cond, Loop, number_of
 from pallasite.passes.lower.per_program import Program
@@ -39,11 +45,13 @@ class _Walk:
         b = Builder(loop.op.loc)
         inits, ops, yields = list(loop.inits), list(loop.body.ops), list(loop.yields)
         for n, carry in enumerate(loop.carried):
+            total = Builder(loop.op.loc)
             share = self.share(loop, carry, yields[n])
+            if share is None and number_of(self.made, inits[n]) == 0:
+                share = self.set_once(loop, carry, yields[n], total)
             if share is None:
                 continue
             inits[n] = b.constant(0, carry.tile)
-            total = Builder(loop.op.loc)
             yields[n] = total.add(carry, share)
             ops += total.ops
         if tuple(yields) == loop.yields:
@@ -100,12 +108,47 @@ class _Walk:
         mine = {v for o in loop.body.ops for v in o.results}
         return first if first in mine else None
 
+    def set_once(
+        self, loop: Loop, carry: Value, total: Value, b: Builder
+    ) -> Value | None:
+        """What one iteration sets a carried value to, and zero in the others."""
+        op = self.made.get(total)
+        if (
+            op is None
+            or len(op.results) != 1
+            or len(op.operands) + len(op.regions) != 3
+        ):
+            return None
+        cases = op.operands[1:] if op.name == "select_n" else ()
+        cases = tuple(r.yields[0] for r in op.regions) if op.name == "cond" else cases
+        uses = [v for o in walk(loop.body) for v in o.operands]
+        uses += [v for o in walk(loop.body) for r in o.regions for v in r.yields]
+        is_once = cases[:1] == (carry,) and self.is_once(loop, op.operands[0])
+        if not is_once or uses.count(carry) != 1 or carry in loop.yields:
+            return None
+        zero = b.constant(0, carry.tile)
+        if op.name == "select_n":
+            return b.op("select_n", op.operands[0], zero, cases[1])
+        kept = replace(op.regions[0], yields=(zero,))
+        share = Value(carry.tile)
+        b.ops.append(op.with_(regions=(kept, op.regions[1]), results=(share,)))
+        return share
+
     def is_first(self, loop: Loop, test: Value) -> bool:
         """Whether a condition holds in the first iteration alone."""
+        first = number_of(self.made, loop.first)
+        return first in (number_of(self.made, v) for v in self.equal(loop, test))
+
+    def is_once(self, loop: Loop, test: Value) -> bool:
+        """Whether a condition holds in one iteration at most."""
+        inside = {v for o in walk(loop.body) for v in o.results}
+        return any(v not in inside for v in self.equal(loop, test))
+
+    def equal(self, loop: Loop, test: Value) -> list[Value]:
+        """What the index of a loop is equal to where a condition holds, if it says."""
         op = self.made.get(test)
         while op is not None and op.name in ("cast", "broadcast_in_dim"):
             op = self.made.get(op.operands[0])
-        if op is None or op.name != "eq":
-            return False
-        numbers = [number_of(self.made, v) for v in op.operands]
-        return loop.index in op.operands and number_of(self.made, loop.first) in numbers
+        if op is None or op.name != "eq" or loop.index not in op.operands:
+            return []
+        return [v for v in op.operands if v is not loop.index]

@@ -74,6 +74,12 @@ class Options:
     lines: bool = False  # annotate the text of every stage with source lines
     own: bool = False  # the package's own kernel: no advice on its blocks
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether no choice that a sum's order follows from may depend on how many
+        programs there are (docs/semantics.md)."""
+        return bool(self.compiler_params.get("batch_invariant"))
+
 
 @dataclass(frozen=True)
 class Launch:

@@ -280,12 +280,14 @@ def _shape_of(leaf: Any, n: int, out_shape: Any, at: Any) -> Any:
     return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
 
 
-# Fields of `tpu`, `triton` and `mosaic_gpu` CompilerParams, in any version of JAX.
+# Fields of `tpu`, `triton` and `mosaic_gpu` CompilerParams, in any version of JAX, and
+# `batch_invariant`, which is ours.
 PARAMETERS = frozenset(
     {
         "allow_collective_id_without_custom_barrier",
         "allow_input_fusion",
         "approx_math",
+        "batch_invariant",
         "collective_id",
         "dimension_semantics",
         "disable_bounds_checks",

@@ -37,12 +37,14 @@ class AttentionConfig:
         halves_alone: in such calls, where a mask allows nothing in one half of a
             block's keys, a step is of the other half; and the last keys come first,
             so that the last steps of all programs have the same keys.
+        batch_invariant: the operation's argument.
     """
 
     block_q: int = 128
     block_kv: int = 128
     block_q_alone: int | None = None
     halves_alone: bool = False
+    batch_invariant: bool = False
 
 
 SPACE = {"block_q": (64, 128, 256, 512), "block_kv": (64, 128, 256, 512)}
@@ -64,6 +66,7 @@ def attention(
     return_log_sum_exp: Literal[False] = ...,
     implementation: common.Implementation = ...,
     config: AttentionConfig | None = ...,
+    batch_invariant: bool = ...,
 ) -> jax.Array: ...
 @overload
 def attention(
@@ -81,6 +84,7 @@ def attention(
     return_log_sum_exp: Literal[True],
     implementation: common.Implementation = ...,
     config: AttentionConfig | None = ...,
+    batch_invariant: bool = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def attention(
@@ -98,6 +102,7 @@ def attention(
     return_log_sum_exp: bool = ...,
     implementation: common.Implementation = ...,
     config: AttentionConfig | None = ...,
+    batch_invariant: bool = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 def attention(
     query: jax.Array,
@@ -114,6 +119,7 @@ def attention(
     return_log_sum_exp: bool = False,
     implementation: common.Implementation = "pallasite",
     config: AttentionConfig | None = None,
+    batch_invariant: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Scaled dot-product attention, with the layout of `jax.nn.dot_product_attention`.
 
@@ -137,6 +143,8 @@ def attention(
         dropout_key: a key of `jax.random`.
         return_log_sum_exp: also return log(sum(exp(scores))), (batch, heads, queries),
             float32.
+        batch_invariant: whether the bits of a sequence's result, and of its gradients,
+            may not depend on how many sequences there are.
 
     Returns:
         (batch, queries, heads, value_width) in query's dtype.
@@ -162,7 +170,8 @@ def attention(
     # With nothing to multiply there is no kernel.
     kernel = _streamed if query.size and value.size else _plain
     compute = common.choose(implementation, kernel, _plain)
-    default = _default(sizes, query.dtype, mask)
+    common.check_invariant("attention", implementation, batch_invariant)
+    default = _default(sizes, query.dtype, mask, batch_invariant)
     if bias is not None or dropout_rate:  # tiles beside the scores
         default = dataclasses.replace(default, block_q_alone=None, halves_alone=False)
     config = configs.tuned(
@@ -171,6 +180,7 @@ def attention(
         default,
         SPACE,
         (query, key, value, bias),
+        batch_invariant,
         mask=masks.kind(mask),
         soft_cap=soft_cap is not None,
         **({"dropout": True} if dropout_rate else {}),
@@ -352,7 +362,9 @@ def _has_halves(config: AttentionConfig, sizes: "_Sizes", mask) -> bool:
     return config.halves_alone and fits and plain
 
 
-def _default(sizes: "_Sizes", dtype: Any, mask: masks.Mask | None) -> AttentionConfig:
+def _default(
+    sizes: "_Sizes", dtype: Any, mask: masks.Mask | None, batch_invariant: bool
+) -> AttentionConfig:
     """Blocks of a call that was never tuned, and has scores and a mask of positions.
 
     Backward kernels have more tiles than a third warpgroup has registers for, so that
@@ -376,7 +388,8 @@ def _default(sizes: "_Sizes", dtype: Any, mask: masks.Mask | None) -> AttentionC
         return AttentionConfig()
 
     def rows(block: int) -> int:
-        programs = sizes.batch * sizes.heads * pl.cdiv(sizes.queries, block)
+        batch = configs.MANY_ROWS if batch_invariant else sizes.batch
+        programs = batch * sizes.heads * pl.cdiv(sizes.queries, block)
         return pl.cdiv(programs, chip.cores) * block
 
     is_faster = rows(THREE) < GAIN * rows(TWO)
@@ -510,8 +523,8 @@ def _by_blocks(query, key, value, bias, sinks, seeds, mask, *, sizes, options, c
                 pltpu.VMEM((block_q, s.value_width), wide),
             ],
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        compiler_params=common.compiler_params(
+            config, "parallel", "parallel", "parallel", "arbitrary"
         ),
         # Of all pairs: what a mask leaves out is known when the kernel runs.
         cost_estimate=common.cost(

@@ -16,6 +16,7 @@ from pallasite.target import Gpu, Host, Tpu
 from pallasite.tune import choices
 from pallasite.tune.space import Space
 
+MANY_ROWS = 1 << 20  # for which blocks are chosen where rows are not counted
 WIDE = 1024  # elements that make a row worth its own program
 
 C = TypeVar("C")  # a configuration: a frozen dataclass
@@ -58,9 +59,13 @@ def tuned(
     default: C,
     space: Mapping[str, Sequence[Any]],
     operands: Sequence[Any],
+    batch_invariant: bool = False,
     **options: Any,
 ) -> C:
     """The configuration of a call: the caller's, else a tuned one, else the default.
+
+    A tuned one is that of some number of rows, so it is none where these must not
+    matter.
 
     Args:
         kernel: the operation's name in tuning tables.
@@ -70,8 +75,10 @@ def tuned(
         operands: arrays whose shapes and dtypes matter (None: not given).
         options: whatever else determines the kernel's code.
     """
-    if given is not None:
-        return checked(kernel, given, default)
+    if given is not None or batch_invariant:
+        found: Any = checked(kernel, given or default, default)
+        same = batch_invariant or getattr(found, "batch_invariant", False)
+        return dataclasses.replace(found, batch_invariant=True) if same else found
     values = {name: getattr(default, name) for name in space}
     site = choices.site_of(kernel, operands, options)
     chosen = choices.choose(site, values, Space(space))
@@ -107,12 +114,16 @@ def tuned_rows(
     given: common.RowConfig | None,
     *operands: Any,
     default: common.RowConfig | None = None,
+    batch_invariant: bool = False,
 ) -> common.RowConfig:
     """The configuration of an operation on the rows of the first operand."""
+    shape = operands[0].shape
+    if batch_invariant:  # that of many rows; there may be fewer than in a block
+        default = common.RowConfig(common.rows_per_block((MANY_ROWS, *shape[-1:])))
     default = default or common.row_config(operands[0])
     if traced_for(Host):
-        default = _even(default, operands[0].shape)
-    return tuned(kernel, given, default, ROWS, operands)
+        default = _even(default, shape)
+    return tuned(kernel, given, default, ROWS, operands, batch_invariant)
 
 
 # Numbers of the keys of a head that a program of a GPU, and its gradients, have room

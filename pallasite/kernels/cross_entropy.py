@@ -26,7 +26,6 @@ from pallasite.kernels.derivatives import Differentiable
 from pallasite.kernels.matmul import (
     MatmulConfig,
     SplitSum,
-    added,
     fitted,
     narrow,
     product,
@@ -41,6 +40,7 @@ from pallasite.target import Host
 LOG2_E = math.log2(math.e)
 # Most bytes of partial sums for x, over a CPU's threads, in the gradient.
 MOST_SUMS = 256 << 20
+MERGED = 128  # tokens of a program that merges the statistics of blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +50,19 @@ class CrossEntropyConfig:
     Attributes:
         block_tokens, block_columns, block_hidden: block sizes of the logits' matmul.
         block_vocab: columns of logits that the gradient holds at a time.
+        batch_invariant: the operation's argument.
     """
 
     block_tokens: int = 128
     block_columns: int = 256
     block_hidden: int = 64
     block_vocab: int = 8192
+    batch_invariant: bool = False
 
     @property
     def blocks(self) -> MatmulConfig:
-        return MatmulConfig(self.block_tokens, self.block_columns, self.block_hidden)
+        sizes = self.block_tokens, self.block_columns, self.block_hidden
+        return MatmulConfig(*sizes, batch_invariant=self.batch_invariant)
 
 
 SPACE = {
@@ -79,6 +82,7 @@ def linear_softmax_cross_entropy_loss(
     soft_cap: float | None = None,
     implementation: common.Implementation = "pallasite",
     config: CrossEntropyConfig | None = None,
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """`-log_softmax(x @ weights)[labels]`, without storing the logits.
 
@@ -89,6 +93,8 @@ def linear_softmax_cross_entropy_loss(
         weights: (hidden, vocabulary).
         reduction: over tokens: "sum", "mean", or "none" for a loss per token.
         soft_cap: logits l become soft_cap * tanh(l / soft_cap).
+        batch_invariant: whether the bits of a token's loss (reduction="none"), and of
+            x's gradient, may not depend on how many tokens there are.
 
     Returns:
         The loss, float32: a scalar, or (tokens,) without a reduction.
@@ -110,13 +116,17 @@ def linear_softmax_cross_entropy_loss(
             [("x", x.dtype), ("weights", weights.dtype)],
             fix="convert one of them",
         )
+    common.check_invariant(operation, implementation, batch_invariant)
     compute = common.choose(implementation, _streamed, _plain)
     default = CrossEntropyConfig()
     if configs.traced_for(Host):
         # Weights are packed either for each block of tokens or once for all.
-        columns = max(narrow(tokens, vocabulary, default.block_columns), 128)
+        rows = configs.MANY_ROWS if batch_invariant else tokens
+        columns = max(narrow(rows, vocabulary, default.block_columns), 128)
         default = CrossEntropyConfig(block_tokens=256, block_columns=columns)
-    config = configs.tuned(operation, config, default, SPACE, (x, weights))
+    config = configs.tuned(
+        operation, config, default, SPACE, (x, weights), batch_invariant
+    )
     labels = common.as_int32(labels)
     counted = (labels >= 0) & (labels < vocabulary)
     if vocabulary:
@@ -196,11 +206,38 @@ def _with_logits(x, weights, labels, soft_cap, config, keep: bool):
         name="cross_entropy",
     )
     # With a last dimension of one, XLA on a CPU takes ten times as long.
-    maxima, sums, found = (each[:, :, 0] for each in (maxima, sums, found))
+    parts = [each[:, :, 0] for each in (maxima, sums, found)]
+    merge = _merged_by_kernel if config.batch_invariant and partial.size else _merged
+    return merge(*parts), kept[0] if keep else None
+
+
+def _merged(maxima, sums, found):
+    """The statistics of the whole vocabulary from those of its blocks (blocks, n)."""
     maximum = jnp.max(maxima, axis=0, initial=LOWEST)
     total = jnp.sum(sums * jnp.exp2(maxima - maximum), axis=0)
-    log_sum_exp = (maximum + jnp.log2(total)) / LOG2_E
-    return (log_sum_exp, jnp.sum(found, axis=0)), kept[0] if keep else None
+    return (maximum + jnp.log2(total)) / LOG2_E, jnp.sum(found, axis=0)
+
+
+def _merged_by_kernel(*parts):
+    """The same in blocks of tokens: XLA's order of sums follows from their number."""
+
+    def kernel(max_ref, sum_ref, found_ref, log_ref, label_ref):
+        log, label = _merged(max_ref[...], sum_ref[...], found_ref[...])
+        log_ref[...], label_ref[...] = log[None], label[None]
+
+    blocks, tokens = parts[0].shape
+    of_block = lambda rows: pl.BlockSpec((rows, MERGED), lambda i: (0, i))
+    one = jax.ShapeDtypeStruct((1, tokens), parts[0].dtype)
+    made = pl.pallas_call(
+        kernel,
+        out_shape=[one, one],
+        grid=(pl.cdiv(tokens, MERGED),),
+        in_specs=[of_block(blocks)] * 3,
+        out_specs=[of_block(1)] * 2,
+        compiler_params=pltpu.CompilerParams(batch_invariant=True),
+        name="cross_entropy_merge",
+    )(*parts)
+    return tuple(each[0] for each in made)
 
 
 def _inside(labels, vocabulary: int):
@@ -263,7 +300,8 @@ def _statistics_bwd(soft_cap, config, kept, cotangents):
     ]
     chip = configs.chip_for(None)
     compute = _by_columns
-    if isinstance(chip, Host) and x.size and weights.size:
+    counts = not config.batch_invariant  # tokens decide whether their sums fit
+    if isinstance(chip, Host) and x.size and weights.size and counts:
         parts = _parts(chip, x, weights, config)
         if parts.count * x.size * 4 <= MOST_SUMS:
             compute = functools.partial(_at_once, parts=parts)
@@ -287,7 +325,7 @@ def _by_columns(x, weights, rows, logits, soft_cap, config):
             places = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
             d_logits = _cotangent(logits, places, shifted, soft_cap).astype(x.dtype)
         return (
-            _contracted(d_logits, columns, (1, 1), wide),
+            _contracted(d_logits, columns, (1, 1), wide, config.batch_invariant),
             _contracted(x, d_logits, (0, 0), weights.dtype),
         )
 
@@ -385,12 +423,12 @@ def _at_once(x, weights, rows, logits, soft_cap, config, *, parts: SplitSum):
             pl.BlockSpec((hidden, width), across),
         ],
         scratch_shapes=[pltpu.VMEM((hidden, width), wide)],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary")
+        compiler_params=common.compiler_params(
+            config, "parallel", "arbitrary", "arbitrary"
         ),
         name="cross_entropy_gradient",
     )(x, weights, *rows, *([] if logits is None else [logits]))
-    d_x = added(d_x.reshape(parts.count, -1, hidden))
+    d_x = common.added(d_x.reshape(parts.count, -1, hidden), config)
     return d_x[:tokens], d_weights
 
 
@@ -403,9 +441,10 @@ def _cotangent(logits, columns, rows, soft_cap):
     return out if soft_cap is None else out * (1 - (logits / soft_cap) ** 2)
 
 
-def _contracted(x, y, dims: tuple[int, int], dtype):
+def _contracted(x, y, dims: tuple[int, int], dtype, batch_invariant=False):
     """The matmul over these dimensions, summed in float32; on a CPU by our kernel."""
-    if not configs.traced_for(Host) or not x.size or not y.size:
+    ours = batch_invariant or configs.traced_for(Host)
+    if not ours or not x.size or not y.size:
         over = (((dims[0],), (dims[1],)), ((), ()))
         wide = common.statistics_dtype(x.dtype)
         return lax.dot_general(x, y, over, preferred_element_type=wide).astype(dtype)
@@ -420,7 +459,9 @@ def _contracted(x, y, dims: tuple[int, int], dtype):
         finish,
         [],
         [(jax.ShapeDtypeStruct(shape, dtype), tiles)],
-        config=MatmulConfig(256, 256),
+        config=MatmulConfig(256, 256, batch_invariant=batch_invariant)
+        if configs.traced_for(Host)
+        else MatmulConfig(block_n=256, batch_invariant=batch_invariant),
         name="linear_gradient",
         contract=dims,
     )

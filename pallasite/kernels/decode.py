@@ -30,10 +30,12 @@ class DecodeConfig:
     Attributes:
         block_kv: keys per step (always one page for a paged cache).
         splits: parts of a sequence that run concurrently.
+        batch_invariant: the operations' argument.
     """
 
     block_kv: int = 128
     splits: int = 1
+    batch_invariant: bool = False
 
 
 def decode_attention(
@@ -48,6 +50,7 @@ def decode_attention(
     value_scales: jax.Array | None = None,
     implementation: common.Implementation = "pallasite",
     config: DecodeConfig | None = None,
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """Attention of one query per sequence to the first `lengths` keys of its cache.
 
@@ -61,11 +64,14 @@ def decode_attention(
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
         key_scales, value_scales: factors of a quantised cache: (kv_heads,), or one per
             token (batch, keys, kv_heads).
+        batch_invariant: whether the bits of a sequence's result may not depend on the
+            other sequences; caches are then split as for a single one.
 
     Returns:
         (batch, heads, value_width) in query's dtype.
     """
     operation = "decode_attention"
+    common.check_invariant(operation, implementation, batch_invariant)
     batch, _, width = common.check_rank(operation, "query", query, HEADS)
     _, keys, kv_heads, _ = common.check_rank(operation, "key_cache", key_cache, CACHE)
     caches = {"key_cache": key_cache, "value_cache": value_cache}
@@ -81,8 +87,9 @@ def decode_attention(
             operation,
             config,
             SPACE,
-            (batch * kv_heads, keys),
+            (1 if batch_invariant else batch * kv_heads, keys),
             [query, key_cache, value_cache],
+            batch_invariant,
         ),
     )
 
@@ -100,6 +107,7 @@ def paged_attention(
     value_scales: jax.Array | None = None,
     implementation: common.Implementation = "pallasite",
     config: DecodeConfig | None = None,
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """`decode_attention` on a paged cache: page n of sequence b is page_table[b, n].
 
@@ -112,8 +120,10 @@ def paged_attention(
         page_table: (batch, pages of the longest sequence) integers. Entries past a
             sequence's length are ignored.
         key_scales, value_scales: (kv_heads,), or (pages, page_size, kv_heads).
+        batch_invariant: as in `decode_attention`.
     """
     operation = "paged_attention"
+    common.check_invariant(operation, implementation, batch_invariant)
     batch, _, width = common.check_rank(operation, "query", query, HEADS)
     pages, size, kv_heads, _ = common.check_rank(
         operation, "key_pages", key_pages, PAGES
@@ -132,8 +142,9 @@ def paged_attention(
             operation,
             config,
             PAGED,
-            (batch * kv_heads, page_table.shape[1] * size),
+            (1 if batch_invariant else batch * kv_heads, page_table.shape[1] * size),
             [query, key_pages, page_table],
+            batch_invariant,
         ),
     )
 
@@ -150,7 +161,14 @@ ENOUGH_PROGRAMS = 256
 LEAST_KEYS = 512  # per part
 
 
-def _tuned(operation: str, given: DecodeConfig | None, space, sizes, operands):
+def _tuned(
+    operation: str,
+    given: DecodeConfig | None,
+    space,
+    sizes,
+    operands,
+    batch_invariant: bool,
+):
     """`sizes`: programs if sequences are not split, and most keys per sequence."""
     programs, keys = sizes
     splits = 1
@@ -158,7 +176,7 @@ def _tuned(operation: str, given: DecodeConfig | None, space, sizes, operands):
         most = min(ENOUGH_PROGRAMS // max(programs, 1), keys // LEAST_KEYS)
         splits = max((n for n in PAGED["splits"] if n <= most), default=1)
     default = DecodeConfig(splits=splits)
-    return configs.tuned(operation, given, default, space, operands)
+    return configs.tuned(operation, given, default, space, operands, batch_invariant)
 
 
 HEADS = "batch, heads, width"
@@ -319,7 +337,7 @@ def _contiguous(query, key_cache, value_cache, *operands, options, config):
         most_keys=key_cache.shape[1],
         block_of=lambda b, step, lengths_ref: (b, step),
         options=options,
-        splits=config.splits,
+        config=config,
     )
 
 
@@ -342,7 +360,7 @@ def _paged(query, key_pages, value_pages, *operands, options, config):
         most_keys=page_table.shape[1] * key_pages.shape[1],
         block_of=block_of,
         options=options,
-        splits=config.splits,
+        config=config,
     )
 
 
@@ -366,7 +384,7 @@ def _streamed(
     most_keys: int,
     block_of: Callable[..., tuple[Any, Any]],
     options: Options,
-    splits: int,
+    config: DecodeConfig,
 ):
     """Kernel of both operations; `block_of` locates a step's keys in the cache."""
     batch, heads, width = query.shape
@@ -375,7 +393,7 @@ def _streamed(
     if not all(x.size for x in (query, keys, values, *scalars)):
         return jnp.zeros((batch, heads, value_width), query.dtype)
     steps = pl.cdiv(most_keys, block)
-    splits = max(1, min(splits, steps))
+    splits = max(1, min(config.splits, steps))
     per_split = pl.cdiv(steps, splits)
     wide = common.statistics_dtype(query.dtype)
 
@@ -421,8 +439,8 @@ def _streamed(
             ],
             out_specs=[partial_result(size) for size in sizes],
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        compiler_params=common.compiler_params(
+            config, "parallel", "parallel", "parallel", "arbitrary"
         ),
         cost_estimate=common.cost(
             2 * batch * heads * steps * block * (width + value_width),
@@ -438,15 +456,16 @@ def _streamed(
         name="decode_attention",
     )(*scalars, query.reshape(batch, kv_heads, group, width), *read)
 
-    out = joined(acc, maximum, total, axis=2)
+    out = joined(acc, maximum, total, config, axis=2)
     return out.reshape(batch, heads, value_width).astype(query.dtype)
 
 
-def joined(acc, maximum, total, axis: int):
+def joined(acc, maximum, total, config: Any, axis: int):
     """Combines the results of the splits, which are along `axis`."""
     shrink = jnp.exp(maximum - jnp.max(maximum, axis=axis, keepdims=True))
-    total = jnp.sum(total * shrink, axis=axis)
-    return jnp.sum(acc * shrink, axis=axis) / jnp.where(total == 0, 1, total)
+    total = common.added(total * shrink, config, axis)
+    out = common.added(acc * shrink, config, axis)
+    return out / jnp.where(total == 0, 1, total)
 
 
 def _kernel(

@@ -102,6 +102,6 @@ def _glu_rows(gate, value, *, activation: str, config: common.RowConfig):
         [gate, value],
         [],
         [gate.dtype],
-        block_rows=config.block_rows,
+        config=config,
         name="gated_linear_unit",
     )[0]

@@ -42,6 +42,7 @@ class LatentAttentionConfig:
         apart: whether the last, partly filled block of a sequence has its own kernel.
             The other blocks then need no masks, and matrix units read their keys
             directly from memory.
+        batch_invariant: the operation's argument.
     """
 
     block_heads: int = 64
@@ -49,6 +50,7 @@ class LatentAttentionConfig:
     splits: int = 1
     block_latent: int | None = None
     apart: bool = False
+    batch_invariant: bool = False
 
 
 SPACE = {
@@ -81,6 +83,7 @@ def latent_attention(
     soft_cap: float | None = None,
     implementation: common.Implementation = "pallasite",
     config: LatentAttentionConfig | None = None,
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """Attention of one query per sequence to a cache of latent vectors.
 
@@ -92,6 +95,7 @@ def latent_attention(
         rotary_pages: (pages, page_size, rotary), the other part of the keys.
         lengths, page_table: as for `paged_attention`.
         scale: factor applied to scores: that of the heads before absorption.
+        batch_invariant: as in `decode_attention`.
 
     Returns:
         (batch, heads, latent) in query's dtype, before the up-projection of values.
@@ -115,6 +119,7 @@ def latent_attention(
     common.check_shape(operation, "lengths", lengths, (batch,))
     check_table(operation, page_table, batch)
     common.check_numbers(operation, scale=scale)
+    common.check_invariant(operation, implementation, batch_invariant)
     compute = common.choose(implementation, _streamed, _plain)
     asked = config is not None
     config = configs.tuned(
@@ -123,6 +128,7 @@ def latent_attention(
         _default(heads, latent),
         SPACE,
         (query, latent_pages, page_table),
+        batch_invariant,
     )
     if asked and latent % (config.block_latent or latent or 1):
         raise SpecError(
@@ -160,7 +166,7 @@ def _streamed(query, query_rotary, latent_pages, rotary_pages, lengths, table, *
         parts = [jnp.concatenate(both, axis=1) for both in zip(full, last, strict=True)]
     else:
         parts = _parts(*operands, blocks="all", **how)
-    return joined(*parts, axis=1).astype(query.dtype)
+    return joined(*parts, config, axis=1).astype(query.dtype)
 
 
 def _parts(
@@ -283,9 +289,7 @@ def _parts(
                 of_statistics,
             ],
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * 4 + ("arbitrary",)
-        ),
+        compiler_params=common.compiler_params(config, *("parallel",) * 4, "arbitrary"),
         cost_estimate=common.cost(
             2 * batch * heads * keys * (shares * (latent + rotary) + latent),
             [

@@ -7,7 +7,6 @@ blocks of k, and `finish` computes the outputs of a finished block.
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,12 +33,14 @@ class MatmulConfig:
         block_m, block_n, block_k: rows, columns, and the part of k in a step.
         splits: parts of the sum over k that run concurrently; XLA adds their results.
             Useful for few rows and columns and large k. `matmul` only.
+        batch_invariant: the operations' argument.
     """
 
     block_m: int = 128
     block_n: int = 128
     block_k: int = 64
     splits: int = 1
+    batch_invariant: bool = False
 
 
 def matmul(
@@ -54,6 +55,7 @@ def matmul(
     out_dtype: Any = None,
     implementation: common.Implementation = "pallasite",
     config: MatmulConfig | None = None,
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """`activation(p(x) @ y + bias) + residual`, or with a gate.
 
@@ -69,6 +71,9 @@ def matmul(
             conversion of 8-bit floats), traced into the kernel. By default x is used
             as it is.
         out_dtype: the result's dtype; by default x's.
+        batch_invariant: whether a row's bits, and those of its gradient, may not depend
+            on how many rows x has, and where it is among them. On a GPU the sum over k
+            is then split for few rows only if `config` says so, and for all.
 
     Returns:
         (..., n). The sums and everything after them are computed in float32.
@@ -97,13 +102,17 @@ def matmul(
                 fix="pass an elementwise function of blocks of x, such as jnp.tanh",
             )
         common.check_elementwise("matmul", "prologue", prologue, x)
+    common.check_invariant("matmul", implementation, batch_invariant)
     compute = common.choose(implementation, _fused, _plain)
+    rows = math.prod(x.shape[:-1])
+    counted = configs.MANY_ROWS if batch_invariant else rows
     config = configs.tuned(
         "matmul",
         config,
-        _default(math.prod(x.shape[:-1]), k, y.shape[1], gate is not None),
-        _space(math.prod(x.shape[:-1]), k),
+        _default(counted, k, y.shape[1], gate is not None),
+        _space(rows, k),
         (x, y, gate, bias, residual),
+        batch_invariant,
         activation=activation,
         has_prologue=prologue is not None,
     )
@@ -219,10 +228,16 @@ def _finished_sums_jvp(how, primals, tangents):
     x, y, gate, *_ = primals
     d_x, d_y, d_gate, d_bias, d_residual = tangents
     out, *factors = _with_factors(*primals, **dict(how))
-    wide = common.statistics_dtype(x.dtype)
+    wide, how_of = common.statistics_dtype(x.dtype), dict(how)
+
+    def narrow(rows, weights):
+        if not how_of["config"].batch_invariant:
+            return jnp.dot(rows, weights, preferred_element_type=x.dtype)
+        plain = {"activation": IDENTITY, "prologue": None, "out_dtype": x.dtype}
+        config = how_of["config"]
+        return _by_blocks(rows, weights, None, None, None, **plain, config=config)
 
     def d_sum(weights, d_weights):
-        narrow = functools.partial(jnp.dot, preferred_element_type=x.dtype)
         return (narrow(d_x, weights) + narrow(x, d_weights)).astype(wide)
 
     d_value = d_sum(y, d_y)
@@ -265,7 +280,7 @@ def _by_splits(x, y, gate, bias, residual, *, activation, prologue, out_dtype, c
     factors = [y] if gate is None else [y, gate]
     rows = x.reshape(-1, x.shape[-1])
     parts = partial_sums(rows, factors, prologue=prologue, config=config)
-    sums = [added(p).reshape(*x.shape[:-1], y.shape[1]) for p in parts]
+    sums = [common.added(p, config).reshape(*x.shape[:-1], y.shape[1]) for p in parts]
     return _finished(sums, bias, residual, activation).astype(out_dtype)
 
 
@@ -329,8 +344,13 @@ def row_partials(config: MatmulConfig) -> pl.BlockSpec:
 
 
 def fitted(config: MatmulConfig, m: int, n: int, k: int) -> MatmulConfig:
-    """The blocks, none much larger than the matmul; on a CPU, none larger at all."""
+    """The blocks, none much larger than the matmul; on a CPU, none larger at all.
+
+    A GPU multiplies few rows by other instructions than many, if blocks have few.
+    """
     sizes = {"block_m": m, "block_n": n, "block_k": k}
+    if config.batch_invariant and configs.traced_for(Gpu):
+        del sizes["block_m"]
     step = 1 if configs.traced_for(Host) else 16
     return dataclasses.replace(
         config,
@@ -393,9 +413,11 @@ def product(
 
     def factor(size: int, axis: int, k_dim: int) -> pl.BlockSpec:
         """The spec of blocks of `size` rows or columns, indexed by a grid axis."""
+        # Gradients mask what is read past an edge, and then round before the mask.
+        known = {"fill": 0} if config.batch_invariant else fill
         order = lambda across, along: (along, across) if k_dim == 0 else (across, along)
         return pl.BlockSpec(
-            order(size, config.block_k), lambda *ids: order(ids[axis], ids[2]), **fill
+            order(size, config.block_k), lambda *ids: order(ids[axis], ids[2]), **known
         )
 
     return pl.pallas_call(
@@ -409,8 +431,8 @@ def product(
         ],
         out_specs=[spec(config) for _, spec in results],
         scratch_shapes=[pltpu.VMEM((config.block_m, config.block_n), wide)] * count,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary")
+        compiler_params=common.compiler_params(
+            config, "parallel", "parallel", "arbitrary"
         ),
         cost_estimate=common.cost(
             2 * m * n * k * count,
@@ -418,17 +440,6 @@ def product(
         ),
         name=name,
     )(x, *factors, *(a for a, _ in extras))
-
-
-def added(parts: jax.Array) -> jax.Array:
-    """The sum over the first dimension, which is small.
-
-    On a CPU, XLA fuses a chain of array additions into a single loop; a reduction over
-    the first dimension took 3 to 100 times as long (jax 0.10.2).
-    """
-    if configs.traced_for(Host):
-        return functools.reduce(operator.add, parts)
-    return jnp.sum(parts, axis=0)
 
 
 class SplitSum(NamedTuple):
@@ -521,8 +532,8 @@ def partial_sums(
             )
         ]
         * len(factors),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        compiler_params=common.compiler_params(
+            config, "parallel", "parallel", "parallel", "arbitrary"
         ),
         cost_estimate=common.cost(
             2 * m * n * k * len(factors), [x, *factors, *[shape] * len(factors)]

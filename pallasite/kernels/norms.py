@@ -25,6 +25,7 @@ def rms_norm(
     scale_offset: float = ...,
     implementation: common.Implementation = ...,
     config: common.RowConfig | None = ...,
+    batch_invariant: bool = ...,
 ) -> jax.Array: ...
 @overload
 def rms_norm(
@@ -36,6 +37,7 @@ def rms_norm(
     scale_offset: float = ...,
     implementation: common.Implementation = ...,
     config: common.RowConfig | None = ...,
+    batch_invariant: bool = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 def rms_norm(
     x: jax.Array,
@@ -46,6 +48,7 @@ def rms_norm(
     scale_offset: float = 0.0,
     implementation: common.Implementation = "pallasite",
     config: common.RowConfig | None = None,
+    batch_invariant: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`x / sqrt(mean(x²) + epsilon) * (scale + scale_offset)` over the last dimension.
 
@@ -55,6 +58,8 @@ def rms_norm(
         residual: like x. The sum `x + residual`, rounded to x's dtype, is normalised
             and is also the second result.
         scale_offset: 1.0 for weights stored around zero.
+        batch_invariant: whether a row's bits, and those of its gradient, may not depend
+            on how many rows there are, and where it is among them.
 
     Returns:
         The normalised rows in x's dtype; with `residual`, also the sum.
@@ -62,7 +67,10 @@ def rms_norm(
     _check("rms_norm", x, residual, scale=scale)
     kernel = configs.rows_kernel(_norm_rows, _plain_norm, x)
     compute = common.choose(implementation, kernel, _plain_norm)
-    config = configs.tuned_rows("rms_norm", config, x, residual)
+    common.check_invariant("rms_norm", implementation, batch_invariant)
+    config = configs.tuned_rows(
+        "rms_norm", config, x, residual, batch_invariant=batch_invariant
+    )
     common.check_numbers("rms_norm", epsilon=epsilon, scale_offset=scale_offset)
     options = _Options("rms_norm", epsilon, scale_offset, centred=False)
     normed, total = compute(x, scale, None, residual, options=options, config=config)
@@ -80,6 +88,7 @@ def layer_norm(
     scale_offset: float = ...,
     implementation: common.Implementation = ...,
     config: common.RowConfig | None = ...,
+    batch_invariant: bool = ...,
 ) -> jax.Array: ...
 @overload
 def layer_norm(
@@ -92,6 +101,7 @@ def layer_norm(
     scale_offset: float = ...,
     implementation: common.Implementation = ...,
     config: common.RowConfig | None = ...,
+    batch_invariant: bool = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 def layer_norm(
     x: jax.Array,
@@ -103,6 +113,7 @@ def layer_norm(
     scale_offset: float = 0.0,
     implementation: common.Implementation = "pallasite",
     config: common.RowConfig | None = None,
+    batch_invariant: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`(x - mean(x)) / sqrt(var(x) + epsilon) * (scale + scale_offset) + bias`.
 
@@ -111,7 +122,10 @@ def layer_norm(
     _check("layer_norm", x, residual, scale=scale, bias=bias)
     kernel = configs.rows_kernel(_norm_rows, _plain_norm, x)
     compute = common.choose(implementation, kernel, _plain_norm)
-    config = configs.tuned_rows("layer_norm", config, x, residual)
+    common.check_invariant("layer_norm", implementation, batch_invariant)
+    config = configs.tuned_rows(
+        "layer_norm", config, x, residual, batch_invariant=batch_invariant
+    )
     common.check_numbers("layer_norm", epsilon=epsilon, scale_offset=scale_offset)
     options = _Options("layer_norm", epsilon, scale_offset, centred=True)
     normed, total = compute(x, scale, bias, residual, options=options, config=config)
@@ -161,7 +175,7 @@ def _norm_rows(
         rows,
         weights,
         [x.dtype] * len(rows),
-        block_rows=config.block_rows,
+        config=config,
         name=options.name,
     )
     return out[0], out[-1]

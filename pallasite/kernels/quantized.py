@@ -7,6 +7,7 @@ integers times x; its scale is applied afterwards.
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -16,7 +17,7 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import KernelTypeError, SpecError
 from pallasite.kernels import common, configs
-from pallasite.kernels.matmul import MatmulConfig, SplitSum, added, fitted
+from pallasite.kernels.matmul import MatmulConfig, SplitSum, fitted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +28,13 @@ class WeightOnlyConfig:
         block_m, block_n: rows and columns per program. A step is a group of weights.
         splits: parts of the sum over k that run concurrently; XLA adds their results.
             By default enough for about 256 programs.
+        batch_invariant: the operations' argument.
     """
 
     block_m: int = 64
     block_n: int = 128
     splits: int | None = None
+    batch_invariant: bool = False
 
 
 WEIGHT_ONLY_SPACE = {"block_m": (16, 32, 64, 128), "block_n": (64, 128, 256)}
@@ -162,12 +165,15 @@ def weight_only_matmul(
     *,
     implementation: common.Implementation = "pallasite",
     config: WeightOnlyConfig | None = None,
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """`x @ weights.dequantize()`.
 
     Args:
         x: (..., k), floating point.
         weights: (k, n) from `quantize_weights`.
+        batch_invariant: whether a row's bits may not depend on how many rows x has; the
+            sum over k then has the parts that suit few of them.
 
     Returns:
         (..., n) in x's dtype; sums are accumulated in float32.
@@ -182,6 +188,7 @@ def weight_only_matmul(
     check_quantized("weight_only_matmul", "weights", weights)
     common.check_rows("weight_only_matmul", "x", x)
     common.check_shape("weight_only_matmul", "x", x, (*x.shape[:-1], k))
+    common.check_invariant("weight_only_matmul", implementation, batch_invariant)
     compute = common.choose(implementation, _weight_only, _plain_weight_only)
     config = configs.tuned(
         "weight_only_matmul",
@@ -189,6 +196,7 @@ def weight_only_matmul(
         WeightOnlyConfig(),
         WEIGHT_ONLY_SPACE,
         (x, weights.values, weights.scales),
+        batch_invariant,
         bits=weights.bits,
     )
     return compute(x, weights, config=config)
@@ -202,13 +210,24 @@ def _plain_weight_only(x, weights, *, config):
 
 
 def _weight_only(x, weights, *, config):
+    if config.batch_invariant:  # derived kernels add up by blocks of a fixed height
+        call = functools.partial(_by_groups, config=config)
+        whole = functools.partial(call, uncounted=True)
+        return common.differentiated_as(call, whole, x, weights)
+    return _by_groups(x, weights, config=config)
+
+
+def _by_groups(x, weights, *, config, uncounted=False):
     (k, n), bits = weights.shape, weights.bits
     rows = x.reshape(-1, k)
     m, parts = len(rows), 8 // bits  # parts of k packed in a row of bytes
     group = k // len(weights.scales)
     steps = k // parts // group
-    blocks = fitted(MatmulConfig(config.block_m, config.block_n, group), m, n, group)
-    programs = max(pl.cdiv(m, blocks.block_m) * pl.cdiv(n, blocks.block_n), 1)
+    sizes = MatmulConfig(config.block_m, config.block_n, group)
+    sizes = dataclasses.replace(sizes, batch_invariant=uncounted)
+    blocks, known = fitted(sizes, m, n, group), {"fill": 0} if uncounted else {}
+    counted = 1 if config.batch_invariant else pl.cdiv(m, blocks.block_m)
+    programs = max(counted * pl.cdiv(n, blocks.block_n), 1)
     wanted = 256 // programs if config.splits is None else config.splits
     sums = SplitSum.of(steps, wanted)
     wide = common.statistics_dtype(x.dtype)
@@ -236,6 +255,7 @@ def _weight_only(x, weights, *, config):
         return pl.BlockSpec(
             (blocks.block_m, group),
             lambda i, j, s, t: (i, part * steps + sums.step(s, t)),
+            **known,
         )
 
     def scale(part):
@@ -263,8 +283,8 @@ def _weight_only(x, weights, *, config):
         out_specs=pl.BlockSpec(
             (None, blocks.block_m, blocks.block_n), lambda i, j, s, t: (s, i, j)
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        compiler_params=common.compiler_params(
+            config, "parallel", "parallel", "parallel", "arbitrary"
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * m * n * k,
@@ -273,7 +293,7 @@ def _weight_only(x, weights, *, config):
         ),
         name="weight_only_matmul",
     )(*[rows] * parts, weights.values, *[weights.scales[:, None]] * parts)
-    return added(sums).astype(x.dtype).reshape(*x.shape[:-1], n)
+    return common.added(sums, config).astype(x.dtype).reshape(*x.shape[:-1], n)
 
 
 def block_scaled_matmul(
@@ -285,6 +305,7 @@ def block_scaled_matmul(
     out_dtype=jnp.bfloat16,
     implementation: common.Implementation = "pallasite",
     config: MatmulConfig | None = None,
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """A matmul of 8-bit floats (or others) with a scale per block of each operand.
 
@@ -294,6 +315,7 @@ def block_scaled_matmul(
         y: (k, n), with a scale per block x block.
         x_scales: (m, k / block), floating point.
         y_scales: (k / block, n / block rounded up).
+        batch_invariant: as in `matmul`.
 
     Returns:
         (m, n) in out_dtype: the sum over blocks of x_scales * y_scales * products.
@@ -315,6 +337,7 @@ def block_scaled_matmul(
     common.check_shape(operation, "x_scales", x_scales, (m, blocks))
     wanted = (blocks, pl.cdiv(n, k // blocks))
     common.check_shape(operation, "y_scales", y_scales, wanted)
+    common.check_invariant(operation, implementation, batch_invariant)
     compute = common.choose(implementation, _block_scaled, _plain_block_scaled)
     return compute(
         x,
@@ -324,7 +347,12 @@ def block_scaled_matmul(
         out_dtype=common.checked_dtype(f"{operation}: out_dtype", out_dtype),
         # Blocks along n and k are those that share a scale.
         config=configs.tuned(
-            operation, config, MatmulConfig(), {"block_m": (64, 128, 256)}, (x, y)
+            operation,
+            config,
+            MatmulConfig(),
+            {"block_m": (64, 128, 256)},
+            (x, y),
+            batch_invariant,
         ),
     )
 
@@ -345,6 +373,9 @@ def _block_scaled(x, y, x_scales, y_scales, *, out_dtype, config):
     block = k // steps
     wide = x_scales.dtype
     block_m = fitted(config, m, n, k).block_m
+    if config.batch_invariant:  # whole blocks: one kernel has any number of rows
+        more = ((0, -m % block_m), (0, 0))
+        x_scales = jnp.pad(x_scales, more)
 
     def kernel(x_ref, y_ref, x_scale_ref, y_scale_ref, o_ref, acc_ref):
         step = pl.program_id(2)
@@ -372,8 +403,8 @@ def _block_scaled(x, y, x_scales, y_scales, *, out_dtype, config):
         ],
         out_specs=pl.BlockSpec((block_m, block), lambda i, j, s: (i, j)),
         scratch_shapes=[pltpu.VMEM((block_m, block), wide)],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary")
+        compiler_params=common.compiler_params(
+            config, "parallel", "parallel", "arbitrary"
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * m * n * k,

@@ -12,16 +12,19 @@ def softmax(
     scale: float = 1.0,
     implementation: common.Implementation = "pallasite",
     config: common.RowConfig | None = None,
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """`exp(scale * x) / sum(exp(scale * x))` over the last dimension, in x's dtype.
 
-    A row of only -inf gives NaN, as in `jax.nn.softmax`.
+    A row of only -inf gives NaN, as in `jax.nn.softmax`. `batch_invariant`: as in
+    `rms_norm`.
     """
     common.check_rows("softmax", "x", x)
     common.check_numbers("softmax", scale=scale)
     kernel = configs.rows_kernel(_softmax_rows, _plain_softmax, x)
     compute = common.choose(implementation, kernel, _plain_softmax)
-    config = configs.tuned_rows("softmax", config, x)
+    common.check_invariant("softmax", implementation, batch_invariant)
+    config = configs.tuned_rows("softmax", config, x, batch_invariant=batch_invariant)
     if not x.size:  # empty rows have no maximum
         return jnp.asarray(x)
     return compute(x, scale=scale, config=config)
@@ -43,6 +46,5 @@ def _softmax_rows(x, *, scale: float, config: common.RowConfig):
     def kernel(x_ref, o_ref):
         o_ref[...] = _normalise(x_ref[...], scale)
 
-    return common.over_rows(
-        kernel, [x], [], [x.dtype], block_rows=config.block_rows, name="softmax"
-    )[0]
+    (out,) = common.over_rows(kernel, [x], [], [x.dtype], config=config, name="softmax")
+    return out

@@ -88,6 +88,7 @@ class Machine:
         sums_in_memory: slowdown of programs that accumulate in main memory.
         gpu: the chip, if it is a GPU: tiles should fit into its registers.
         enough_programs: with this many in parallel, no sum is split into parts.
+        endless: whether choices must be those of any number of rows.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Machine:
     sums_in_memory: float = 1.0
     gpu: Gpu | None = field(default=None, hash=False)
     enough_programs: int = 16
+    endless: bool = False
     f32: Mapping[str, tuple[str, int]] = field(default_factory=dict, hash=False)
 
     @staticmethod
@@ -218,6 +220,7 @@ class Machine:
             uneven: whether some have more work than others, as data says: at the end
                 only those run.
         """
+        programs = max(programs, self.at_once, self.cores) if self.endless else programs
         turns = -(-programs // self.cores)
         busy = self.multiplying(flops) + special / self.special
         idle = turns * self.cores / max(programs, 1)

@@ -15,6 +15,7 @@ from pallasite import tpu as pltpu
 from pallasite.autodiff import backward
 from pallasite.autodiff.explain_grad import full_plan
 from pallasite.autodiff.normal_program import normal_program
+from pallasite.autodiff.partial_sums import Sums
 from pallasite.backends import base
 from pallasite.ir.nodes import walk
 from pallasite.ir.rewrite import users_of
@@ -630,3 +631,30 @@ def test_gradient_of_rows_that_are_cut():
         got = jax.vjp(weighted_norm(4), x, w)[1](c)
     for mine, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_matmuls_in_loops_are_work():
+    """As often as the loop runs; of one that data bound, it is not known how often."""
+
+    def kernel(n_ref, x_ref, o_ref):
+        def square(_, state):
+            return jnp.tanh(state @ x_ref[...])
+
+        state = lax.fori_loop(0, 5, square, x_ref[...])
+        o_ref[...] = lax.fori_loop(0, n_ref[0, 0], square, state)
+
+    whole = lambda *shape: pl.BlockSpec(shape, lambda i: (0, 0))
+    call = pl.pallas_call(
+        kernel,
+        jax.ShapeDtypeStruct((64, 16), jnp.float32),
+        grid=4,
+        in_specs=[whole(1, 1), whole(16, 16)],
+        out_specs=pl.BlockSpec((16, 16), lambda i: (i, 0)),
+    )
+    n, x = jax.ShapeDtypeStruct((1, 1), "i4"), jax.ShapeDtypeStruct((16, 16), "f4")
+    (found,) = kernels_in(call, n, x)
+    machine = Machine.usual(chip("h200"))
+    old, program = normal_program(found, machine)
+    assert dict(Sums.of(old, machine).with_work(program).work) == {
+        "f32": 4 * 5 * 2 * 16**3
+    }

@@ -115,3 +115,21 @@ def test_an_element_is_stored_with_the_rows():
     x, y = operand((6, 1 << 15), BF16), jnp.zeros(6, jnp.int32)
     text = check(picked, x, y, tolerance=2e-2)
     assert text.count("store %d_x_ref") == 1 and "load %d_x_ref" not in text
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_an_operand_that_is_loaded_twice(dtype):
+    def twice(x, **options):
+        def kernel(x_ref, o_ref):
+            o_ref[...] = jnp.sin(x_ref[...]) * x_ref[...]
+
+        block = pl.BlockSpec((8, 128), lambda i: (i, 0))
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        grid = (x.shape[0] // 8,)
+        return pl.pallas_call(
+            kernel, out, grid=grid, in_specs=[block], out_specs=block, **options
+        )(x)
+
+    tolerance = 1e-5 if dtype == F32 else 2e-2
+    text = check(twice, operand((32, 128), dtype), tolerance=tolerance)
+    assert text.count("store %d_x_ref") == 1 and "load %d_x_ref" not in text

@@ -172,3 +172,17 @@ kernel @k(%x: ref<i32[64,512] any>, %o: ref<i32[PLACES] any>) outputs 1 {
     few, many = (parse_kernel(text.replace("PLACES", n)) for n in ("4", "64"))
     assert early_loads(few) is not few
     assert early_loads(many) is many
+
+
+def test_much_code_around_loads_that_start_ahead_has_fewer_rounds():
+    total = "%next: f32[128] = add %kept, %new"
+    steps = [total.replace("%next", "%t0")]
+    steps += [f"%t{n + 1}: f32[128] = exp %t{n}" for n in range(29)]
+    steps.append("%next: f32[128] = exp %t29")
+    rounds = []
+    for code in (total, "\n".join(steps)):
+        text = KERNEL.replace(total, code).replace("FROM", "%x")
+        text = text.replace("ROWS", "168").replace("BOUNDS", "%0, %rows")
+        made = early_loads(parse_kernel(text.replace("128", "32")))
+        rounds.append(loops_of(made)[0].count("store"))
+    assert rounds == [14, 8]

@@ -81,7 +81,7 @@ def loops_and_products(kernel: Kernel) -> tuple[int, int]:
     return names.count("for"), names.count("dot")
 
 
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [2, 8, 5])
 @pytest.mark.parametrize("weights", [softmax, by_hand, base_two, masked])
 def test_a_softmax_is_one_loop(weights, size: int):
     new = assert_same(attention(weights), size)
@@ -117,7 +117,7 @@ def doubled(s):
 
 @pytest.mark.parametrize(
     "weights, size, reason",
-    [(softmax, 5, "several parts"), (softmax, 16, "several parts"),
+    [(softmax, 17, "several parts"), (softmax, 16, "several parts"),
      (lambda s: cumulative(softmax(s)), 4, "runs along it"),
      (doubled, 4, "in parts")],
 )  # fmt: skip
@@ -169,10 +169,11 @@ def nearest(kind: str, dtype) -> Kernel:
 
 
 @pytest.mark.parametrize("kind", ["min", "max"])
+@pytest.mark.parametrize("size", [4, 7])
 @pytest.mark.parametrize("dtype", [F32, jnp.bfloat16, jnp.int32, jnp.uint8], ids=str)
-def test_the_first_of_equals_has_its_position(kind: str, dtype):
+def test_the_first_of_equals_has_its_position(kind: str, size: int, dtype):
     before = nearest(kind, dtype)
-    after = canonicalize(loop_over_rows(before, (1, 0), 4))
+    after = canonicalize(loop_over_rows(before, (1, 0), size))
     verify(after)
     assert loops_and_products(after) == (1, 0) and "[6,24]" not in after.text
     rng = np.random.default_rng(1)
@@ -184,9 +185,10 @@ def test_the_first_of_equals_has_its_position(kind: str, dtype):
 @pytest.mark.parametrize("kind", ["min", "max"])
 @pytest.mark.parametrize("at", [[3], [21], [9, 17, 2], range(24)], ids=str)
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
-def test_the_first_nan_has_its_position(kind: str, at, number):
+@pytest.mark.parametrize("size", [4, 7])
+def test_the_first_nan_has_its_position(kind: str, at, number, size: int):
     before = nearest(kind, F32)
-    after = loop_over_rows(before, (1, 0), 4)
+    after = loop_over_rows(before, (1, 0), size)
     x, c = np.zeros(6, np.float32), np.arange(24, dtype=np.float32) % 5
     c[list(at)] = number
     pairs = zip(outputs(after, [x, c]), outputs(before, [x, c]), strict=True)
@@ -210,7 +212,7 @@ def group_norm(rows: int, groups: int, per: int, dtype=F32) -> Kernel:
 
 
 @pytest.mark.parametrize("dtype", [F32, jnp.bfloat16], ids=str)
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, 3, 4])
 def test_results_are_stored_part_by_part(size: int, dtype):
     before = group_norm(9, 4, 5, dtype)
     after = canonicalize(loop_over_rows(before, (0, 1), size))
@@ -299,3 +301,46 @@ def test_rows_of_two_dimensions_are_loops_over_the_first():
     assert loops_and_products(after) == (2, 0) and "f32[24,8]" not in after.text
     x = np.random.default_rng(5).normal(size=(6, 4, 8)).astype("f4")
     np.testing.assert_allclose(outputs(after, [x])[0], outputs(before, [x])[0], 1e-5)
+
+
+@pytest.mark.parametrize(
+    "centres, depth, part", [(1000, 64, 125), (4096, 256, 128), (1009, 64, 128)]
+)
+def test_parts_of_what_is_reduced_are_no_power_of_two(centres, depth, part):
+    """And the longest of two dimensions that are reduced is divided."""
+
+    def kernel(x_ref, c_ref, d_ref):
+        x, c = x_ref[...], c_ref[...]
+        gap = (x * x).sum(1)[:, None] + (c * c).sum(1)[None, :] - 2 * jnp.dot(x, c.T)
+        d_ref[...] = gap.min(1)
+
+    shapes = [jax.ShapeDtypeStruct((n, depth), F32) for n in (256, centres)]
+    specs = [pl.BlockSpec((128, depth), lambda i: (i, 0)),
+             pl.BlockSpec((centres, depth), lambda i: (0, 0))]  # fmt: skip
+    row = pl.BlockSpec((128,), lambda i: (i,))
+    out = jax.ShapeDtypeStruct((256,), F32)
+    before = called(kernel, shapes, out, specs, row, (2,))
+    after = for_gpu(before, GPUS["h200"])
+    verify(after)
+    assert f",{part}] = dot" in after.text and f",{centres}]" not in after.text
+
+
+def test_a_prime_number_of_rows_is_divided_past_the_array():
+    """Queries, too, not only the keys that are reduced."""
+
+    def kernel(q_ref, k_ref, v_ref, o_ref):
+        s = jnp.dot(q_ref[0], k_ref[0].T, preferred_element_type=F32)
+        p = jax.nn.softmax(s, axis=-1).astype(v_ref.dtype)
+        o_ref[0] = jnp.dot(p, v_ref[0], preferred_element_type=F32)
+
+    shapes = [jax.ShapeDtypeStruct((3, 257, 64), jnp.bfloat16)] * 3
+    spec = pl.BlockSpec((1, 257, 64), lambda i: (i, 0, 0))
+    out = jax.ShapeDtypeStruct((3, 257, 64), F32)
+    before = called(kernel, shapes, out, [spec] * 3, spec, (3,))
+    after = for_gpu(before, GPUS["h200"])
+    verify(after)
+    assert "f32[257" not in after.text.split("body")[1]
+    rng = np.random.default_rng(7)
+    arrays = [rng.normal(size=(3, 257, 64)).astype(jnp.bfloat16) for _ in range(3)]
+    (got,), (want,) = outputs(after, arrays), outputs(before, arrays)
+    np.testing.assert_allclose(got, want, rtol=2e-2, atol=1e-2)

@@ -161,8 +161,9 @@ def test_what_is_left_as_it_is(body: str):
     assert merge_k_steps(old, 64, BYTES).text == old.text
 
 
-def test_blocks_that_do_not_move_along_or_hang_over_the_edge():
-    for old in (kernel(WHOLE, y_map="yield %z1, %z1"), kernel(WHOLE, depth=60)):
+def test_blocks_that_do_not_move_along_or_are_past_the_edge():
+    """Past the edge, a block is the nearest that there is, again."""
+    for old in (kernel(WHOLE, y_map="yield %z1, %z1"), kernel(WHOLE, depth=56)):
         assert merge_k_steps(old, 64, BYTES).text == old.text
 
 
@@ -371,3 +372,18 @@ def test_loops_as_machine_code(dtype, depth):
     assert "for %" not in scheduled
     expected = np.asarray(x, np.float64) @ np.asarray(y, np.float64) + 1
     np.testing.assert_allclose(call(x, y), expected, rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("deepest", [16, 64])
+def test_steps_past_the_edge_of_filled_blocks_are_merged(deepest: int):
+    text = kernel(WHOLE, depth=60).text
+    for window in ("in[4, 8]", "in[8, 4]"):
+        text = text.replace(window, window + " fill 0.0")
+    made = parse_kernel(text)
+    new = merge_k_steps(made, deepest, 1 << 20)
+    verify(new)
+    assert f"in[4, {deepest}] fill 0.0, in[{deepest}, 4] fill 0.0" in new.text
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=n).astype("f4") for n in ((4, 60), (60, 4))]
+    for a, b in zip(outputs(made, arrays), outputs(new, arrays), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

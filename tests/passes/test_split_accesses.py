@@ -10,6 +10,7 @@ from pallasite.ir.nodes import walk
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.optimise.split_accesses import MOST_IN_ALL, split_accesses
+from pallasite.passes.run import run
 from pallasite.sites import calls_in
 from tests.fuzz.agreement import run_numpy
 from tests.passes.normal.test_same_meaning import inputs, results
@@ -107,6 +108,72 @@ def test_rotary_embeddings(dtype):
     ):
         np.testing.assert_array_equal(old, new)
     assert not {"slice", "concatenate"} & set(names(after))
+
+
+def gates(x_ref, w_ref, o_ref):
+    y = jnp.dot(x_ref[...], w_ref[...])
+    o_ref[...] = y[:, :64] * jnp.tanh(y[:, 64:])
+
+
+def turned_gates(x_ref, w_ref, o_ref):
+    """Rows of a product, by columns of a load."""
+    y = jnp.dot(w_ref[...].T, x_ref[...].T)
+    o_ref[...] = (y[:64] * jnp.tanh(y[64:])).T
+
+
+def backwards(x_ref, w_ref, o_ref):
+    """What the derivative of slices does: padded tiles are added, and multiplied."""
+    x = x_ref[...]
+    a = jnp.pad(jnp.tanh(x), ((0, 0), (64, 0))) + jnp.pad(x, ((0, 0), (0, 64)))
+    o_ref[...] = jnp.dot(a, w_ref[...].T)
+
+
+@pytest.mark.parametrize("body", [gates, turned_gates, backwards])
+@pytest.mark.parametrize("rows", [3, 16])
+def test_matmuls_by_a_load_are_divided_with_it(body, rows: int):
+    arrays = [jnp.ones((rows, 64)), jnp.ones((64, 128))]
+    out = jax.ShapeDtypeStruct((rows, 64), jnp.float32)
+    (found,) = calls_in(pl.pallas_call(body, out), *arrays)
+    before = run(found.kernel)
+    after = split_accesses(before)
+    verify(after)
+    assert names(before).count("dot") == 1 and names(after).count("dot") == 2
+    assert not {"slice", "concatenate", "pad"} & set(names(after))
+    arrays = inputs(before)
+    for old, new in zip(results(before, arrays), results(after, arrays), strict=True):
+        np.testing.assert_allclose(old, new, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("low", [63, 65])
+def test_padded_tiles_that_overlap_or_leave_a_gap_are_added(low: int):
+    def body(x_ref, o_ref):
+        x = x_ref[...]
+        a = jnp.pad(x, ((0, 0), (low, 129 - low - 64)))
+        o_ref[...] = a + jnp.pad(jnp.sin(x), ((0, 0), (0, 65)))
+
+    out = jax.ShapeDtypeStruct((4, 129), jnp.float32)
+    (found,) = calls_in(pl.pallas_call(body, out), jnp.ones((4, 64)))
+    after = split_accesses(found.kernel)
+    assert "concatenate" not in names(after)
+
+
+def test_a_load_at_a_computed_row_is_divided_along_columns():
+    def body(x_ref, o_ref):
+        @pl.loop(0, 4)
+        def _(i):
+            x = x_ref[pl.ds(2 * i, 2), :]
+            y = jnp.concatenate([x[:, 64:], -x[:, :64]], axis=1)
+            o_ref[pl.ds(2 * i, 2), :] = y
+
+    x = jnp.ones((8, 128))
+    (found,) = calls_in(pl.pallas_call(body, jax.ShapeDtypeStruct(x.shape, x.dtype)), x)
+    after = split_accesses(found.kernel)
+    verify(after)
+    assert not {"slice", "concatenate"} & set(names(after))
+    arrays = inputs(found.kernel)
+    pairs = zip(results(found.kernel, arrays), results(after, arrays), strict=True)
+    for old, new in pairs:
+        np.testing.assert_array_equal(old, new)
 
 
 def test_nothing_to_split_is_the_same_kernel():

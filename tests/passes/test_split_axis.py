@@ -18,7 +18,9 @@ from pallasite.ir.verify import verify
 from pallasite.passes.analysis.axis_state import AxisState, state_along
 from pallasite.passes.analysis.grid import analyze
 from pallasite.passes.run import run
+from pallasite.passes.schedule.plan_parts import plan
 from pallasite.passes.schedule.split_axis import Program, even_parts, split
+from pallasite.target import GPUS
 from tests.zoo import all_cases
 
 F32, I32, BF16 = jnp.float32, jnp.int32, jnp.bfloat16
@@ -349,6 +351,43 @@ def test_two_axes():
 
 
 # --- running maxima, and sums relative to them ---
+
+
+def both_kernel(x_ref, o_ref, m_ref):
+    @pl.when((pl.program_id(0) == 0) & (pl.program_id(1) == 0))
+    def _():
+        o_ref[...] = jnp.zeros_like(o_ref)
+        m_ref[...] = jnp.full_like(m_ref, -jnp.inf)
+
+    o_ref[...] += (x_ref[...] ** 2).sum(keepdims=True)
+    m_ref[...] = jnp.maximum(m_ref[...], x_ref[...].max(keepdims=True))
+
+
+def test_few_parts_of_one_axis_have_parts_of_another():
+    def call(shape, block):
+        one = pl.BlockSpec((1, 1), lambda i, j: (0, 0))
+        return pl.pallas_call(
+            both_kernel,
+            (jax.ShapeDtypeStruct((1, 1), jnp.float32),) * 2,
+            grid=tuple(n // b for n, b in zip(shape, block, strict=True)),
+            in_specs=[pl.BlockSpec(block, lambda i, j: (i, j))],
+            out_specs=[one, one],
+        )
+
+    large = jax.ShapeDtypeStruct((1 << 13, 1 << 13), jnp.float32)
+    (kernel,) = sites.kernels_in(call(large.shape, (512, 512)), large)
+    found = plan(kernel, GPUS["h200"])
+    assert found.program is not None and found.parts == 256
+    x = np.random.default_rng(0).normal(size=(32, 48)).astype(np.float32)
+    (kernel,) = sites.kernels_in(call(x.shape, (8, 16)), x)
+    kernel = run(kernel)
+    outer = split(kernel, state_along(kernel, 0, analyze(kernel)), 4)
+    second = run(outer.kernels[0])
+    axes = [a for a in analyze(second).sequential if analyze(second).axes[a].size == 3]
+    inner = split(second, state_along(second, axes[-1], analyze(second)), 3)
+    got = evaluate_program(outer.with_first(inner, 1), [x])
+    for a, b in zip(got, evaluate(kernel, [x]), strict=True):
+        np.testing.assert_allclose(a.reshape(b.shape), b, 1e-5)
 
 
 def attention_kernel(

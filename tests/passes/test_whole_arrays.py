@@ -226,6 +226,16 @@ def rows_kernel(function, width):
     return kernel_of(kernel, [shape], Shape(shape, F32), (512,), [spec], spec)
 
 
+def hanging(function, width, block):
+    def kernel(x_ref, o_ref):
+        inside = jnp.arange(block) < width
+        o_ref[...] = function(jnp.where(inside, x_ref[...], 0.0))
+
+    spec = pl.BlockSpec((8, block), lambda i: (i, 0))
+    shape = (4096, width)
+    return kernel_of(kernel, [shape], Shape(shape, F32), (512,), [spec], spec)
+
+
 def test_short_rows_reduced_one_after_another_are_for_a_gpus_xla():
     def centred(x):
         y = x - x.mean(axis=1, keepdims=True)
@@ -238,6 +248,8 @@ def test_short_rows_reduced_one_after_another_are_for_a_gpus_xla():
     made = for_xla(short, (0,), MACHINE)
     assert "f32[4096] = reduce" in made.kernel.text
     assert "programs read only once" in why_native(long, (0,), MACHINE)
+    padded = hanging(centred, 200, 256)
+    assert "pad the arrays" in why_native(padded, (0,), MACHINE)
     twice = rows_kernel(scaled, 256)
     assert "in several ways at once" in why_native(twice, (0,), MACHINE)
     for chip in (host(), TPUS["v5e"]):

@@ -234,13 +234,24 @@ def test_steps_that_stay(name: str):
 @pytest.mark.parametrize(
     "x_map, n, reason",
     [
-        ("yield %z, %i", 30, "the last block of x extends past the edge"),
+        ("yield %z, %i", 28, "the last block of x extends past the edge"),
         ("%j: i32 = sub %z, %i yield %z, %j", 32, "no axis or loop iterates over"),
     ],
 )
 def test_windows_that_stay(x_map: str, n: int, reason: str):
     with pytest.raises(CannotReblock, match=reason):
         widen_steps(steps(FIRST + SCORES + REST, x_map, n), 16)
+
+
+def test_steps_whose_last_block_hangs_over_the_edge_become_wider():
+    """What is past the edge is masked, wherever the block ends."""
+    masked = POSITIONS.replace("{value=10}", "{value=30}")
+    made = steps(FIRST + masked + REST, n=30)
+    new = widened(made, 16)
+    assert "grid=(2,), windows=(in[8, 16], out[8])" in new.text
+    x = np.random.default_rng(0).normal(size=(8, 30)).astype("f4")
+    (got,), (want,) = outputs(new, [x]), outputs(made, [x])
+    np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 # --- attention, as written for TPUs and for GPUs ---

@@ -22,6 +22,7 @@ from pallasite.backends.cpu.call import compile as compiler
 from pallasite.backends.cpu.call.parallel_units import nanoseconds, share_programs
 from pallasite.backends.cpu.dot.fusion import fuse_dot_sums
 from pallasite.backends.cpu.dot.pack_once import pack_once
+from pallasite.backends.cpu.dot.rows_uncounted import rows_uncounted
 from pallasite.backends.cpu.emit import NATIVE, emit_kernel, is_native
 from pallasite.backends.cpu.ops.debugging import RULES as DEBUG_RULES
 from pallasite.backends.cpu.tiles.plan_memory import plan_memory
@@ -48,12 +49,14 @@ DEEPEST = 1024  # most steps of k between reading and writing sums
 LEAST_MASK = 1024  # elements of a mask from which a branch pays off
 
 
-def passes_for(host: Host) -> tuple[Pass, ...]:
+def passes_for(host: Host, batch_invariant: bool = False) -> tuple[Pass, ...]:
     """The passes before LLVM text for this CPU."""
     computed = host.l2_bytes // 8  # of a computed tile, so that it stays in L2
     strip = host.l1_bytes // 3  # of a tile, so that those of one row's code stay in L1
     blocks = partial(for_threads, threads=host.threads, nanoseconds=nanoseconds)
+    same = (Pass("rows_uncounted", rows_uncounted),) if batch_invariant else ()
     return (
+        *same,
         Pass("matrix_units", write_out),
         Pass("own_inputs", own_inputs),
         Pass("choose_blocks", blocks),
@@ -91,7 +94,7 @@ class CpuBackend:
     native = NATIVE
 
     def passes(self, options: Options) -> Sequence[Pass]:
-        return passes_for(target.host())
+        return passes_for(target.host(), options.batch_invariant)
 
     def stages(self, options: Options) -> Sequence[Stage]:
         return (
@@ -102,7 +105,7 @@ class CpuBackend:
 
     def launch(self, compiled: Compiled) -> Launch:
         kernel = compiled.kernel
-        identity = _identity(kernel)
+        identity = _identity(kernel, compiled.options)
         code = compiler.stored_object(identity, lambda: compiled["object"])
         key = compiler.short_name(identity)
         address, owner = compiler.load(key, code)
@@ -141,10 +144,10 @@ def llvm_text(kernel: Kernel) -> str:
     return emit_kernel(run(kernel, passes_for(target.host())))
 
 
-def _identity(kernel: Kernel) -> str:
+def _identity(kernel: Kernel, options: Options) -> str:
     # The messages of checks name the source line.
     text = print_kernel(kernel, locs=True) if _is_seen(kernel) else kernel.text
-    return compiler.identity(text)
+    return compiler.identity(text + "\nbatch invariant" * options.batch_invariant)
 
 
 def _is_seen(kernel: Kernel) -> bool:

@@ -95,11 +95,14 @@ NATIVE_OPS = frozenset({"dot", *emit.RULES})
 OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 
 
-def passes_for(chip: Gpu) -> tuple[Pass, ...]:
+def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
+    same = batch_invariant
+    whole = partial(whole_rows, chip=chip, endless=same)
+    blocks = partial(for_gpu, chip=chip, tiles=TILES, batch_invariant=same)
     return (
         Pass("untransposed", untransposed),
-        Pass("whole_rows", partial(whole_rows, chip=chip)),
+        Pass("whole_rows", whole),
         Pass("own_inputs", own_inputs),
         Pass("matrix_units", write_out),
         Pass("split_accesses", split_accesses),
@@ -107,13 +110,13 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("added_products", added_products),
         Pass("exact_factors", exact_factors),
         Pass("loop_steps", loop_steps),
-        Pass("factors_before", partial(factors_before, chip=chip)),
+        Pass("factors_before", partial(factors_before, chip=chip, always=same)),
         Pass("edge_fills", edge_fills),
         Pass("results_in_scratch", results_in_scratch),
         # Statistics that were in results are columns now.
         Pass("replicated", replicated, if_changed=True),
         Pass("columns", columns, if_changed=True),
-        Pass("choose_blocks", partial(for_gpu, chip=chip, tiles=TILES)),
+        Pass("choose_blocks", blocks),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
         Pass("plain_copies", plain_copies),
@@ -131,7 +134,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("fewer_dims", fewer_dims),
         Pass("rows_out", rows_out),
-        Pass("repack", partial(repack, chip=chip)),
+        Pass("repack", partial(repack, chip=chip, always=same)),
         Pass("overlap", overlap),
         Pass("unmasked_loops", partial(unmasked_loops, least=MASK_ELEMENTS)),
         Pass("canonicalize", canonicalize, if_changed=True),
@@ -166,7 +169,7 @@ class CudaBackend:
     native: frozenset[str] = NATIVE_OPS
 
     def passes(self, options: Options) -> Sequence[Pass]:
-        return passes_for(_chip(options))
+        return passes_for(_chip(options), options.batch_invariant)
 
     def stages(self, options: Options) -> Sequence[Stage]:
         chip = _chip(options)

@@ -82,14 +82,17 @@ def forms_of(
     return tuple((n, forms.get(n)) for n in range(len(kernel.inputs)))
 
 
-def repack(kernel: Kernel, chip: Gpu) -> Kernel:
-    """Replace operands that matmuls cannot take by other arrays, where it pays off."""
+def repack(kernel: Kernel, chip: Gpu, always: bool = False) -> Kernel:
+    """Replace operands that matmuls cannot take by other arrays, where it pays off.
+
+    `always`: wherever it is needed, so that one backend has any number of rows.
+    """
     factors = _factors_of(kernel)
     packings = [p for p in _packings(kernel) if p.operand not in factors]
     needed = [p for p in packings if p.is_needed(kernel)]
-    if packings and _pays(kernel, packings, chip, WORTH_LINES):
+    if packings and not always and _pays(kernel, packings, chip, WORTH_LINES):
         chosen = packings
-    elif needed and _pays(kernel, needed, chip):
+    elif needed and (always or _pays(kernel, needed, chip)):
         chosen = needed
     else:
         return kernel
@@ -187,8 +190,11 @@ def _keeps_matrix(op: Op) -> bool:
 # --- operands that are multiplied by a constant ---
 
 
-def factors_before(kernel: Kernel, chip: Gpu) -> Kernel:
-    """Load products of an operand and a constant, where a matmul needs them so."""
+def factors_before(kernel: Kernel, chip: Gpu, always: bool = False) -> Kernel:
+    """Load products of an operand and a constant, where a matmul needs them so.
+
+    `always`: as for `repack`.
+    """
     grids = [op for op in kernel.body.ops if op.name == "pipeline"]
     if len(grids) != 1 or not any(op.name == "dot" for op in walk(kernel.body)):
         return kernel
@@ -217,7 +223,7 @@ def factors_before(kernel: Kernel, chip: Gpu) -> Kernel:
         found.append(Packing(operand, False, 0, number))
         products |= {op.result: v for load in loads for v in load.results
                      for op in users[v]}  # fmt: skip
-    if not found or not _pays(kernel, found, chip):
+    if not found or not (always or _pays(kernel, found, chip)):
         return kernel
     noted = pipeline.op.with_(
         attrs={**pipeline.op.attrs, REPACKED: tuple(map(tuple, found))}

@@ -78,6 +78,7 @@ class TpuBackend:
         from pallasite.passes.normal.canonicalize import canonicalize
         from pallasite.passes.normal.columns import columns
         from pallasite.passes.normal.consecutive_indices import consecutive_indices
+        from pallasite.passes.normal.edge_fills import edge_fills
         from pallasite.passes.normal.known_comparisons import known_comparisons
         from pallasite.passes.normal.narrow_windows import narrow_windows
         from pallasite.passes.normal.replicated import replicated
@@ -109,6 +110,7 @@ class TpuBackend:
             Pass("results_in_scratch", partial(results_in_scratch, least=2)),
             Pass("replicated", replicated, if_changed=True),
             Pass("columns", columns, if_changed=True),
+            Pass("edge_fills", edge_fills),
             *self._blocks(options),
             Pass("replicate_columns", partial(replicate_columns, lanes=LANES)),
             Pass("known_comparisons", known_comparisons),

@@ -102,10 +102,12 @@ class TritonBackend:
         params = options.compiler_params
         chip = _chip(options)
         tuned = bool(params.get("num_warps") or params.get("num_stages"))
-        blocks = partial(for_gpu, chip=chip, tuned=tuned)
+        same = options.batch_invariant
+        blocks = partial(for_gpu, chip=chip, tuned=tuned, batch_invariant=same)
         fitted = partial(reload_operands, params=params, chip=chip)
         launch = partial(schedule_launch, params=params, chip=chip)
-        rows = () if tuned else (Pass("whole_rows", partial(whole_rows, chip=chip)),)
+        whole = partial(whole_rows, chip=chip, endless=same)
+        rows = () if tuned else (Pass("whole_rows", whole),)
         return (
             *rows,
             Pass("check_types", partial(check_types, chip=chip)),

@@ -14,7 +14,7 @@ from math import prod
 
 from pallasite.backends.triton.core import FLOAT_BITS
 from pallasite.backends.triton.elementwise import cast_value
-from pallasite.backends.triton.text import Val, type_text
+from pallasite.backends.triton.text import Val
 from pallasite.backends.triton.tiles import Tiles
 from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Dot, DotSide
@@ -256,16 +256,6 @@ class Dots(Tiles):
             shape = (*matrix, prod(joined[0].shape[len(matrix) :]))
             rest = [self.reshape(tile, shape) for tile in joined]
         return self.transpose(rest[0], (2, 0, 1))
-
-    def halves(self, x: Val) -> tuple[Val, Val]:
-        first, second = (Val(self.out.fresh(), x.shape[:-1], x.elem) for _ in range(2))
-        self.out.line(f"{first}, {second} = tt.split {x} : {x.type} -> {first.type}")
-        return first, second
-
-    def joined(self, x: Val, y: Val) -> Val:
-        shape = (*x.shape, 2)
-        to = type_text(shape, x.elem)
-        return self.let(f"tt.join {x}, {y} : {x.type} -> {to}", shape, x.elem)
 
     # --- operands smaller than a tensor core's minimum ---
 

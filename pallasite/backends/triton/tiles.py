@@ -108,6 +108,23 @@ class Tiles(Elementwise):
         shape = (*x.shape[:axis], n, *x.shape[axis + 1 :])
         return self.gather(x, self.spread(index, shape), axis)
 
+    def halves(self, x: Val) -> tuple[Val, Val]:
+        first, second = (Val(self.out.fresh(), x.shape[:-1], x.elem) for _ in range(2))
+        self.out.line(f"{first}, {second} = tt.split {x} : {x.type} -> {first.type}")
+        return first, second
+
+    def joined(self, x: Val, y: Val) -> Val:
+        shape = (*x.shape, 2)
+        to = type_text(shape, x.elem)
+        return self.let(f"tt.join {x}, {y} : {x.type} -> {to}", shape, x.elem)
+
+    def is_pairs(self, x: Val, n: int) -> bool:
+        """Whether `n` elements along the last dimension are pairs without padding.
+
+        Neighbours are mostly in one thread, where a gather would exchange them.
+        """
+        return n > 1 and n == x.shape[-1] and n * len(x.shape) > 2 and x.elem != "i1"
+
     def emit_slice(self, op: Op) -> None:
         x = self.env[op.operands[0]]
         old = op.operands[0].tile.shape
@@ -115,6 +132,12 @@ class Tiles(Elementwise):
         self.layout(op.result.tile, op)
         for d, n in enumerate(op.result.tile.shape):
             if n == old[d]:
+                continue
+            every_other = 2 * n == old[d] and (strides[d] == 2 or n == 1)
+            if d == len(old) - 1 and every_other and self.is_pairs(x, old[d]):
+                pairs = x if n == 1 else self.reshape(x, (*x.shape[:-1], n, 2))
+                x = self.halves(pairs)[starts[d]]
+                x = self.expand(x, d) if n == 1 else x
                 continue
             index = self.along(_with(x.shape, d, physical((n,))[0]), d)
             index = self.scaled("arith.muli", index, strides[d])
@@ -139,6 +162,15 @@ class Tiles(Elementwise):
     def emit_concatenate(self, op: Op) -> None:
         axis = op.attrs["axis"]
         shape, _ = self.layout(op.result.tile, op)
+        if (
+            len(op.operands) == 2
+            and op.result.tile.shape[-1] == 2 == len(shape[axis:]) + 1
+        ):
+            pair = [self.env[v] for v in op.operands]
+            if all(v.shape[1:] and v.shape[-1] == 1 and v.elem != "i1" for v in pair):
+                first, second = (self.reshape(v, v.shape[:-1]) for v in pair)
+                self.env[op.result] = self.joined(first, second)
+                return
         position = self.along(shape, axis)
         result: Val | None = None
         first = 0
@@ -163,6 +195,12 @@ class Tiles(Elementwise):
             if not (low or high or interior):
                 continue
             n = physical(op.result.tile.shape)[d]
+            between = interior == 1 and low + high == 1 and min(low, high) == 0
+            if d == len(old) - 1 and between and self.is_pairs(x, old[d]):
+                both = x, self.spread(value, x.shape)
+                pairs = self.joined(*(both[::-1] if low else both))
+                x = self.reshape(pairs, (*x.shape[:-1], n))
+                continue
             shape = _with(x.shape, d, n)
             index = self.scaled("arith.subi", self.along(shape, d), low)
             inside = self.compare("sge", index, self.like(0, index))

@@ -12,7 +12,8 @@ so other loads of the block may read 0 as well, and a mask without zeros says no
 Stores past the edge write nothing.
 
 For backends that mask loads anyway, and whose copies fill with zeros: a loaded tile can
-be copied straight to where it is multiplied, a computed one cannot.
+be copied straight to where it is multiplied, a computed one cannot. A TPU masks only at
+the edge, and merges steps of filled blocks.
 """
 
 from collections.abc import Iterator, Sequence

@@ -13,6 +13,7 @@ known only at run time stay: those are mostly short, and would all need both loo
 """
 
 from collections.abc import Sequence
+from math import isqrt
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value
@@ -26,6 +27,9 @@ IN_FLIGHT = 1 << 13  # bytes that one iteration shall load
 # If some are what earlier code wrote: then no iteration starts loads for the next ones.
 ALONE = 1 << 15
 MOST_CODE = 400  # ops of all these iterations
+# Loads times ops, where Triton starts the loads of next iterations: it looks at all the
+# code for each of them. An access counts as many ops, because of its places.
+MOST_AHEAD, ACCESS = 10_000, 7
 # Elements that its ops compute: more take longer than a load, and what is loaded early
 # is held in registers as often as it is used.
 MOST_COMPUTED = 1 << 16
@@ -88,8 +92,13 @@ class _Early:
         if not loaded or used != sum(bool(tile.shape) for tile in tiles):
             return 1
         shown = {self.roots.of(o.operands[0]) for o in early if o.name == "load"}
-        most = IN_FLIGHT if shown <= self.constant else ALONE
+        ahead = shown <= self.constant
+        most = IN_FLIGHT if ahead else ALONE
         rounds = max(min(FEW_ROUNDS, most // loaded), IN_FLIGHT // loaded)
+        if ahead:
+            accesses = sum(op.name in ("load", "store") for op in ops)
+            code = len(ops) + (ACCESS - 1) * accesses
+            rounds = min(rounds, isqrt(MOST_AHEAD // (len(tiles) * code)))
         return min(MOST_ROUNDS, rounds, MOST_CODE // len(ops))
 
     def early(self, block: Block, carried: set[Value]) -> list[Op]:

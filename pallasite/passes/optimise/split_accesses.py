@@ -3,18 +3,23 @@
 In: `load`, elementwise ops, `slice`; and `concatenate`, elementwise ops, `store`, as
 in rotary embeddings of two halves. Out: a load per slice and a store per part. On a GPU
 the elements of a tile are spread over threads, so a slice or a concatenation of tiles
-moves them between threads; an access at another offset is free.
+moves them between threads; an access at another offset is free. A matmul by a load is
+divided like it, as that of a cell's gates is.
 
 Proof: an elementwise op commutes with slices and concatenations. A load is split where
 it stands, so nothing is stored between its parts; the parts of a store are disjoint and
-cover what the store did.
+cover what the store did. A part of a product is that of the rows and columns that it
+has; a product along a concatenation is the sum of those along its parts, in another
+order. Tiles that are padded with zeros beside each other, and added, are concatenated:
+only minus zero stays what it is.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import NamedTuple
 
-from pallasite.ir.nodes import Access, Kernel, Op, Span, Value
+from pallasite.ir.nodes import Access, At, Gather, Index, Kernel, Op, Span, Value
 from pallasite.ir.opdef import TILE
 from pallasite.ir.rewrite import (
     Rewriter,
@@ -23,10 +28,13 @@ from pallasite.ir.rewrite import (
     map_ops,
     users_of,
 )
+from pallasite.ir.roles import Dot
+from pallasite.ir.types import F32
 
 MOST_PARTS = 4  # of one tile, if they may be shorter than a transaction
 MOST_LONG_PARTS = 16  # with rows of this many elements, as stencils have
 LONG_ROW = 64
+LEAST_DEPTH = 16  # of a matmul
 MOST_IN_ALL = 32  # of one tile, as parts of parts: halves of halves are never done
 
 
@@ -85,7 +93,10 @@ class _Split:
         boxes = self.boxes(op.result)
         if boxes and self.parts_of.may_add(op.result, boxes):
             return self.in_boxes(op, b, boxes)
-        return self.joined(op, b) if is_elementwise(op) else None
+        if op.name == "dot":
+            return _along_parts(op, b)
+        filled = _filled(op, b) if op.name == "add" else None
+        return self.joined(op, b) if filled is None and is_elementwise(op) else filled
 
     # --- slices move up ---
 
@@ -104,6 +115,9 @@ class _Split:
         for box in boxes:
             if op.name == "load":
                 made = _loaded(op, b, box)
+            elif op.name == "dot":
+                apart = _are_apart(op.result.tile.shape, boxes)
+                made = _product(op, b, box) if apart else None
             elif is_elementwise(op):
                 operands = [_part(b, v, box) for v in op.operands]
                 made = b.op(op.name, *operands, **op.attrs)
@@ -174,43 +188,150 @@ def _part(b: Rewriter, value: Value, box: Box) -> Value:
     )
 
 
-def _spans(op: Op) -> list[Span] | None:
-    """The spans that an unmasked access selects, if each has a fixed start."""
-    access = Access.of(op)
-    if access.mask is not None or access.index_operands:
+def _are_apart(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether parts of a tile are long, and none has an element of another."""
+
+    def meet(one: Box, two: Box) -> bool:
+        bounds = zip(*one, *two, strict=True)
+        return all(max(a, c) < min(b, d) for a, b, c, d in bounds)
+
+    sides = [pair for box in boxes for pair in zip(box.shape, shape, strict=True)]
+    is_long = all(part == n or part >= LONG_ROW for part, n in sides)
+    return is_long and not any(meet(a, b) for a, b in combinations(boxes, 2))
+
+
+def _product(op: Op, b: Rewriter, box: Box) -> Value | None:
+    """A part of a matmul's result, if only loads have to be divided for it."""
+    dot, sides = Dot.of(op), list[Value]()
+    for side in dot.sides:
+        rank = op.result.tile.rank
+        first = len(side.batch) if side is dot.lhs else rank - len(side.free)
+        places = {d: n for n, d in enumerate(side.batch)}
+        places |= {d: first + n for n, d in enumerate(side.free)}
+        part = {d: (box.starts[p], box.limits[p]) for d, p in places.items()}
+        made = _along(b, side.value, part)
+        if made is None:
+            return None
+        sides.append(made)
+    return b.op("dot", *sides, **op.attrs)
+
+
+def _along(
+    b: Rewriter, value: Value, part: Mapping[int, tuple[int, int]]
+) -> Value | None:
+    """A load between first elements and ends of dimensions; any tile, if that is all
+    of it."""
+    whole = [(0, n) for n in value.tile.shape]
+    bounds = [part.get(d, each) for d, each in enumerate(whole)]
+    if bounds == whole:
+        return value
+    starts, limits = zip(*bounds, strict=True)
+    loaded = b.producer(value, "load") is not None
+    return _part(b, value, Box(starts, limits)) if loaded else None
+
+
+def _along_parts(op: Op, b: Rewriter) -> Value | None:
+    """A matmul along a concatenation, as the sum of those along its parts."""
+    sides = Dot.of(op).sides
+    for side, other in (sides, sides[::-1]):
+        join = b.producer(side.value, "concatenate")
+        if join is None or join.attrs["axis"] not in side.contract:
+            continue
+        d = join.attrs["axis"]
+        along = other.contract[side.contract.index(d)]
+        boxes, wide = _boxes_of(join), op.result.tile.dtype.bits >= F32.bits
+        long = all(box.shape[d] >= LEAST_DEPTH for box in boxes)
+        if len(boxes) > MOST_PARTS or not wide or not long:
+            continue
+        total: Value | None = None
+        for piece, box in zip(join.operands, boxes, strict=True):
+            part = _along(b, other.value, {along: (box.starts[d], box.limits[d])})
+            if part is None:
+                return None
+            pair = (piece, part) if side is sides[0] else (part, piece)
+            share = b.op("dot", *pair, **op.attrs)
+            total = share if total is None else b.add(total, share)
+        return total
+    return None
+
+
+class _Piece(NamedTuple):
+    """A tile between zeros, or all of them, along an axis of another."""
+
+    axis: int
+    start: int
+    value: Value
+
+    @property
+    def end(self) -> int:
+        return self.start + self.value.tile.shape[self.axis]
+
+
+def _filled(op: Op, b: Rewriter) -> Value | None:
+    """A sum of tiles that are padded with zeros beside each other, as joined tiles."""
+    pieces = _pieces(b, op)
+    if not pieces or len(pieces) < 2:
         return None
-    spans = [e for e in access.index if isinstance(e, Span)]
-    fixed = all(span.start is not None and span.stride == 1 for span in spans)
-    return spans if fixed else None
+    pieces = sorted(pieces, key=lambda piece: piece.start)
+    axis = pieces[0].axis
+    ends = [0, *(piece.end for piece in pieces)]
+    starts = [*(piece.start for piece in pieces), op.result.tile.shape[axis]]
+    if ends != starts or any(piece.axis != axis for piece in pieces):
+        return None
+    return b.op("concatenate", *(piece.value for piece in pieces), axis=axis)
 
 
-def _within(op: Op, box: Box) -> tuple[object, ...]:
-    """The index of an access, narrowed to a part of the tile."""
-    pairs = iter(zip(box.starts, box.limits, strict=True))
+def _pieces(b: Rewriter, op: Op | None) -> list[_Piece] | None:
+    if op is not None and op.name == "add":
+        one, two = (_pieces(b, b.producer(v)) for v in op.operands)
+        return None if one is None or two is None else one + two
+    if op is None or op.name != "pad":
+        return None
+    zero, attrs = b.producer(op.operands[1], "constant"), op.attrs
+    around = zip(attrs["low"], attrs["high"], strict=True)
+    axes = [d for d, each in enumerate(around) if any(each)]
+    plain = not any(attrs["interior"]) and min((*attrs["low"], *attrs["high"])) >= 0
+    if zero is None or zero.attrs["value"] != 0 or len(axes) != 1 or not plain:
+        return None
+    return [_Piece(axes[0], attrs["low"][axes[0]], op.operands[0])]
 
-    def narrowed(entry: object) -> object:
-        if not isinstance(entry, Span):
-            return entry
-        start, limit = next(pairs)
-        return Span((entry.start or 0) + start, limit - start)
 
-    return tuple(map(narrowed, op.attrs["index"]))
+def _within(op: Op, box: Box) -> Index | None:
+    """The index of an access, narrowed to a part of the tile; None where that is not a
+    fixed number of elements further."""
+    access = Access.of(op)
+    if access.mask is not None or any(isinstance(e, Gather) for e in access.index):
+        return None
+    pairs, found = zip(box.starts, box.limits, strict=True), list[At | Span]()
+    for entry in access.index:
+        if isinstance(entry, Span):
+            start, limit = next(pairs)
+            if limit - start != entry.size:
+                if entry.start is None or entry.stride != 1:
+                    return None
+                entry = Span(entry.start + start, limit - start)
+        found.append(entry)
+    return tuple(found)
 
 
 def _loaded(op: Op, b: Rewriter, box: Box) -> Value | None:
-    if _spans(op) is None:
+    index = _within(op, box)
+    if index is None:
         return None
-    attrs = {**op.attrs, "index": _within(op, box)}
-    (made,) = b.emit("load", *op.operands, **attrs)
+    (made,) = b.emit("load", *op.operands, **{**op.attrs, "index": index})
     return made
 
 
 def _stored_in_parts(op: Op, b: Rewriter) -> Sequence[Value] | None:
-    ref, value = op.operands[:2]
+    ref, value, *more = op.operands
     join = b.producer(value, "concatenate")
-    if join is None or _spans(op) is None or len(join.operands) > MOST_PARTS:
+    if join is None or len(join.operands) > MOST_PARTS:
         return None
-    for piece, box in zip(join.operands, _boxes_of(join), strict=True):
+    boxes = _boxes_of(join)
+    places = [_within(op, box) for box in boxes]
+    if None in places:
+        return None
+    for piece, index in zip(join.operands, places, strict=True):
         if piece.tile.size:
-            b.emit("store", ref, piece, **{**op.attrs, "index": _within(op, box)})
+            b.emit("store", ref, piece, *more, **{**op.attrs, "index": index})
     return ()

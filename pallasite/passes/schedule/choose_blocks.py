@@ -8,18 +8,19 @@ gain is large; otherwise it stays as it is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from math import ceil, prod
 
 from pallasite.ir.nodes import Kernel, Op, Value, walk
-from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
+from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, producers_of
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place, loop_dims
 from pallasite.passes.analysis.step_table import StepTable, reached
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.schedule.cut_steps import cut_steps
 from pallasite.passes.schedule.loop_over_k import loop_over_k
-from pallasite.passes.schedule.reblock import cut, grow, may_cut
+from pallasite.passes.schedule.reblock import cut, grow, may_cut, padded
 from pallasite.passes.schedule.separate_uses import separate_uses
 from pallasite.target import Host
 
@@ -27,7 +28,10 @@ LEAST_ROW = 64  # contiguous elements, so that accesses stay wide
 LEAST_ROWS = 8  # of a part; fewer would not fill the registers of a matmul
 FEW_ELEMENTS = 8  # of a matmul that a program stores
 JOINED_ROWS = 32  # of a matmul, once programs are merged
+ENDLESS = 1 << 20  # programs
 EVEN = 0.8  # share of the threads' time that programs must fill
+# Ops whose result depends on the order in which a backend goes through a tile.
+MIXING = frozenset({"reduce", "arg_reduce", "scan", "sort", "atomic_rmw"})
 
 Sizes = Mapping[LoopDim, int]  # of the dimensions that are resized
 
@@ -35,13 +39,21 @@ Sizes = Mapping[LoopDim, int]  # of the dimensions that are resized
 class Blocks:
     """A kernel's blocks, and what they would be with other sizes.
 
-    `fills`: whether programs may be merged of which only some take a step (`grow`).
+    Args:
+        fills: whether programs may be merged of which only some take a step (`grow`).
+        endless: whether there is no end of rows. What is chosen then is the same for
+            any number of them, and so is the order of every sum in a row.
     """
 
-    def __init__(self, found: LoopDims, fills: bool = False):
+    def __init__(self, found: LoopDims, fills: bool = False, endless: bool = False):
         self.found, self.kernel, self.fills = found, found.kernel, fills
+        self.endless = endless
         self.body = found.pipeline.body
         self.dims = {(v, d): dim for dim in found.dims for v, d in dim.members.items()}
+
+    def of(self, kernel: Kernel) -> "Blocks | None":
+        """Those of another kernel, chosen in the same way."""
+        return blocks_of(kernel, self.fills, self.endless)
 
     def shape(self, value: Value, sizes: Sizes) -> tuple[int, ...]:
         found = (self.dims.get((value, d)) for d in range(len(value.type.shape)))
@@ -62,6 +74,9 @@ class Blocks:
 
     def programs(self, sizes: Sizes) -> float:
         """How many programs may run concurrently."""
+        if self.endless:
+            parts = (d.size / n for d, n in sizes.items() if not d.products)
+            return ENDLESS * prod(parts)
         grid = self.found.pipeline.grid
         steps = [n for a in self.found.info.parallel if (n := grid[a]) is not None]
         changed = (
@@ -113,6 +128,8 @@ class Blocks:
 
     def multiples(self, dim: LoopDim, most: int) -> list[int]:
         """Sizes that blocks can grow to, by doubling."""
+        if self.endless:  # how many programs there are to merge is not known
+            return []
         factors = [2**n for n in range(1, 12) if dim.size * 2**n <= most]
         while factors:
             try:
@@ -135,14 +152,45 @@ class Blocks:
         return kernel
 
 
-def blocks_of(kernel: Kernel, fills: bool = False) -> Blocks | None:
+def blocks_of(
+    kernel: Kernel, fills: bool = False, endless: bool = False
+) -> Blocks | None:
     # Dimensions tied only by dead code would separate at the first rewrite.
     found = loop_dims(dead_code(kernel))
     if found is not None and any(dim.is_twice for dim in found.dims):
         found = loop_dims(_with_own_constants(found.kernel))
     if found is None or found.refused or 0 in found.pipeline.grid:
         return None
-    return Blocks(found, fills)
+    return Blocks(found, fills, endless)
+
+
+def adds_in_one_order(kernel: Kernel) -> bool:
+    """Whether the only sums are those of matrix units: each along the depth, in units
+    of an instruction's, whatever else is in a block."""
+    ops = list(walk(kernel.body))
+    sides = [s.value for op in ops if op.name == "dot" for s in Dot.of(op).sides]
+    alone = not any(op.name in MIXING for op in ops)
+    return alone and all(v.tile.dtype.bytes == 2 for v in sides)
+
+
+def loads_less(new: Kernel, old: Kernel) -> bool:
+    """Whether a matmul has two computed operands, one of which had been loaded: it is
+    filled where steps are skipped."""
+
+    def loads(kernel: Kernel) -> bool:
+        made = producers_of(kernel.body)
+        dots = [Dot.of(op) for op in walk(kernel.body) if op.name == "dot"]
+        return all(any(is_loaded(s.value, made) for s in d.sides) for d in dots)
+
+    return loads(old) and not loads(new)
+
+
+def is_loaded(value: Value, made: Mapping[Value, Op]) -> bool:
+    """Whether a tile is a load or the transpose of one."""
+    op = made.get(value)
+    while op is not None and op.name in ("transpose", "reshape"):
+        op = made.get(op.operands[0])
+    return op is not None and op.name == "load"
 
 
 def _with_own_constants(kernel: Kernel) -> Kernel:
@@ -177,10 +225,23 @@ def _with_own_constants(kernel: Kernel) -> Kernel:
 def with_uses_apart(blocks: Blocks) -> Blocks:
     """The blocks of the kernel after `separate_uses`, if more of them can be split."""
     made = separate_uses(blocks.kernel)
-    apart = None if made is blocks.kernel else blocks_of(made, blocks.fills)
+    apart = None if made is blocks.kernel else blocks.of(made)
     if apart is None or len(apart.free) <= len(blocks.free):
         return blocks
     return apart
+
+
+def divisible(blocks: Blocks, least: int, step: int) -> Blocks:
+    """Blocks that end past their arrays, of sides of matmuls that have no parts of
+    `least` elements or more otherwise; they have a multiple of `step`."""
+    for dim in blocks.free:
+        is_side = any(dot.op.result in dim.members for dot in blocks.dots)
+        if is_side and dim.size > step and not blocks.parts(dim, least):
+            with suppress(CannotReblock):
+                more = -(-dim.size // step) * step
+                made = blocks_of(padded(blocks.kernel, dim.windows[0], more))
+                return blocks if made is None else divisible(made, least, step)
+    return blocks
 
 
 def _shallower(kernel: Kernel, place: Place, depth: int) -> Kernel:

@@ -24,8 +24,12 @@ from pallasite.passes.normal.unit_dims import unit_dims
 from pallasite.passes.schedule.choose_blocks import (
     Blocks,
     Sizes,
+    adds_in_one_order,
     blocks_of,
+    divisible,
     is_last,
+    is_loaded,
+    loads_less,
     with_uses_apart,
 )
 from pallasite.passes.schedule.cut_steps import cut_steps
@@ -148,7 +152,11 @@ def warpgroups(rows: int) -> int:
 
 
 def for_gpu(
-    kernel: Kernel, chip: Gpu, tuned: bool = False, tiles: Tiles | None = None
+    kernel: Kernel,
+    chip: Gpu,
+    tuned: bool = False,
+    tiles: Tiles | None = None,
+    batch_invariant: bool = False,
 ) -> Kernel:
     """Blocks that fit an SM's registers and shared memory.
 
@@ -157,12 +165,17 @@ def for_gpu(
         chip: the GPU.
         tuned: the author chose stages or warps for these blocks: keep them if they fit.
         tiles: what matmuls take; None: as in Triton.
+        batch_invariant: whether the order of sums must not follow from the number of
+            programs.
 
     Raises:
         ChipMemoryError: blocks do not fit and cannot be split.
     """
     tiles = tiles or Tiles()
-    blocks = blocks_of(kernel, tiles.fills)
+    # What Triton makes of a tile of another shape is not known.
+    free = not tiles.padded and adds_in_one_order(kernel)
+    endless = batch_invariant and not free
+    blocks = blocks_of(kernel, tiles.fills, endless)
     if blocks is None:
         return kernel
     if not blocks.dots:
@@ -176,7 +189,7 @@ def for_gpu(
         if found is None or is_too_large(found, chip):
             made = _rows_in_loops(products.blocks)
             if made is not None:
-                return for_gpu(made, chip, tuned, tiles)
+                return for_gpu(made, chip, tuned, tiles, batch_invariant)
     return products.kernel(tuned)
 
 
@@ -195,7 +208,8 @@ def _products(blocks: Blocks, chip: Gpu, tiles: Tiles) -> "_WithProducts":
     blocks = _batches_apart(blocks)
     products = _WithProducts(blocks, chip, tiles)
     if products.seconds({}) is None:  # it does not fit
-        products = _WithProducts(with_uses_apart(blocks), chip, tiles)
+        blocks = divisible(with_uses_apart(blocks), LEAST_SIDE, SHORT_TILE)
+        products = _WithProducts(blocks, chip, tiles)
         narrow = _narrow_steps(products)
         if narrow is not None and narrow.best() < products.best():
             products = narrow
@@ -218,7 +232,7 @@ def _joined(products: "_WithProducts") -> "_WithProducts | None":
     """Merged programs, where matmuls have fewer rows than an instruction."""
     blocks, tiles = products.blocks, products.tiles
     rows = max(prod(dot.lhs.sizes(dot.lhs.free)) for dot in blocks.dots)
-    if rows >= min(SHORT_TILE, tiles.rows):
+    if blocks.endless or rows >= min(SHORT_TILE, tiles.rows):
         return None
     found = list[_WithProducts]()
     for axis, steps in enumerate(blocks.found.pipeline.grid):
@@ -226,7 +240,7 @@ def _joined(products: "_WithProducts") -> "_WithProducts | None":
             if steps is None or steps % factor:
                 continue
             try:
-                made = blocks_of(join_rows(blocks.kernel, axis, factor), blocks.fills)
+                made = blocks.of(join_rows(blocks.kernel, axis, factor))
             except CannotReblock:
                 break
             if made is not None:
@@ -242,15 +256,17 @@ def _rows_in_loops(blocks: Blocks, least: int = 0) -> Kernel | None:
     `least`: the elements of a block for which this is done.
     """
     arrays = blocks.found.pipeline.blocks
-    for dim in blocks.found.dims:
+    for dim in sorted(blocks.found.dims, key=lambda dim: -dim.size):
         largest = max(arrays[n].ref.size for n, _ in dim.windows)
         reduced = max((op.operands[0].tile.size for op in dim.reduces), default=0)
         # What is small can be reduced by each program (`separate_uses.py`).
         may_stay = bool(least) and reduced <= SMALL * largest
+        even = (n for n in range(STEP, LEAST_SIDE - 1, -1) if dim.size % n == 0)
+        size = next(even, STEP)
         if dim.reduces and dim.size > STEP and largest > least and not may_stay:
             for cut_dim in (cut_steps, loop_over_rows):
                 with suppress(CannotReblock):
-                    made = cut_dim(blocks.kernel, place=dim.windows[0], size=STEP)
+                    made = cut_dim(blocks.kernel, place=dim.windows[0], size=size)
                     return columns(canonicalize(made))
     return None
 
@@ -259,7 +275,7 @@ def _narrow_steps(products: "_WithProducts") -> "_WithProducts | None":
     """The same work with steps of fewer elements, where steps may be split."""
     try:
         cut = canonicalize(cut_steps(products.blocks.kernel, STEP))
-        narrow = blocks_of(cut, products.blocks.fills)
+        narrow = products.blocks.of(cut)
     except CannotReblock:
         return None
     if narrow is None:
@@ -273,10 +289,10 @@ def _wider_steps(products: "_WithProducts") -> "_WithProducts | None":
     if not blocks.fills or products.shares_core:
         return None
     try:
-        made = blocks_of(canonicalize(widen_steps(blocks.kernel, STEP)), blocks.fills)
+        made = blocks.of(canonicalize(widen_steps(blocks.kernel, STEP)))
     except CannotReblock:
         return None
-    if made is None or _loads_less(made.kernel, blocks.kernel):
+    if made is None or loads_less(made.kernel, blocks.kernel):
         return None
     wide = _WithProducts(made, products.chip, products.tiles)
     if wide._stages({}) < 2:  # a step is not loaded during the one before
@@ -306,7 +322,7 @@ def _batches_apart(blocks: Blocks) -> Blocks:
                 apart = blocks.rewritten({dim: 1})
             else:
                 continue
-            blocks = blocks_of(unit_dims(canonicalize(apart)), blocks.fills) or blocks
+            blocks = blocks.of(unit_dims(canonicalize(apart))) or blocks
 
 
 def _is_batch(blocks: Blocks, dim: LoopDim) -> bool:
@@ -349,7 +365,7 @@ class _WithProducts:
             held += [
                 (v, v.tile.dtype.bytes)
                 for v in dict.fromkeys(sides)
-                if not _is_loaded(v, self._made)
+                if not is_loaded(v, self._made)
             ]
         return held
 
@@ -377,7 +393,7 @@ class _WithProducts:
                 made = self.blocks.rewritten(sizes)
             except CannotReblock:
                 continue  # one dimension can be split, but not after another
-            if not _loads_less(made, self.blocks.kernel):
+            if not loads_less(made, self.blocks.kernel):
                 return self._deeper(made, sizes)
         return self._smallest() if own is None else self.blocks.kernel
 
@@ -401,7 +417,7 @@ class _WithProducts:
             return False
         of_thread = self._register_bytes({}) // (4 * WARPGROUP)
         sides = [side.value for dot in self.blocks.dots for side in dot.sides]
-        loaded = [v for v in dict.fromkeys(sides) if _is_loaded(v, self._made)]
+        loaded = [v for v in dict.fromkeys(sides) if is_loaded(v, self._made)]
         bytes_ = sum(v.tile.size * v.tile.dtype.bytes for v in loaded)
         most = self.tiles.of_shared_thread
         if most is None or of_thread > most:
@@ -415,7 +431,7 @@ class _WithProducts:
             return False
         (dot,), ops = self.blocks.dots, walk(self.blocks.body)
         users = {op.name for op in ops if dot.op.result in op.operands}
-        loaded = all(_is_loaded(side.value, self._made) for side in dot.sides)
+        loaded = all(is_loaded(side.value, self._made) for side in dot.sides)
         return loaded and users <= {"add", "store"}
 
     def _deeper(self, kernel: Kernel, sizes: Sizes) -> Kernel:
@@ -574,7 +590,7 @@ class _WithProducts:
         """Rows that warpgroups share: of what is computed before it is multiplied."""
         made = self._made
         computed = [
-            next((side for side in dot.sides if not _is_loaded(side.value, made)), None)
+            next((side for side in dot.sides if not is_loaded(side.value, made)), None)
             for dot in self.blocks.dots
         ]
         sides = [side for side in computed if side is not None]
@@ -707,26 +723,6 @@ def _at_once(block: Block) -> list[list[Op]]:
         dots for op in block.ops for region in op.regions for dots in _at_once(region)
     ]
     return [[*own, *dots] for dots in inner if dots] or [own]
-
-
-def _loads_less(new: Kernel, old: Kernel) -> bool:
-    """Whether a matmul has two computed operands, one of which had been loaded: it is
-    filled where steps are skipped."""
-
-    def loads(kernel: Kernel) -> bool:
-        made = producers_of(kernel.body)
-        dots = [Dot.of(op) for op in walk(kernel.body) if op.name == "dot"]
-        return all(any(_is_loaded(s.value, made) for s in d.sides) for d in dots)
-
-    return loads(old) and not loads(new)
-
-
-def _is_loaded(value: Value, made: Mapping[Value, Op]) -> bool:
-    """Whether a tile is a load or the transpose of one."""
-    op = made.get(value)
-    while op is not None and op.name in ("transpose", "reshape"):
-        op = made.get(op.operands[0])
-    return op is not None and op.name == "load"
 
 
 def _is_exact(dot: Dot) -> bool:

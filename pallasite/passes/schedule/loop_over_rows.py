@@ -46,7 +46,7 @@ from pallasite.passes.analysis.grid import with_pipeline
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place
 from pallasite.passes.normal.resized_code import CannotReblock, Part
 from pallasite.passes.schedule.loop_over_k import why_not_computed_in_parts
-from pallasite.passes.schedule.reblock import in_pipeline
+from pallasite.passes.schedule.reblock import in_pipeline, padded
 
 MERGED = {"sum": "add", "max": "max", "min": "min"}
 
@@ -57,7 +57,7 @@ def loop_over_rows(kernel: Kernel, place: Place, size: int) -> Kernel:
     Args:
         kernel: what to rewrite.
         place: a window and a dimension of its array.
-        size: divides the block's.
+        size: of a part; the last one may end past the arrays.
 
     Raises:
         CannotReblock: the dimension is used for something else.
@@ -68,6 +68,9 @@ def loop_over_rows(kernel: Kernel, place: Place, size: int) -> Kernel:
     reason = _why_not(found, dim, size)
     if reason is not None:
         raise CannotReblock(reason)
+    if dim.size % size:
+        more = -(-dim.size // size) * size
+        return loop_over_rows(padded(kernel, place, more), place, size)
     body = _Loops(found, dim, size).block(found.pipeline.body)
     return dead_code(with_pipeline(kernel, found.pipeline.with_(body=body).to_op()))
 
@@ -75,7 +78,7 @@ def loop_over_rows(kernel: Kernel, place: Place, size: int) -> Kernel:
 def _why_not(found: LoopDims, dim: LoopDim, size: int) -> str | None:
     if dim.besides is not None or dim.is_twice or not dim.reduces:
         return dim.besides or "nothing is reduced along it, or two dimensions are one"
-    if dim.size % size or dim.size == size:
+    if dim.size <= size:
         return f"{dim.size} elements are not several parts of {size}"
     if any(op.attrs["kind"] not in MERGED for op in dim.reduces):
         return "a reduction cannot be taken in parts"

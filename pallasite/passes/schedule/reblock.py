@@ -23,6 +23,7 @@ from pallasite.ir.nodes import (
 from pallasite.ir.rewrite import dead_code, inline
 from pallasite.ir.roles import Shown
 from pallasite.ir.types import INDEX
+from pallasite.ops.neutral import neutral
 from pallasite.passes.analysis.block_table import last_number
 from pallasite.passes.analysis.loop_dims import (
     MERGED,
@@ -100,6 +101,56 @@ def grow_whole(kernel: Kernel, place: Place) -> Kernel:
     found, dim = in_pipeline(kernel, place)
     most = max(each.n for each in _moved(found, dim))
     return _Grow(found, dim, -(-most // dim.size), False, most).kernel()
+
+
+def padded(kernel: Kernel, place: Place, size: int) -> Kernel:
+    """The same with blocks of more elements than their arrays have.
+
+    For a dimension that is whole in each block. Each position is computed from the same
+    position of everything else, but for reductions and matmuls: their operands are
+    neutral past the array. What is stored there is dropped.
+
+    Raises:
+        CannotReblock: it is not whole in each block, or used in another way.
+    """
+    found, dim = in_pipeline(kernel, place)
+    moved = _moved(found, dim)
+    if dim.besides is not None or dim.is_twice or dim.spans or dim.most_per > 1:
+        raise CannotReblock(dim.besides or "parts of it are loaded, or it is merged")
+    if any(each.n != dim.size for each in moved):
+        raise CannotReblock("a block does not have all of an array's dimension")
+    numbers = {each.number: each for each in moved}
+
+    def pipeline(scratch: Mapping[Value, Value]) -> Op:
+        old, code = found.pipeline, _Padded(dim, size)
+        code.new |= scratch
+        windows = tuple(
+            replace(w, dims=numbers[n].resized(size)) if n in numbers else w
+            for n, w in enumerate(old.windows)
+        )
+        return old.with_(windows=windows, body=code.block(old.body)).to_op()
+
+    return _rebuilt(found, dim, size, pipeline)
+
+
+class _Padded(Resized):
+    """Code in which what is past the end is neutral where it is reduced."""
+
+    def op(self, b: Builder, op: Op) -> None:
+        old = dict(self.new)
+        if op in self.dim.reduces or op in self.dim.products:
+            kind = op.attrs.get("kind", "sum")
+            for value in op.operands:
+                if value in self.dim.members:
+                    self.new[value] = self._masked(b, value, kind)
+        super().op(b, op)
+        self.new |= {v: old[v] for v in op.operands if v in old}
+
+    def _masked(self, b: Builder, value: Value, kind: str) -> Value:
+        new, d = self.new[value], self.dim.members[value]
+        line = b.op("iota", type=new.tile.with_dtype(INDEX.dtype), dim=d)
+        inside = b.op("lt", line, b.like(self.dim.size, line))
+        return b.select(inside, new, b.like(neutral(kind, new.tile.dtype), new))
 
 
 def may_cut(found: LoopDims, dim: LoopDim, parts: int) -> bool:

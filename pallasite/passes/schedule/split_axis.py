@@ -73,6 +73,32 @@ class Program:
     def kernels(self) -> tuple[Kernel, ...]:
         return tuple(step.kernel for step in self.steps)
 
+    def with_first(self, inner: "Program", operands: int) -> "Program":
+        """The same with the first kernel as a program itself.
+
+        `operands`: how many this program has.
+        """
+        first, *others = self.steps
+        given, made = len(first.operands), first.kernel.num_outputs
+        more = sum(step.kernel.num_outputs for step in inner.steps)
+
+        def inside(array: int) -> int:
+            is_given = array < given
+            return first.operands[array] if is_given else operands + array - given
+
+        def after(array: int) -> int:
+            if array < operands + made:
+                own = array - operands
+                return array if own < 0 else inside(inner.results[own].array)
+            return array + more - made
+
+        steps = [
+            replace(s, operands=tuple(map(inside, s.operands))) for s in inner.steps
+        ]
+        steps += [replace(s, operands=tuple(map(after, s.operands))) for s in others]
+        results = [replace(r, array=after(r.array)) for r in self.results]
+        return Program(tuple(steps), tuple(results))
+
 
 def split(kernel: Kernel, state: AxisState, parts: int) -> Program:
     """Divide an axis.

@@ -224,6 +224,12 @@ def _why_rows_stay(kernel: Kernel, machine: Machine, sums: bool) -> str:
         return ""
     if sums or machine.gpu is None or max(sizes) > _LONGEST_ROW or len(sizes) > 1:
         return "it reduces rows, which its programs read only once"
+    shown = Pipeline.of(find_pipeline(kernel)).shown
+    pairs = ((s.window.dims, s.array.ref.shape) for s in shown)
+    if any(
+        d.size > n for dims, shape in pairs for d, n in zip(dims, shape, strict=True)
+    ):
+        return "its blocks are wider than its rows: XLA would pad the arrays"
     if first > 1:
         return "it reduces rows in several ways at once: XLA would read them each time"
     return ""

@@ -50,13 +50,19 @@ ENOUGH = 3  # programs per core that load as fast as any number
 _CODE = {"pipeline", "load", "store", "cond", "for", "alloc"}
 
 
-def whole_rows(kernel: Kernel, chip: Gpu | None, largest: float = LARGEST) -> Kernel:
+def whole_rows(
+    kernel: Kernel,
+    chip: Gpu | None,
+    largest: float = LARGEST,
+    endless: bool = False,
+) -> Kernel:
     """The kernel over whole rows, in normal form; itself if it is not one over parts.
 
     Args:
         kernel: in normal form.
         chip: the GPU that runs it; None: it runs elsewhere.
         largest: elements of a tile that a program elsewhere can hold.
+        endless: whether rows are not counted, which are always enough.
     """
     if kernel.level != TILE or kernel.aliases or not _steps_through_rows(kernel):
         return kernel
@@ -74,7 +80,8 @@ def whole_rows(kernel: Kernel, chip: Gpu | None, largest: float = LARGEST) -> Ke
     program = program.with_body(Pipeline.of(find_pipeline(whole)).body).simplified()
     if any(op.name in ("for", "alloc", "cond") for op in walk(program.body)):
         return kernel
-    if chip is not None and _rows(program) < ENOUGH * chip.cores:
+    few = chip is not None and _rows(program) < ENOUGH * chip.cores
+    if few and not endless:
         return kernel
     new = _with_windows(kernel, program)
     if new is None or (chip is not None and largest_tile(fewer_rows(new)) > LARGEST):

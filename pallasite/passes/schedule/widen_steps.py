@@ -18,7 +18,17 @@ from dataclasses import replace
 from math import isfinite
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, Block, BlockDim, Kernel, Op, Span, Value, walk
+from pallasite.ir.nodes import (
+    Access,
+    Block,
+    BlockDim,
+    Kernel,
+    Op,
+    Span,
+    Value,
+    Window,
+    walk,
+)
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import Rewriter, dead_code, inline, map_ops, producers_of
 from pallasite.ir.roles import Loop, Shown, number_of
@@ -324,10 +334,22 @@ class RunningSteps:
                 past_edge = self.steps * self.dim.size > extent
             else:
                 past_edge = extent % self.dim.size != 0
-            if past_edge and not (self.cut and follows and shown.window.fill == 0):
+            if past_edge and not (
+                follows and self._may_hang_over(shown.window, extent)
+            ):
                 raise CannotReblock(f"the last block of {name} extends past the edge")
 
     # --- what the body does ---
+
+    def _may_hang_over(self, window: Window, extent: int) -> bool:
+        """Whether blocks of another size show the same past the end of an array.
+
+        Merged ones do as long as each step's block begins inside, since others would be
+        moved back. Parts may be past the end entirely, and are zero then.
+        """
+        if self.cut:
+            return window.fill == 0
+        return (self.steps - 1) * self.dim.size < extent
 
     def _take(self, op: Op) -> None:
         guard = guard_of(op, self.made) if op.name == "cond" else None

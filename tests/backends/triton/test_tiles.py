@@ -8,7 +8,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite.ir.opdef import table
-from pallasite.ir.types import BOOL, F32, I32, U8, TileType, scalar
+from pallasite.ir.types import BF16, BOOL, F32, I32, U8, TileType, scalar
 from pallasite.passes.run import run
 from pallasite.sites import kernels_in
 from tests.backends.triton.harness import compiled, simulated, whole_kernel
@@ -105,6 +105,32 @@ def test_pad(low, high, interior):
         lambda b, x, v: b.op("pad", x, v, **attrs), [tile, scalar(I32)], result
     )
     agree(kernel, [np.arange(30, dtype=np.int32).reshape(5, 6), np.array(-7, np.int32)])
+
+
+PAIRS = {
+    "even": ("slice", (5, 8), dict(starts=(0, 0), limits=(5, 8), strides=(1, 2))),
+    "odd": ("slice", (4, 8), dict(starts=(0, 1), limits=(4, 8), strides=(1, 2))),
+    "odd of a row": ("slice", (8,), dict(starts=(1,), limits=(8,), strides=(2,))),
+    "first": ("slice", (3, 4, 2), dict(starts=(0,) * 3, limits=(3, 4, 1))),
+    "second": ("slice", (4, 2), dict(starts=(0, 1), limits=(4, 2))),
+    "between": ("pad", (5, 8), dict(low=(0, 0), high=(0, 1), interior=(0, 1))),
+    "after": ("pad", (8,), dict(low=(1,), high=(0,), interior=(1,))),
+    "stacked": ("concatenate", (5, 4, 1), dict(axis=2)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("dtype", [F32, I32, BF16], ids=str)
+def test_pairs_stay_in_their_threads(name: str, dtype):
+    op, shape, attrs = PAIRS[name]
+    attrs = {"strides": (1,) * len(shape)} | attrs if op == "slice" else attrs
+    more = {"pad": [scalar(dtype)], "concatenate": [TileType(shape, dtype)]}
+    types = [TileType(shape, dtype), *more.get(op, [])]
+    (result,) = table()[op].type_rule(tuple(types), attrs)
+    kernel = whole_kernel(lambda b, *xs: b.op(op, *xs, **attrs), types, result)
+    numbers = [np.arange(np.prod(t.shape)).reshape(t.shape) - 7 for t in types]
+    agree(kernel, [x.astype(dtype.np) for x in numbers])
+    assert "tt.gather" not in compiled(kernel)[0]
 
 
 @pytest.mark.parametrize("start", [-3, 0, 2, 9])

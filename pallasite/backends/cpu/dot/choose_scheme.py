@@ -47,17 +47,20 @@ def scheme_for(
     rows: MemoryLayout = UNKNOWN_LAYOUT,
     columns: MemoryLayout = UNKNOWN_LAYOUT,
     again: bool = True,
+    kind: Sizes | None = None,
 ) -> Scheme:
     """The best scheme on this CPU for operands of these types and memory layouts.
 
-    `again`: other matmuls read the same columns.
+    Args:
+        again: whether other matmuls read the same columns.
+        kind: the sizes that decide which kind of scheme it is (`rows_uncounted.py`).
     """
-    host = target.host()
-    inner = inner_products.scheme_for(host, lhs, rhs, sums, sizes, rows, columns)
+    host, kind = target.host(), kind or sizes
+    inner = inner_products.scheme_for(host, lhs, rhs, sums, kind, rows, columns)
     if inner is not None:
         return inner
     for special in (amx.scheme_for, grouped.scheme_for):
-        scheme = special(host, lhs, rhs, sums, sizes)
+        scheme = special(host, lhs, rhs, sums, kind)
         if scheme is not None:
             return scheme
     # An operand of another type must be converted, so it is packed.

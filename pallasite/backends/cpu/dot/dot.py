@@ -21,6 +21,7 @@ from pallasite.backends.cpu.dot.choose_scheme import (
 from pallasite.backends.cpu.dot.fusion import running_dtype
 from pallasite.backends.cpu.dot.pack_once import PACKED_ONCE
 from pallasite.backends.cpu.dot.packed_boxes import find_packed
+from pallasite.backends.cpu.dot.rows_uncounted import counted
 from pallasite.backends.cpu.dot.scheme import MemoryLayout, Operand, Sizes, Sums
 from pallasite.backends.cpu.emitter import Emitter
 from pallasite.backends.cpu.llvm import scalars
@@ -139,7 +140,8 @@ def _accumulate(
     sizes, (left, right) = sizes_of(op), groups_of(op)
     flat = tiles.reshape(e.f, sums, sizes[:3])
     assert flat.buffer is not None
-    if is_small(sizes, _runs_along(rhs, right[1])):
+    kind = counted(op, sizes)
+    if is_small(kind, _runs_along(rhs, right[1])):
         if start is not None:
             e.fill(flat.buffer, tiles.reshape(e.f, start.tile, sizes[:3]))
         if overwrite != FALSE:
@@ -161,7 +163,16 @@ def _accumulate(
     _, noted = op.attrs.get(PACKED_ONCE, (None, None))
     again = noted is not None
     _blocked(
-        e, sizes, a, b, flat.dtype, flat.buffer, overwrite, packed_once, start, again
+        e,
+        (sizes, kind),
+        a,
+        b,
+        flat.dtype,
+        flat.buffer,
+        overwrite,
+        packed_once,
+        start,
+        again,
     )
 
 
@@ -171,7 +182,7 @@ def _finder(e: Emitter, value: Value, groups: Groups, tile: Tile) -> FindPacked:
 
 def _blocked(
     e: Emitter,
-    sizes: Sizes,
+    both: tuple[Sizes, Sizes],
     lhs: Operand,
     rhs: Operand,
     dtype: DType,
@@ -181,14 +192,14 @@ def _blocked(
     start: Start | None,
     again: bool,
 ) -> None:
-    batch, row, column = buffer.strides
+    (batch, row, column), (sizes, kind) = buffer.strides, both
     transposed = _is_transposed(sizes, row, column)
     if start is not None and (transposed or column.constant != 1):
         e.fill(buffer, tiles.reshape(e.f, start.tile, sizes[:3]))
         start = None
     if transposed:
         # Swap columns and rows, so that columns are contiguous in memory.
-        sizes = Sizes(sizes.batch, sizes.columns, sizes.rows, sizes.depth)
+        sizes, kind = (s._replace(rows=s.columns, columns=s.rows) for s in both)
         lhs, rhs, row, column = rhs, lhs, column, row
         packed_once, again = (None, None), False
     through = None
@@ -200,7 +211,8 @@ def _blocked(
     else:
         overwrite_here, sums = overwrite, Sums(dtype, buffer.pointer, batch, row)
     layouts = [MemoryLayout.of(o.dtype, o.width, o.depth) for o in (lhs, rhs)]
-    scheme = scheme_for(lhs.dtype, rhs.dtype, dtype, sizes, *layouts, again=again)
+    types = lhs.dtype, rhs.dtype, dtype
+    scheme = scheme_for(*types, sizes, *layouts, again=again, kind=kind)
     allocate = lambda count, kind: e.temporary((count,), kind).pointer
     blocking = Blocking.of(scheme, sizes)
     factors = begin = None

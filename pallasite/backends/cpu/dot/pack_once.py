@@ -24,6 +24,7 @@ from pallasite.backends.cpu.dot.choose_scheme import (
 )
 from pallasite.backends.cpu.dot.fusion import running_dtype
 from pallasite.backends.cpu.dot.packing import direction
+from pallasite.backends.cpu.dot.rows_uncounted import counted
 from pallasite.backends.cpu.dot.scheme import UNKNOWN_LAYOUT, MemoryLayout
 from pallasite.backends.cpu.llvm.writer import Function, Module, Val, integer
 from pallasite.backends.cpu.tiles import tiles
@@ -310,13 +311,14 @@ def _boxes(dot: Op, side: int, cut: Cut) -> Boxes | None:
     is_rows, groups = side == 0, groups_of(dot)[side]
     strides = cut.strides(groups)
     sizes = sizes_of(dot)
-    if strides is None or is_small(sizes, in_rows=True):
+    kind = counted(dot, sizes)
+    if strides is None or is_small(kind, in_rows=True):
         return None
     lhs, rhs = (side.value.tile.dtype for side in Dot.of(dot).sides)
     running = running_dtype(lhs, rhs, dot.attrs["dtype"])
     here = MemoryLayout.of(lhs if is_rows else rhs, *strides[1:])
     layouts = (here, UNKNOWN_LAYOUT) if is_rows else (UNKNOWN_LAYOUT, here)
-    scheme = scheme_for(lhs, rhs, running, sizes, *layouts)
+    scheme = scheme_for(lhs, rhs, running, sizes, *layouts, kind=kind)
     other = sizes.columns if is_rows else sizes.rows
     if other >= scheme.pack_once_below or scheme.apart(is_rows):
         return None
