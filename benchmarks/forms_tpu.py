@@ -3,10 +3,10 @@
 No TPU is needed. Forms of one problem often become one text, and most texts stay when a
 pass changes: a text is compiled once, also across runs that share a file of results.
 
-Of branches and trip counts that data decides, libtpu's estimate knows nothing: it counts
-such a branch as not taken and such a loop as at most one round, so that a form that
-skips work by data looks better than one that cannot. Forms with them are "by data", and
-are rated by neither number.
+Of branches and trip counts that data decides, libtpu's estimate knows nothing: it
+counts such a branch as not taken and such a loop as at most one round, so that a form
+that skips work by data looks better than one that cannot. Forms with them are "by
+data", and are rated by neither number.
 """
 
 import hashlib

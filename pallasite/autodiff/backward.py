@@ -555,14 +555,17 @@ class _Ways:
             apart = loop_products(ways[-1].stages)
             ways += [] if apart is None else [self.way(apart, ways[-1].merges)]
         if all(way.estimate.seconds == inf for way in ways) and not self.moving:
-            last = ways[-1]
-            way = lambda stages: self.way(stages, last.merges)
-            fits = lambda stage: way(Stages((stage,))).estimate.seconds < inf
-            apart = sums_apart(last.stages, fits)
-            ways += [] if apart is None else [way(apart)]
+            ways += filter(None, map(self._with_sums_apart, ways))
         # What does not fit waits for memory: the less of it there is, the better.
         taken = lambda way: (way.estimate.seconds, way.estimate.spilling)
         return sorted(ways, key=taken)
+
+    def _with_sums_apart(self, one: Way) -> Way | None:
+        """The same, with stages of their own for sums that do not fit together."""
+        way = lambda stages: self.way(stages, one.merges)
+        fits = lambda stage: way(Stages((stage,))).estimate.seconds < inf
+        apart = sums_apart(one.stages, fits)
+        return None if apart is None else way(apart)
 
     def added(self, merges: Sequence[Merge]) -> list[Value]:
         """The refs that stages add to."""

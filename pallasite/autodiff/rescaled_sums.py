@@ -155,7 +155,9 @@ class _Walk:
                 continue
             if any(steps.known.get(v) is not None for v in op.operands if v != carry):
                 continue
-            if all(_unit(now) for now in steps.after if isinstance(now, Power)):
+            long = {d for d, size in enumerate(carry.tile.shape) if size > 1}
+            sums = [now for now in steps.after if isinstance(now, Power)]
+            if all(_unit(now) and long <= {*now.axes} for now in sums):
                 return loop, steps
         return None
 

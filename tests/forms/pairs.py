@@ -11,6 +11,8 @@ For each pair and target the first of these that holds is counted:
 * schedule: the same text after the backend's own passes;
 * work: the same backend, and the scheduled kernels compute and move the same, up to 5%,
   on as many of the chip's cores;
+* time: other kernels, whose work and bytes take the same time, up to 5%, by the model
+  of the machine (not of a TPU);
 * neither: with the choices that alone make another text of the first spelling.
 """
 
@@ -24,7 +26,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +34,18 @@ from pallasite import config
 from pallasite.backends import base
 from pallasite.errors import PallasError
 from pallasite.ir.nodes import Kernel
-from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import analyze
+from pallasite.passes.analysis.work import count
 from pallasite.passes.run import run
-from pallasite.primitive import Call
+from pallasite.primitive import Call, parts_of, planned
 from pallasite.sites import calls_in
-from pallasite.target import Named, named
+from pallasite.target import Gpu, Named, host, named
+from pallasite.target.machine import Machine
 from tests.forms.form import SIZES, Size
 from tests.forms.spellings import BASES, Spelling, pairs
 
 WITHIN = 1.05
-KINDS = ("text", "schedule", "work", "neither")
+KINDS = ("text", "schedule", "work", "time", "neither")
 
 
 def nameless(text: str) -> str:
@@ -65,12 +68,12 @@ def normal_text(call: Call) -> str:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What a target's backend makes of a call."""
+    """What a target's backend makes of one kernel."""
 
     backend: str
     kernel: Kernel | None  # None: no backend takes it
     refusals: tuple[str, ...]
-    chip: Any = None
+    target: Named
 
     @staticmethod
     def of(call: Call, target: Named) -> "Scheduled":
@@ -80,31 +83,56 @@ class Scheduled:
             compiled = base.Compiled(base.get(name), call.kernel, options)
             try:
                 compiled[list(compiled)[1]]  # the first text that it emits
-                return Scheduled(name, compiled.scheduled, tuple(refusals), target.chip)
+                return Scheduled(name, compiled.scheduled, tuple(refusals), target)
             except (PallasError, ImportError) as error:
                 refusals.append(f"{name}: {getattr(error, 'what', error)}")
-        return Scheduled("interpret", None, tuple(refusals))
+        return Scheduled("interpret", None, tuple(refusals), target)
+
+    @property
+    def text(self) -> str:
+        return self.kernel.text if self.kernel is not None else ""
 
     def is_like(self, other: "Scheduled") -> bool:
         """The same backend, and the same work up to a few percent."""
         if self.backend != other.backend or self.kernel is None or other.kernel is None:
             return False
-        a, b = cost(self.kernel), cost(other.kernel)
-        numbers = [
+        a, b = count(self.kernel), count(other.kernel)
+        numbers = (
             (a.flops, b.flops),
             (a.transcendentals, b.transcendentals),
-            (a.bytes_accessed, b.bytes_accessed),
-        ]
+            (a.bytes, b.bytes),
+        )
         same = all(max(n) <= WITHIN * min(n) for n in numbers)
-        return same and self.cores() == other.cores()
+        return same and self.programs == other.programs
 
-    def cores(self) -> int:
+    @property
+    def programs(self) -> int:
         """How many of the chip's cores have a program."""
         axes = analyze(self.kernel).axes if self.kernel is not None else ()
         sizes = [axis.size or 1 for axis in axes if axis.parallel]
-        return min(
-            prod(sizes), getattr(self.chip, "cores", None) or os.cpu_count() or 1
-        )
+        return min(prod(sizes), self._cores)
+
+    @property
+    def _cores(self) -> int:
+        return getattr(self.target.chip, "cores", None) or os.cpu_count() or 1
+
+    @property
+    def seconds(self) -> float:
+        """Estimated time, as far as work and bytes decide it."""
+        if self.kernel is None:
+            return inf
+        work, chip = count(self.kernel), self.target.chip
+        machine = Machine.usual(chip if isinstance(chip, Gpu) else host())
+        special, moved = work.transcendentals, work.bytes
+        return machine.kernel(work.flops, special, moved, 0, self.programs)
+
+
+def schedules_of(call: Call, target: Named) -> list[Scheduled]:
+    """What a call runs as: one kernel, or several that its plan says."""
+    platform = "cuda" if target.platform == "gpu" else target.platform
+    program = planned(call, platform, chip=target.chip).program
+    calls = [call] if program is None else parts_of(call, program)
+    return [Scheduled.of(each, target) for each in calls]
 
 
 def outcome(pair: Sequence[Spelling], target: Named, size: Size) -> tuple[str, str]:
@@ -115,17 +143,30 @@ def outcome(pair: Sequence[Spelling], target: Named, size: Size) -> tuple[str, s
         texts = [normal_text(call) for call in calls]
         if texts[0] == texts[1]:
             return "text", ""
-        first, second = (Scheduled.of(call, target) for call in calls)
-        if first.kernel is not None and second.kernel is not None:
-            printed = [nameless(s.kernel.text) for s in (first, second) if s.kernel]
-            if first.backend == second.backend and printed[0] == printed[1]:
+        first, second = (schedules_of(call, target) for call in calls)
+        if len(first) == len(second):
+            both = list(zip(first, second, strict=True))
+            alike = [a.is_like(b) for a, b in both]
+            if all(alike) and all(
+                nameless(a.text) == nameless(b.text) for a, b in both
+            ):
                 return "schedule", ""
-        if first.is_like(second):
-            return "work", ""
+            if all(alike):
+                return "work", ""
+        if target.platform != "tpu":  # whose time libtpu says
+            times = [sum(each.seconds for each in parts) for parts in (first, second)]
+            if max(times) <= WITHIN * min(times) < inf:
+                return "time", ""
         return "neither", cause(pair, first, second, texts[0], size)
 
 
-def cause(pair: Sequence[Spelling], a: Scheduled, b: Scheduled, text: str, size: Size):
+def cause(
+    pair: Sequence[Spelling],
+    a: Sequence[Scheduled],
+    b: Sequence[Scheduled],
+    text: str,
+    size: Size,
+) -> str:
     """The choices that alone change the first spelling's text, and what refused."""
     first, second = pair
     alone = []
@@ -137,9 +178,11 @@ def cause(pair: Sequence[Spelling], a: Scheduled, b: Scheduled, text: str, size:
             alone.append(f"({name})")
         elif normal_text(call_of(replace(first, style=style), size)) != text:
             alone.append(f"{name}={getattr(style, name)}")
-    said = sorted({*a.refusals, *b.refusals})
-    backends = f"{a.backend}/{b.backend}" if a.backend != b.backend else a.backend
-    return "; ".join([backends, ", ".join(alone), *said])
+    said = sorted({why for each in (*a, *b) for why in each.refusals})
+    names = ["+".join(each.backend for each in parts) for parts in (a, b)]
+    cores = ["+".join(str(each.programs) for each in parts) for parts in (a, b)]
+    backends = "/".join(dict.fromkeys(names))
+    return "; ".join([f"{backends} on {'/'.join(cores)}", ", ".join(alone), *said])
 
 
 def report(count: int, seed: int, bases: Sequence[str], targets: Sequence[str], size):

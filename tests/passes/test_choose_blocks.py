@@ -358,3 +358,28 @@ def test_formulas_count_as_their_operations():
     assert "grid=(16,), windows=(in[32, 128], out[32, 128])" in new.text
     size = tpu_blocks.code_size(blocks_of(new).body, TPUS["v6e"])
     assert 50 * 4 * 100 <= size < tpu_blocks.MOST_CODE
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_programs_of_a_row_that_data_picks_fill_tiles(dtype):
+    def kernel(ids_ref, table_ref, o_ref):
+        o_ref[0, :] = table_ref[ids_ref[pl.program_id(0)], :]
+
+    ids, table = Shape((128,), jnp.int32), Shape((40, 128), dtype)
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=128,
+        in_specs=[pl.BlockSpec((40, 128), lambda i, ids: (0, 0))],
+        out_specs=pl.BlockSpec((1, 128), lambda i, ids: (i, 0)),
+    )
+    call = pl.pallas_call(kernel, Shape((128, 128), dtype), grid_spec=spec)
+    (made,) = calls_in(call, ids, table)
+    old = run(made.kernel)
+    new = for_tpu(old, TPUS["v6e"])
+    verify(new)
+    assert "grid=(2,)" in new.text and "out[64, 128]" in new.text
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(0, 40, 128, np.int32), rng.normal(size=(40, 128))]
+    arrays[1] = arrays[1].astype(jnp.dtype(dtype))
+    (got,), (want,) = run_numpy(new, arrays), run_numpy(old, arrays)
+    np.testing.assert_array_equal(got, want)

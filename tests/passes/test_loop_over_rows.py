@@ -323,3 +323,24 @@ def test_parts_of_what_is_reduced_are_no_power_of_two(centres, depth, part):
     after = for_gpu(before, GPUS["h200"])
     verify(after)
     assert f",{part}] = dot" in after.text and f",{centres}]" not in after.text
+
+
+def test_a_prime_number_of_rows_is_divided_past_the_array():
+    """Queries, too, not only the keys that are reduced."""
+
+    def kernel(q_ref, k_ref, v_ref, o_ref):
+        s = jnp.dot(q_ref[0], k_ref[0].T, preferred_element_type=F32)
+        p = jax.nn.softmax(s, axis=-1).astype(v_ref.dtype)
+        o_ref[0] = jnp.dot(p, v_ref[0], preferred_element_type=F32)
+
+    shapes = [jax.ShapeDtypeStruct((3, 257, 64), jnp.bfloat16)] * 3
+    spec = pl.BlockSpec((1, 257, 64), lambda i: (i, 0, 0))
+    out = jax.ShapeDtypeStruct((3, 257, 64), F32)
+    before = called(kernel, shapes, out, [spec] * 3, spec, (3,))
+    after = for_gpu(before, GPUS["h200"])
+    verify(after)
+    assert "f32[257" not in after.text.split("body")[1]
+    rng = np.random.default_rng(7)
+    arrays = [rng.normal(size=(3, 257, 64)).astype(jnp.bfloat16) for _ in range(3)]
+    (got,), (want,) = outputs(after, arrays), outputs(before, arrays)
+    np.testing.assert_allclose(got, want, rtol=2e-2, atol=1e-2)

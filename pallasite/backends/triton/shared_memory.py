@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+from pallasite.backends.triton.flat_indices import MOST_GATHERED, held_bytes
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.roles import Dot, DotSide
 from pallasite.passes.analysis.live_tiles import LiveTiles
@@ -201,6 +202,8 @@ def picked_bytes(op: Op) -> int:
         old, new = op.operands[0].tile.shape, op.result.tile.shape
         moves = 0 not in new and not keeps_padding(old, new)
         return tile_bytes(op.operands[0]) if moves else 0
+    if op.name == "gather" and held_bytes(op) > MOST_GATHERED:
+        return 0  # the emitter refuses it, and says what else to do
     vectors = [v for v in op.operands if not v.is_ref and v.tile.rank == 1]
     return max(map(tile_bytes, vectors), default=0) if op.name in MOVES else 0
 

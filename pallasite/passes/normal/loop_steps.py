@@ -33,8 +33,11 @@ from pallasite.passes.normal.order import order
 from pallasite.passes.normal.pipeline_axes import pipeline_axes
 
 
-def loop_steps(kernel: Kernel) -> Kernel:
-    """The kernel with the loop of its matmuls as an axis of its grid."""
+def loop_steps(kernel: Kernel, reduces: bool = False) -> Kernel:
+    """The kernel with the loop of its matmuls as an axis of its grid.
+
+    `reduces`: also a loop that carries anything else.
+    """
     grids = [op for op in kernel.body.ops if op.name == "pipeline"]
     if kernel.level != "tile" or len(grids) != 1:
         return kernel
@@ -43,7 +46,7 @@ def loop_steps(kernel: Kernel) -> Kernel:
     if len(loops) != 1 or loops[0] not in whole.body.ops or loops[0].name != "for":
         return kernel
     loop = Loop.of(loops[0])
-    span = _range(kernel, whole, loop) if _suits(loop) else None
+    span = _range(kernel, whole, loop) if _suits(loop, reduces) else None
     if span is None:
         return kernel
     nested = _as_pipeline(kernel, whole, loop, span)
@@ -54,12 +57,13 @@ def loop_steps(kernel: Kernel) -> Kernel:
     return order(guarded_updates(affine_numbers(new))) if _moves_all(new) else kernel
 
 
-def _suits(loop: Loop) -> bool:
+def _suits(loop: Loop, reduces: bool) -> bool:
+    if loop.index.tile != INDEX:  # as the steps of a grid are counted
+        return False
+    if reduces:
+        return not any(v.is_ref for v in loop.inits)
     multiplies = any(op.name == "dot" for op in walk(loop.body))
-    counts = loop.index.tile == INDEX  # as the steps of a grid are counted
-    return (
-        multiplies and counts and all(not v.is_ref and v.tile.rank for v in loop.inits)
-    )
+    return multiplies and all(not v.is_ref and v.tile.rank for v in loop.inits)
 
 
 def _range(kernel: Kernel, whole: Pipeline, loop: Loop) -> range | None:

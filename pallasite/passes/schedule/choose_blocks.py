@@ -8,6 +8,7 @@ gain is large; otherwise it stays as it is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from math import ceil, prod
 
@@ -19,7 +20,7 @@ from pallasite.passes.analysis.step_table import StepTable, reached
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.schedule.cut_steps import cut_steps
 from pallasite.passes.schedule.loop_over_k import loop_over_k
-from pallasite.passes.schedule.reblock import cut, grow, may_cut
+from pallasite.passes.schedule.reblock import cut, grow, may_cut, padded
 from pallasite.passes.schedule.separate_uses import separate_uses
 from pallasite.target import Host
 
@@ -228,6 +229,19 @@ def with_uses_apart(blocks: Blocks) -> Blocks:
     if apart is None or len(apart.free) <= len(blocks.free):
         return blocks
     return apart
+
+
+def divisible(blocks: Blocks, least: int, step: int) -> Blocks:
+    """Blocks that end past their arrays, of sides of matmuls that have no parts of
+    `least` elements or more otherwise; they have a multiple of `step`."""
+    for dim in blocks.free:
+        is_side = any(dot.op.result in dim.members for dot in blocks.dots)
+        if is_side and dim.size > step and not blocks.parts(dim, least):
+            with suppress(CannotReblock):
+                more = -(-dim.size // step) * step
+                made = blocks_of(padded(blocks.kernel, dim.windows[0], more))
+                return blocks if made is None else divisible(made, least, step)
+    return blocks
 
 
 def _shallower(kernel: Kernel, place: Place, depth: int) -> Kernel:

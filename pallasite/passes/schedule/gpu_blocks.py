@@ -26,6 +26,7 @@ from pallasite.passes.schedule.choose_blocks import (
     Sizes,
     adds_in_one_order,
     blocks_of,
+    divisible,
     is_last,
     is_loaded,
     loads_less,
@@ -207,7 +208,8 @@ def _products(blocks: Blocks, chip: Gpu, tiles: Tiles) -> "_WithProducts":
     blocks = _batches_apart(blocks)
     products = _WithProducts(blocks, chip, tiles)
     if products.seconds({}) is None:  # it does not fit
-        products = _WithProducts(with_uses_apart(blocks), chip, tiles)
+        blocks = divisible(with_uses_apart(blocks), LEAST_SIDE, SHORT_TILE)
+        products = _WithProducts(blocks, chip, tiles)
         narrow = _narrow_steps(products)
         if narrow is not None and narrow.best() < products.best():
             products = narrow

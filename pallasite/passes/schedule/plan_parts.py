@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf, prod
 
-from pallasite.errors import InternalError
+from pallasite.errors import ChipMemoryError, InternalError
 from pallasite.ir.nodes import Kernel, Loc, Op, Value, walk
+from pallasite.ir.opdef import TILE
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.axis_state import AxisState, state_along
 from pallasite.passes.analysis.cost import UNKNOWN_ROUNDS, bytes_of, cost, seconds
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
+from pallasite.passes.analysis.loop_dims import LoopDims
 from pallasite.passes.analysis.memory import constant_inputs
 from pallasite.passes.normal.loop_axes import loop_axes
 from pallasite.passes.normal.loop_steps import loop_steps
@@ -26,6 +28,7 @@ from pallasite.passes.run import run
 from pallasite.passes.schedule.commuting_steps import commuting_steps, in_any_order
 from pallasite.passes.schedule.gpu_blocks import for_gpu, seconds_of_products
 from pallasite.passes.schedule.products_apart import apart
+from pallasite.passes.schedule.reductions_in_steps import reductions_in_steps
 from pallasite.passes.schedule.split_axis import Program, even_parts, split
 from pallasite.passes.schedule.summed_states import summed_states
 from pallasite.passes.schedule.whole_rows import ENOUGH, whole_rows
@@ -100,11 +103,23 @@ def _plan_on_host(kernel: Kernel, host: Host) -> Plan:
 
 
 def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
-    cores = _cores(chip)
+    if not isinstance(chip, Gpu | Host) or _cores(chip) < 2:
+        return Plan()
+    found = _of_axes(kernel, chip)
+    if found.program is None and _is_long_and_idle(kernel := run(kernel), chip):
+        stepped = reductions_in_steps(kernel)
+        of_steps = Plan() if stepped is kernel else _of_steps(stepped, chip)
+        if of_steps.program is not None:
+            return of_steps
+    return found
+
+
+def _of_axes(kernel: Kernel, chip: Gpu | Host) -> Plan:
+    """What to do with the axes that the kernel's grid has."""
     merges = isinstance(chip, Gpu) and any(
         op.name == "atomic_rmw" for op in walk(kernel.body)
     )
-    if cores < 2 or not (merges or any(_long_axes(kernel))):
+    if not (merges or any(_long_axes(kernel))):
         return Plan()
     kernel = run(kernel)
     if merges:
@@ -119,13 +134,35 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
         if program is not None:
             return Plan(program, "each product is computed once")
         kernel = loop_steps(kernel)
+    return _of_steps(kernel, chip)
+
+
+def _is_long_and_idle(kernel: Kernel, chip: Gpu | Host) -> bool:
+    """Whether a kernel takes long on few cores, however its blocks are divided."""
+    if kernel.level != TILE or [o.name for o in kernel.body.ops].count("pipeline") != 1:
+        return False
     info = analyze(kernel)
     programs = prod(info.axes[a].size or 1 for a in info.parallel)
-    assert isinstance(chip, Gpu | Host)
+    if programs >= _cores(chip):
+        return False
+    if seconds(kernel, chip, programs) < GAIN * _overhead(chip, 2):
+        return False
+    if isinstance(chip, Gpu):
+        return _when_divided(kernel, chip) < _cores(chip)
+    found = LoopDims(kernel)
+    free = (d.size for d in found.dims if found.why_not_free(d) is None)
+    return programs * prod(free) < _cores(chip)
+
+
+def _of_steps(kernel: Kernel, chip: Gpu | Host) -> Plan:
+    """What to do with the sequential axes of a kernel."""
+    cores = _cores(chip)
+    info = analyze(kernel)
+    programs = prod(info.axes[a].size or 1 for a in info.parallel)
     uneven = isinstance(chip, Gpu) and programs < FEW * cores and _is_uneven(kernel)
     if programs >= cores and not uneven:
         return Plan()
-    if isinstance(chip, Gpu) and _when_divided(kernel, chip) >= ENOUGH * cores:
+    if isinstance(chip, Gpu) and _divides_well(kernel, chip):
         return Plan()
     serial = best = None
     for axis in info.sequential:
@@ -206,16 +243,24 @@ def _is_wasteful(kernel: Kernel, chip: Gpu | Host, programs: int) -> bool:
     return idle and seconds(kernel, chip, programs) >= SERIAL_SECONDS
 
 
-def _when_divided(kernel: Kernel, chip: Gpu) -> int:
-    """How many programs there are once blocks are divided into what a program holds.
+def _divides_well(kernel: Kernel, chip: Gpu) -> bool:
+    """Whether there are enough programs once blocks are divided.
 
     For code that only loads and adds: its blocks are chosen without regard to programs,
     and while some wait nothing else needs to be computed.
     """
     has_products = any(op.name == "dot" for op in walk(kernel.body))
     if has_products or cost(kernel).transcendentals:
-        return 0
-    info = analyze(for_gpu(kernel, chip))
+        return False
+    return _when_divided(kernel, chip) >= ENOUGH * chip.cores
+
+
+def _when_divided(kernel: Kernel, chip: Gpu) -> int:
+    """How many programs there are once blocks are divided into what a program holds."""
+    try:
+        info = analyze(for_gpu(kernel, chip))
+    except ChipMemoryError:
+        return 1
     return prod(info.axes[a].size or 1 for a in info.parallel)
 
 

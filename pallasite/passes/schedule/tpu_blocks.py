@@ -178,10 +178,12 @@ def _side_by_side(best: "_Estimate", limit: float) -> "_Estimate":
         steps = pipeline.grid[axis] or 0
         if pipeline.semantics[axis] in ("core_parallel", "subcore_parallel"):
             continue  # each core needs its share
-        if not _parts_are_tiles(best.source.found, axis, chip):
+        rows = _rows_of_tiles(best.source.found, axis, chip)
+        if not rows and not _parts_are_tiles(best.source.found, axis, chip):
             continue
         own = _has_own_branches(pipeline, axis)
-        for number in range(2, min(steps // chip.cores, MOST_STEPS) + 1):
+        most = min(steps // chip.cores, MOST_STEPS * max(rows, 1))
+        for number in range(max(rows, 2), most + 1, max(rows, 1)):
             # Where all programs are one, it is known which branches each of them takes.
             settled = own and number == steps
             if steps % number or not (settled or best.has_room_for(number)):
@@ -208,6 +210,27 @@ def _has_own_branches(pipeline: Pipeline, axis: int) -> bool:
             decided.update(op.results)
     free = [op for op in pipeline.body.ops if not decided.intersection(op.operands)]
     return all(op.name != "dot" for op in walk(Block((), tuple(free))))
+
+
+def _rows_of_tiles(found: LoopDims, axis: int, chip: Tpu) -> int:
+    """How many programs that move a row make whole tiles; 0: they do something else.
+
+    What is computed of rows is computed of several at once (`row_tiles.py`).
+    """
+    made = (op for op in walk(found.pipeline.body) if op.name != "load")
+    if any(not v.is_ref and v.tile.rank for op in made for v in op.results):
+        return 0
+    most = 0
+    for shown in found.pipeline.shown:
+        d = followed_dim(shown, axis)
+        if d is None:
+            continue
+        dims, array = shown.window.dims, shown.array.ref
+        inner = [dims[i].size == array.shape[i] for i in range(d + 1, array.rank)]
+        if dims[d].size > 1 or inner != [True]:
+            return 0
+        most = max(most, _granule_at(array, d, chip))
+    return most
 
 
 def _parts_are_tiles(found: LoopDims, axis: int, chip: Tpu) -> bool:

@@ -23,6 +23,37 @@ def test_it_notes_dots():
     assert made.text == parse_kernel(AFTER).text
 
 
+ROWS = """
+kernel @products(%x: ref<f32[9,2,64] any>, %o: ref<f32[9,2,2] any>) outputs 1 {
+  pipeline %x, %o {grid=(9,), windows=(in[squeezed 1, 2, 64], out[squeezed 1, 2, 2]), semantics=("parallel",)}
+    map (%i0: i32) {
+      %0: i32 = constant {value=0}
+      yield %i0, %0, %0
+    }
+    map (%i0_1: i32) {
+      %1: i32 = constant {value=0}
+      yield %i0_1, %1, %1
+    }
+    body (%i0_2: i32, %x_1: ref<f32[2,64] block>, %o_1: ref<f32[2,2] block>) {
+      %2: f32[2,64] = load %x_1[:, :]
+      %3: f32[2,2] = dot %2, %2 {contract=((1,), (1,)), batch=((), ()), dtype=f32, precision=None}
+      store %o_1[:, :] = %3
+    }
+}
+"""  # noqa: E501
+
+
+def test_a_program_of_one_row_has_none_to_count():
+    kernel = parse_kernel(ROWS)
+    assert rows_uncounted(kernel) is kernel
+    several = parse_kernel(
+        ROWS.replace("out[squeezed 1, 2, 2]", "out[1, 2, 2]")
+        .replace("%o_1: ref<f32[2,2] block>", "%o_1: ref<f32[1,2,2] block>")
+        .replace("store %o_1[:, :]", "store %o_1[0, :, :]")
+    )
+    assert rows_uncounted(several) is not several
+
+
 def test_the_kind_of_scheme_is_that_of_many_rows():
     (plain,) = (op for op in walk(parse_kernel(BEFORE).body) if op.name == "dot")
     (noted,) = (op for op in walk(parse_kernel(AFTER).body) if op.name == "dot")
