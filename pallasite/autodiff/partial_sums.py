@@ -160,7 +160,8 @@ def _even(
     def seconds(n: int) -> float:
         rounds = -(-programs * n // machine.cores)
         idle = rounds * machine.cores / (programs * n)
-        return working * idle + machine.copying(2 * n * taken)
+        adding = machine.copying(2 * n * taken) + machine.launch * (n > 1)
+        return working * idle + adding
 
     most = min(MOST_PARTS // others, MOST_MEMORY * sums.budget // max(taken, 1))
     more = [n for n in range(count, most + 1) if size % n == 0]

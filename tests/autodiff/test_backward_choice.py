@@ -655,6 +655,6 @@ def test_matmuls_in_loops_are_work():
     (found,) = kernels_in(call, n, x)
     machine = Machine.usual(chip("h200"))
     old, program = normal_program(found, machine)
-    assert dict(Sums.of(old, machine).with_work(program).work) == {
+    assert dict(Sums.of(old, machine, {}).with_work(program).work) == {
         "f32": 4 * 5 * 2 * 16**3
     }
