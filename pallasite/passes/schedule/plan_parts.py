@@ -28,8 +28,15 @@ from pallasite.passes.run import run
 from pallasite.passes.schedule.commuting_steps import commuting_steps, in_any_order
 from pallasite.passes.schedule.gpu_blocks import for_gpu, seconds_of_products
 from pallasite.passes.schedule.products_apart import apart
+from pallasite.passes.schedule.reductions_apart import first_reduction
 from pallasite.passes.schedule.reductions_in_steps import reductions_in_steps
-from pallasite.passes.schedule.split_axis import Program, even_parts, split
+from pallasite.passes.schedule.split_axis import (
+    Program,
+    Result,
+    Step,
+    even_parts,
+    split,
+)
 from pallasite.passes.schedule.summed_states import summed_states
 from pallasite.passes.schedule.whole_rows import ENOUGH, whole_rows
 from pallasite.target import Chip, Gpu, Host, Machine, chips
@@ -109,9 +116,32 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
     if found.program is None and _is_long_and_idle(kernel := run(kernel), chip):
         stepped = reductions_in_steps(kernel)
         of_steps = Plan() if stepped is kernel else _of_steps(stepped, chip)
-        if of_steps.program is not None:
-            return of_steps
+        return (
+            of_steps if of_steps.program is not None else _apart(kernel, chip) or found
+        )
     return found
+
+
+def _apart(kernel: Kernel, chip: Gpu | Host) -> Plan | None:
+    """What depends on a reduction as a kernel of its own, if that is faster."""
+    cut = first_reduction(kernel)
+    if cut is None:
+        return None
+    count = len(kernel.inputs)
+    number = {ref: n for n, ref in enumerate((*kernel.inputs, cut.array))}
+    both = (cut.first, cut.second)
+    steps = [Step(k, tuple(number[ref] for ref in k.inputs)) for k in both]
+    results = [Result(count + 1 + n) for n in range(kernel.num_outputs)]
+    program = Program(tuple(steps), tuple(results))
+    for n in (1, 0):
+        inner = _plan(both[n], chip).program
+        if inner is not None and not any(result.last for result in inner.results):
+            program = program.with_step(n, inner, count)
+    after = _overhead(chip, len(program.kernels) - 1)
+    after += sum(seconds(k, chip, _programs(run(k), chip)) for k in program.kernels)
+    if seconds(kernel, chip, _programs(kernel, chip)) < GAIN * after:
+        return None
+    return Plan(program, "what depends on a reduction is a kernel of its own")
 
 
 def _of_axes(kernel: Kernel, chip: Gpu | Host) -> Plan:
@@ -147,11 +177,16 @@ def _is_long_and_idle(kernel: Kernel, chip: Gpu | Host) -> bool:
         return False
     if seconds(kernel, chip, programs) < GAIN * _overhead(chip, 2):
         return False
+    return _programs(kernel, chip) < _cores(chip)
+
+
+def _programs(kernel: Kernel, chip: Gpu | Host) -> int:
+    """How many programs there may be once blocks are divided."""
     if isinstance(chip, Gpu):
-        return _when_divided(kernel, chip) < _cores(chip)
-    found = LoopDims(kernel)
-    free = (d.size for d in found.dims if found.why_not_free(d) is None)
-    return programs * prod(free) < _cores(chip)
+        return _when_divided(kernel, chip)
+    info, found = analyze(kernel), LoopDims(kernel)
+    free = prod(d.size for d in found.dims if found.why_not_free(d) is None)
+    return free * prod(info.axes[a].size or 1 for a in info.parallel)
 
 
 def _of_steps(kernel: Kernel, chip: Gpu | Host) -> Plan:
@@ -197,7 +232,7 @@ def _in_more_parts(found: Plan, kernel: Kernel, chip: Gpu | Host) -> Plan:
     inner = _plan(found.program.kernels[0], chip)
     if inner.program is None or any(result.last for result in inner.program.results):
         return found
-    program = found.program.with_first(inner.program, len(kernel.inputs))
+    program = found.program.with_step(0, inner.program, len(kernel.inputs))
     parts = found.parts * inner.parts
     return replace(found, program=program, why=f"{found.why}; {inner.why}", parts=parts)
 

@@ -101,7 +101,7 @@ def cuts(kernel: Kernel) -> Iterator[Cut]:
     """A cut at each computed operand that programs would compute several times."""
     if kernel.aliases or sum(op.name == "dot" for op in walk(kernel.body)) < 2:
         return
-    at = _Cuts(kernel)
+    at = Cuts(kernel)
     if at.found is None or at.found.refused:
         return
     for op in at.pipeline.body.ops:
@@ -113,7 +113,7 @@ def cuts(kernel: Kernel) -> Iterator[Cut]:
                     yield cut
 
 
-class _Cuts:
+class Cuts:
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
         self.pipeline = Pipeline.of(find_pipeline(kernel))

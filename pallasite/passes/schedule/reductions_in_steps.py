@@ -11,10 +11,13 @@ what is reduced at once, and of `loop_steps.py`, which makes steps of a loop.
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.opdef import TILE
+from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Pipeline
+from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.loop_steps import loop_steps
@@ -33,11 +36,33 @@ def reductions_in_steps(kernel: Kernel) -> Kernel:
         return kernel
     if "sequential" in Pipeline.of(grids[0]).semantics:
         return kernel
-    for looped in _with_a_loop(kernel):
+    for looped in _with_a_loop(_with_late_stores(kernel)):
         stepped = loop_steps(looped, reduces=True)
         if stepped is not looped:
             return stepped
     return kernel
+
+
+def _with_late_stores(kernel: Kernel) -> Kernel:
+    """Blocks that one op stores to, and no other accesses, are stored at the end.
+
+    Otherwise the first step would store what the last one can.
+    """
+    whole = Pipeline.of(find_pipeline(kernel))
+    ops = whole.body.ops
+    used = users_of(whole.body)
+    late = [
+        op
+        for op in ops
+        if op.name == "store"
+        and op.operands[0] in whole.blocks
+        and used[op.operands[0]] == [op]
+    ]
+    if kernel.aliases or not late:
+        return kernel
+    kept = [op for op in ops if op not in late]
+    body = replace(whole.body, ops=(*kept, *late))
+    return with_pipeline(kernel, whole.with_(body=body).to_op())
 
 
 def _with_a_loop(kernel: Kernel) -> Iterator[Kernel]:

@@ -73,31 +73,33 @@ class Program:
     def kernels(self) -> tuple[Kernel, ...]:
         return tuple(step.kernel for step in self.steps)
 
-    def with_first(self, inner: "Program", operands: int) -> "Program":
-        """The same with the first kernel as a program itself.
+    def with_step(self, n: int, inner: "Program", operands: int) -> "Program":
+        """The same with a kernel as a program itself.
 
         `operands`: how many this program has.
         """
-        first, *others = self.steps
-        given, made = len(first.operands), first.kernel.num_outputs
+        one = self.steps[n]
+        first = operands + sum(s.kernel.num_outputs for s in self.steps[:n])
+        given, made = len(one.operands), one.kernel.num_outputs
         more = sum(step.kernel.num_outputs for step in inner.steps)
 
         def inside(array: int) -> int:
-            is_given = array < given
-            return first.operands[array] if is_given else operands + array - given
+            return one.operands[array] if array < given else first + array - given
 
         def after(array: int) -> int:
-            if array < operands + made:
-                own = array - operands
-                return array if own < 0 else inside(inner.results[own].array)
-            return array + more - made
+            if array < first:
+                return array
+            own = array - first
+            return (
+                inside(inner.results[own].array) if own < made else array + more - made
+            )
 
-        steps = [
-            replace(s, operands=tuple(map(inside, s.operands))) for s in inner.steps
+        at = lambda steps, number: [
+            replace(step, operands=tuple(map(number, step.operands))) for step in steps
         ]
-        steps += [replace(s, operands=tuple(map(after, s.operands))) for s in others]
+        steps = at(inner.steps, inside), at(self.steps[n + 1 :], after)
         results = [replace(r, array=after(r.array)) for r in self.results]
-        return Program(tuple(steps), tuple(results))
+        return Program((*self.steps[:n], *steps[0], *steps[1]), tuple(results))
 
 
 def split(kernel: Kernel, state: AxisState, parts: int) -> Program:
