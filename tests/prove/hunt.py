@@ -10,7 +10,7 @@ and the contents, of operands of integers promised. Exit code 1: some claim is f
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +26,10 @@ from pallasite.ir.nodes import Kernel
 from pallasite.proofs.assume import Assumed, Given
 from pallasite.proofs.kernels import prove_kernel
 from pallasite.proofs.replay import NO_CHECKS, Replay
-from pallasite.proofs.verdicts import Claim
+from pallasite.proofs.verdicts import CLAIMS, Claim
 from tests.fuzz.choices import Seeded
 from tests.fuzz.generate import FAMILIES, Case, random_kernel
+from tests.prove.mutants import mutants
 
 PER_SEED = 1_000_000
 EACH_FAMILY = (*FAMILIES, "edges")
@@ -53,19 +54,39 @@ def reported(kernel: Kernel, arrays: Sequence[np.ndarray], kind: str) -> bool:
 
 
 def hunt(numbers: range, counted: Counter[tuple[str, str]]) -> Iterator[str]:
-    """The false claims about random kernels."""
+    """The false claims about random kernels, and about these with mistakes."""
     for number in numbers:
-        family = EACH_FAMILY[number % len(EACH_FAMILY)]
-        case = random_kernel(Seeded(number), family)
-        for claim in prove_kernel(case.kernel).claims:
-            counted[claim.name, claim.verdict] += 1
-            if _is_false(claim, case, {}):
-                yield f"kernel {number} of {family}:\n{claim}\n{case}"
-        for promised in promises(case):
-            for claim in prove_kernel(case.kernel, GIVEN, assume=promised).claims:
-                counted[f"{claim.name}, given", claim.verdict] += 1
-                if _is_false(claim, case, promised):
-                    yield f"kernel {number} of {family}, {promised}:\n{claim}\n{case}"
+        choices, family = Seeded(number), EACH_FAMILY[number % len(EACH_FAMILY)]
+        case = random_kernel(choices, family)
+        made = _claims(case, CLAIMS, promises(case))
+        yield from _false(made, case, f"kernel {number} of {family}", counted)
+        for mutant in mutants(case, choices):
+            made = _claims(mutant, GIVEN, list(promises(case))[1:])
+            yield from _false(made, mutant, f"mutant of {number} of {family}", counted)
+
+
+def _false(
+    made: Iterable[tuple[Claim, Assumed]],
+    case: Case,
+    name: str,
+    counted: Counter[tuple[str, str]],
+) -> Iterator[str]:
+    of = "" if name.startswith("kernel") else " of mutants"
+    for claim, promised in made:
+        given = ", given" if promised else ""
+        counted[claim.name + of + given, claim.verdict] += 1
+        if _is_false(claim, case, promised):
+            yield f"{name}, {promised}:\n{claim}\n{case}"
+
+
+def _claims(
+    case: Case, claims: Sequence[str], promised: Iterable[Assumed]
+) -> Iterator[tuple[Claim, Assumed]]:
+    for claim in prove_kernel(case.kernel, claims).claims:
+        yield claim, {}
+    for given in promised:
+        for claim in prove_kernel(case.kernel, GIVEN, assume=given).claims:
+            yield claim, given
 
 
 def promises(case: Case) -> Iterator[dict[str | int, Any]]:
@@ -104,7 +125,7 @@ def main() -> int:
         wrong += 1
         print(text, flush=True)
     for (name, verdict), n in sorted(counted.items()):
-        print(f"{name:<10} {verdict:<8} {n:>6}")
+        print(f"{name:<26} {verdict:<8} {n:>6}")
     print(f"{given.kernels} kernels, {wrong} false claims")
     return int(wrong > 0)
 
