@@ -37,6 +37,7 @@ from pallasite.passes.schedule.split_axis import (
     even_parts,
     split,
 )
+from pallasite.passes.schedule.states_in_scratch import states_in_scratch
 from pallasite.passes.schedule.summed_states import summed_states
 from pallasite.passes.schedule.whole_rows import ENOUGH, whole_rows
 from pallasite.target import Chip, Gpu, Host, Machine, chips
@@ -205,11 +206,15 @@ def _of_steps(kernel: Kernel, chip: Gpu | Host) -> Plan:
             continue
         if Pipeline.of(find_pipeline(kernel)).semantics[axis] == "sequential":
             continue
-        state = state_along(kernel, axis, info)
+        of, state = kernel, state_along(kernel, axis, info)
         if state.reason:
-            serial = serial or Serial(axis, state.reason, state.loc)
-            continue
-        found = _best(kernel, info, state, chip, programs, uneven)
+            stored = states_in_scratch(kernel, axis, info)
+            again = state if stored is kernel else state_along(stored, axis)
+            if again.reason:
+                serial = serial or Serial(axis, state.reason, state.loc)
+                continue
+            of, state = stored, again
+        found = _best(of, info, state, chip, programs, uneven)
         if found is not None and found.parts * programs >= cores:
             return found
         best = best or found
