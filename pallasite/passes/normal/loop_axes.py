@@ -9,8 +9,8 @@ lexicographic order, so the iterations are the same ones in the same order; wher
 number of iterations differs between programs, a guard skips those that are not there.
 
 A loop stays if it does not pick the block of every result that it writes: as steps of a
-grid its iterations would gain nothing. Those that only merge into results by atomics, or
-store where memory says, do gain where steps run at once, which the caller knows (`also`).
+grid its iterations would gain nothing. Those that only merge into results by atomics,
+or store where memory says, do gain where steps run at once; the caller knows (`also`).
 """
 
 from collections.abc import Callable

@@ -46,7 +46,7 @@ from pallasite.ir.rewrite import (
     writes,
 )
 from pallasite.ir.roles import Pipeline, Shown
-from pallasite.passes.analysis.affine import Forms, moving_axes, recoverable
+from pallasite.passes.analysis.affine import Form, Forms, moving_axes, recoverable
 from pallasite.passes.analysis.grid import (
     GridInfo,
     analyze,
@@ -194,7 +194,7 @@ class _Places:
         self.forms.add_ops(pipeline.body.ops, loads_vary=False)
 
     def contested(self) -> list[Contested]:
-        found = []
+        found = list[Contested]()
         for ref, ops in accesses_of(self.kernel).items():
             ops = [op for op in ops if op.name != "pipeline"]
             stored = any(op.name == "store" for op in ops)
@@ -301,7 +301,8 @@ class _Places:
             for each, n in zip(zip(*forms, strict=True), counts, strict=True)
         ]
         every = range(len(self.sizes))
-        uses = [frozenset[int]().union(*(f.axes for f in each)) for each in zip(*forms)]
+        columns = zip(*forms, strict=True)
+        uses = [frozenset[int]().union(*(f.axes for f in each)) for each in columns]
         named = {d for d, (affine, _) in enumerate(parts) if affine is None}
         while True:
             own = [p for d, p in enumerate(parts) if d not in named]
@@ -314,9 +315,9 @@ class _Places:
         axes = {a for a in axes if self.sizes[a] > 1}
         return tuple(sorted(named)), frozenset(axes)
 
-    def numbers(self, op: Op):
+    def numbers(self, op: Op) -> list[Form]:
         """The forms of the numbers of an access's place."""
-        access, found = Access.of(op), []
+        access, found = Access.of(op), list[Form]()
         for each in self.pipeline.shown:
             if each.block is access.ref:
                 forms = Forms(each.index_map.params, self.forms.known)
@@ -324,7 +325,7 @@ class _Places:
                 found += map(forms.of, each.index_map.yields)
         return [*found, *map(self.forms.of, access.index_operands)]
 
-    def is_plain(self, forms: Sequence, count: int) -> bool:
+    def is_plain(self, forms: Sequence[Form], count: int) -> bool:
         """Whether a number is the same function of grid indices in all groups."""
         first = forms[0].affine
         if any(f.affine != first or f.spread for f in forms):
@@ -457,9 +458,8 @@ def _turn(b: Builder, pipeline: Pipeline, one: Contested, group: int) -> Value:
 
 def _filling(count: int) -> Kernel:
     """The kernel that fills a table with zeros."""
-    table, block = (Value(replace(TABLE, shape=(n,))) for n in (count, FILLED))
     block = Value(T.RefType((FILLED,), T.I32, "block"), "block")
-    table = Value(table.type, "last")
+    table = Value(replace(TABLE, shape=(count,)), "last")
     i, at = Value(T.INDEX, "i0"), Value(T.INDEX, "i0")
     b, whole = Builder(), Builder()
     b.store(block, b.constant(0, T.TileType((FILLED,), T.I32)))
@@ -564,5 +564,3 @@ def _in_parallel(
     made = with_pipeline(kernel, new.to_op())
     tables_once = tuple(dict.fromkeys(tables.values()))
     return made.with_(params=(*kernel.inputs, *tables_once, *kernel.outputs))
-
-
