@@ -195,8 +195,7 @@ class Walk:
         if inside is None:
             return
         for number, (array, window, index_map, block) in enumerate(pipeline.shown):
-            for op in index_map.ops:
-                self._note(op)
+            self._block(index_map, inside)
             self.shows.append(Shows(pipeline, number, inside))
             self.views[block] = self._window(array, window, index_map.yields)
         self._block(pipeline.body, inside)

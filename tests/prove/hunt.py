@@ -83,12 +83,13 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--kernels", type=int, default=500)
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--first", type=int, default=0, help="kernels to pass over")
     given, counted = options.parse_args(), Counter[tuple[str, str]]()
-    first = given.seed * PER_SEED
+    first = given.seed * PER_SEED + given.first
     wrong = 0
     for text in hunt(range(first, first + given.kernels), counted):
         wrong += 1
-        print(text)
+        print(text, flush=True)
     for (name, verdict), n in sorted(counted.items()):
         print(f"{name:<10} {verdict:<8} {n:>6}")
     print(f"{given.kernels} kernels, {wrong} false claims")

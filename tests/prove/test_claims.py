@@ -89,6 +89,29 @@ def test_a_window_over_the_edge_is_no_mistake():
     assert found.bounds.verdict == found.coverage.verdict == "proved"
 
 
+@pytest.mark.parametrize(("entries", "verdict"), [(4, "proved"), (2, "refuted")])
+def test_an_index_map_stays_inside_the_table_it_reads(entries, verdict):
+    """Also where the block that it chooses is inside its array in any case."""
+
+    def function(table, x):
+        chosen = pl.BlockSpec((8,), lambda i, t: (jnp.clip(t[i], 0, 7),))
+        grid_spec = pltpu.PrefetchScalarGridSpec(
+            1, grid=4, in_specs=[chosen], out_specs=pl.BlockSpec((8,), lambda i, t: i)
+        )
+
+        def copy(table_ref, x_ref, o_ref):
+            o_ref[...] = x_ref[...]
+
+        out = jax.ShapeDtypeStruct((32,), jnp.float32)
+        return pl.pallas_call(copy, out_shape=out, grid_spec=grid_spec)(table, x)
+
+    found = claim(function, "bounds", jax.ShapeDtypeStruct((entries,), jnp.int32), X)
+    assert found.verdict == verdict
+    if found.counterexample is not None:
+        assert "program i = 2: the index is 2, of 2" in str(found.counterexample)
+        assert "of bounds" in found.counterexample.replay()
+
+
 def test_large_grids_need_no_large_tables():
     def function(x):
         spec = pl.BlockSpec((8, 128), lambda i, j: (i, j))
