@@ -248,8 +248,12 @@ def _run(
     names: dict[Value, Sequence[str]],
     flowing: Collection[Value],
 ) -> dict[Value, Any]:
-    """The results of one kernel; `flowing`: refs of cotangents that it may take."""
-    from pallasite.primitive import bind_call
+    """The results of one kernel; `flowing`: refs of cotangents that it may take.
+
+    XLA has parts of its own for a sum of a whole array. Of one kernel's parts it makes
+    sums of small rows, in one fusion with all that the kernel maps.
+    """
+    from pallasite.primitive import bind_call, on_arrays
 
     if step.steps is not None:
         arrays = arrays | step.steps.arrays(arrays)
@@ -257,6 +261,10 @@ def _run(
     rule = inherit(call.partition, step.kernel, known)
     options = replace(call, kernel=step.kernel, cost_estimate=None, partition=rule)
     options = replace(options, flowing=step.taking(flowing))
+    if step.whole is not None:
+        whole = replace(options, kernel=step.whole)
+        if on_arrays(whole, "cuda") is not None:
+            options, step = whole, replace(step, parts=(1,) * len(step.parts))
     operands = [
         arrays[ref].astype(operand.ref.dtype.np)
         for ref, operand in zip(step.operands, step.kernel.inputs, strict=True)

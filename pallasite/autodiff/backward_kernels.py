@@ -92,6 +92,10 @@ def _kernel(
     own = sums.with_work(program)
     parts = {} if changing else cut_into_parts(group, order, program.sizes, own)
     one = build(program, _named(name, group), group, order, parts)
+    loops = any(op.name in ("dot", "for", "while") for op in walk(program.body))
+    if parts and sums.machine.gpu is not None and not loops:
+        whole = build(program, _named(name, group), group, order)
+        one = replace(one, whole=whole.kernel)
     few = prod(program.sizes) < sums.machine.enough_programs
     if few and not sums.machine.endless:
         one = replace(one, kernel=carried_axis(one.kernel))

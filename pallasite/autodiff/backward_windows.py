@@ -227,6 +227,7 @@ class Built:
     changing: tuple[Value, ...] = ()  # results initialised by the last operands
     steps: Sorting | Reaching | None = None  # makes operands before the kernel runs
     typical: Kernel | None = None  # the kernel to estimate, if loops depend on data
+    whole: Kernel | None = None  # without parts, which are for programs, not for XLA
 
     def taking(self, refs: Collection[Value]) -> tuple[int, ...]:
         """The operands that are among some refs."""

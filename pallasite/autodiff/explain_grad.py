@@ -221,7 +221,8 @@ def _is_by_xla(made: "BackwardPlan", operand: int, backend: str | None) -> bool:
     steps = [step for step in made.steps if made.targets[operand] in step.results]
     if backend or config.get("backend") or config.get("interpret"):
         return False
-    fused = (for_xla(s.kernel, s.taking(made.flowing), made.machine) for s in steps)
+    kernels = ((s, s.whole or s.kernel) for s in steps)
+    fused = (for_xla(k, s.taking(made.flowing), made.machine) for s, k in kernels)
     return bool(steps) and all(kernel is not None for kernel in fused)
 
 

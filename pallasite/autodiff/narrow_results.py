@@ -18,6 +18,7 @@ from pallasite.ir.rewrite import Rewriter, map_ops
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import INDEX, DType
 from pallasite.passes.analysis.carried import covers_whole
+from pallasite.passes.normal.canonicalize import canonicalize
 
 MOST_ELEMENTS = 1 << 20  # of a block that is accumulated in scratch
 
@@ -29,6 +30,8 @@ def narrow_results(kernel: Kernel, dtypes: Mapping[int, DType]) -> Kernel:
         kernel: its body is one pipeline, preceded by allocations.
         dtypes: by position of the result: the type it is finally converted to.
     """
+    if dtypes and any(op.name == "subview" for op in walk(kernel.body)):
+        kernel = canonicalize(kernel)  # stores to parts of a block
     for number, dtype in dtypes.items():
         kernel = _narrowed(kernel, kernel.outputs[number], dtype)
     return kernel

@@ -207,8 +207,12 @@ class _Reverse:
                 self.change_seed(result, seed)
 
     def change_seed(self, result: Value, seed: Value) -> None:
-        """Let the reverse change the whole cotangent as the program did the memory."""
-        dtype = accumulated(seed.ref.dtype)
+        """Let the reverse change the whole cotangent as the program did the memory.
+
+        In its own type if nothing is added to it, because nobody loads the memory.
+        """
+        is_added_to = result in self.activity.loaded
+        dtype = accumulated(seed.ref.dtype) if is_added_to else seed.ref.dtype
         self.changing[result] = Value(replace(seed.ref, dtype=dtype), seed.name)
         self.memory[result] = self.changing[result]
         self.copied.add(result)

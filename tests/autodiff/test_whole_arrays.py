@@ -9,6 +9,7 @@ import pytest
 
 import pallasite as pl
 from pallasite import config
+from pallasite.sites import calls_in
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 SHAPES = [((30, 200), (8, 64)), ((32, 128), (32, 64)), ((5, 3), (8, 128))]
@@ -143,3 +144,40 @@ def test_rows_that_are_reduced_stay_a_kernel():
     call = pl.pallas_call(softmax, out, grid=(8,), in_specs=[spec], out_specs=spec)
     (row,) = pl.explain_grad(call)(jnp.ones((64, 128))).operands
     assert row.tier == "kernel"
+
+
+def test_sums_for_a_gpus_xla_are_in_one_part():
+    """XLA would add up the parts of a kernel in small rows."""
+    spec = pl.BlockSpec((64, 128), lambda i: (i, 0))
+    rates = pl.BlockSpec((2,), lambda i: (0,))
+
+    def update(x, h, **options):
+        def kernel(x_ref, h_ref, o_ref):
+            o_ref[...] = jnp.sin(x_ref[...]) * h_ref[0] + x_ref[...] * h_ref[1]
+
+        return pl.pallas_call(
+            kernel,
+            jax.ShapeDtypeStruct(x.shape, F32),
+            grid=(x.shape[0] // 64,),
+            in_specs=[spec, rates],
+            out_specs=spec,
+            **options,
+        )(x, h)
+
+    def asked(**options):
+        loss = lambda x, h: jnp.sin(update(x, h, **options)).sum()
+        return jax.grad(loss, (0, 1))
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4096, 128)), F32)
+    h = jnp.float32([0.5, 2])
+    with config.override(target="h200"):
+        sums = [
+            calls_in(f, x, h)[-1].kernel.outputs[-1].ref.shape
+            for f in (asked(), asked(backend="cuda"), asked(interpret=True))
+        ]
+        made = jax.jit(asked())(x, h)
+        assert {o.tier for o in pl.explain_grad(update)(x, h).operands} == {"xla"}
+    assert sums[0] == (2,)
+    assert sums[1] == sums[2] and len(sums[1]) == 2
+    plain = lambda x, h: jnp.sin(jnp.sin(x) * h[0] + x * h[1]).sum()
+    close(made, jax.grad(plain, (0, 1))(x, h), 1e-4)

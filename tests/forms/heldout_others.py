@@ -1259,9 +1259,16 @@ def _(size: Size):
 
 
 def _points(size: Size) -> list[Operand]:
+    """Points about centres: which of two is nearer must not depend on rounding."""
+    n, m = size(16384, 128, 32), size(1024, 64, 16)
+    centres = np.random.default_rng(1).normal(size=(m, 64))
+
+    def near(r):
+        return centres[r.integers(0, m, n)] + 0.3 * r.normal(size=(n, 64))
+
     return [
-        Operand((size(16384, 128, 32), 64)),
-        Operand((size(1024, 64, 16), 64)),
+        Operand((n, 64), F32, make=near),
+        Operand((m, 64), F32, make=lambda r: centres),
     ]
 
 

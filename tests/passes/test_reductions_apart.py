@@ -96,6 +96,23 @@ def test_what_is_small_or_divided_stays_one_kernel():
     assert plan(made(softmax, (4096, 2048)), GPUS["h200"]).program is None
 
 
+@pytest.mark.parametrize("axis", [None, 0])
+def test_a_large_result_that_is_only_stored_is_not_cut_again(axis):
+    """Each cut would leave a kernel like the one before, without end."""
+
+    def least(x_ref, o_ref):
+        sums = jnp.cumsum(x_ref[...], axis=1)
+        found = jnp.argmin(sums, axis=0, keepdims=axis is None)
+        o_ref[...] = found.astype(jnp.int32)
+
+    n = 70000
+    x = jax.ShapeDtypeStruct((16, n), F32)
+    out = jax.ShapeDtypeStruct((1, n) if axis is None else (n,), jnp.int32)
+    (kernel,) = kernels_in(lambda x: pl.pallas_call(least, out_shape=out)(x), x)
+    assert first_reduction(run(kernel)) is None
+    assert plan(kernel, GPUS["h200"]).program is None
+
+
 @pytest.mark.parametrize("kernel", EVERY)
 def test_a_cpu_divides_them_among_threads(kernel):
     function, x = call(kernel, (3000, 1501))

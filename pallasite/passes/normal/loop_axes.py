@@ -9,9 +9,11 @@ lexicographic order, so the iterations are the same ones in the same order; wher
 number of iterations differs between programs, a guard skips those that are not there.
 
 A loop stays if it does not pick the block of every result that it writes: as steps of a
-grid its iterations would gain nothing. Those that only merge into results by atomics do
-gain where steps run at once, which the caller knows (`merging`).
+grid its iterations would gain nothing. Those that only merge into results by atomics,
+or store where memory says, do gain where steps run at once; the caller knows (`also`).
 """
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -32,20 +34,25 @@ from pallasite.passes.normal.narrow_windows import narrow_windows
 from pallasite.passes.normal.rolled_copies import rolled_copies
 
 
-def loop_axes(kernel: Kernel, merging: bool = False) -> Kernel:
+def loop_axes(
+    kernel: Kernel, also: Callable[[Kernel], bool] = lambda _: False
+) -> Kernel:
     """The kernel with loops over blocks of results as axes of its grid.
 
-    `merging`: also loops whose iterations share results that atomics merge into.
+    `also`: whether to keep other axes, given the kernel with the last of them.
     """
     grids = [op for op in kernel.body.ops if op.name == "pipeline"]
     if kernel.level != "tile" or len(grids) != 1:
         return kernel
-    while (new := _with_one_loop_fewer(kernel, merging)) is not None:
-        kernel = new
+    made, picks = kernel, True
+    while (made := _with_one_loop_fewer(made)) is not None:
+        picks = picks and moves_results(made)
+        if picks or also(made):
+            kernel, picks = made, True
     return kernel
 
 
-def _with_one_loop_fewer(kernel: Kernel, merging: bool) -> Kernel | None:
+def _with_one_loop_fewer(kernel: Kernel) -> Kernel | None:
     whole = Pipeline.of(find_pipeline(kernel))
     loop = only_loop(kernel, whole)
     if loop is None:
@@ -57,13 +64,10 @@ def _with_one_loop_fewer(kernel: Kernel, merging: bool) -> Kernel | None:
     if loop is None or not all(map(_is_dead, _carried(loop))):
         return None
     made = with_axis(kernel, whole, loop).to_op()
-    new = narrow_windows(canonicalize(with_pipeline(kernel, made)))
-    if moves_results(new) or (merging and _only_merges(new)):
-        return new
-    return None
+    return narrow_windows(canonicalize(with_pipeline(kernel, made)))
 
 
-def _only_merges(kernel: Kernel) -> bool:
+def only_merges(kernel: Kernel) -> bool:
     """Whether atomics that nobody reads are all that writes, of blocks that move."""
     whole, users = Pipeline.of(find_pipeline(kernel)), users_of(kernel.body)
     written = [op for op in walk(whole.body) if not op.regions and writes(op)]

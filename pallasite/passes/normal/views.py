@@ -74,6 +74,8 @@ def _merge(
         return inner, inner_operand
     if inner == Span(0, outer.size):
         return outer, outer_operand
+    if outer.size == 1 and inner == At(0):
+        return At(outer.start), outer_operand
     if isinstance(inner, Gather) or inner.start is None or outer.start is None:
         return None
     start = outer.start + inner.start * outer.stride

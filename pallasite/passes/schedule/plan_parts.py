@@ -22,11 +22,20 @@ from pallasite.passes.analysis.cost import UNKNOWN_ROUNDS, bytes_of, cost, secon
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 from pallasite.passes.analysis.loop_dims import LoopDims
 from pallasite.passes.analysis.memory import constant_inputs
-from pallasite.passes.normal.loop_axes import loop_axes
+from pallasite.passes.normal.loop_axes import loop_axes, only_merges
 from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.run import run
-from pallasite.passes.schedule.commuting_steps import commuting_steps, in_any_order
+from pallasite.passes.schedule.commuting_steps import (
+    commuting_steps,
+    in_any_order,
+    starts_apart,
+)
 from pallasite.passes.schedule.gpu_blocks import for_gpu, seconds_of_products
+from pallasite.passes.schedule.last_writers import (
+    at_once,
+    last_writers,
+    names_places,
+)
 from pallasite.passes.schedule.products_apart import apart
 from pallasite.passes.schedule.reductions_apart import first_reduction
 from pallasite.passes.schedule.reductions_in_steps import reductions_in_steps
@@ -37,6 +46,7 @@ from pallasite.passes.schedule.split_axis import (
     even_parts,
     split,
 )
+from pallasite.passes.schedule.states_in_scratch import states_in_scratch
 from pallasite.passes.schedule.summed_states import summed_states
 from pallasite.passes.schedule.whole_rows import ENOUGH, whole_rows
 from pallasite.target import Chip, Gpu, Host, Machine, chips
@@ -149,13 +159,14 @@ def _of_axes(kernel: Kernel, chip: Gpu | Host) -> Plan:
     merges = isinstance(chip, Gpu) and any(
         op.name == "atomic_rmw" for op in walk(kernel.body)
     )
-    if not (merges or any(_long_axes(kernel))):
+    unordered = merges or (isinstance(chip, Gpu) and names_places(kernel))
+    if not (unordered or any(_long_axes(kernel))):
         return Plan()
     kernel = run(kernel)
-    if merges:
-        kernel = loop_axes(kernel, merging=True)
+    if unordered:
+        kernel = loop_axes(kernel, _is_unordered)
         if not any(_long_axes(kernel)):
-            return Plan()
+            return _after_starts(kernel, chip)
     if isinstance(chip, Gpu):
         kernel = summed_states(whole_rows(kernel, chip))
         if not any(_long_axes(kernel)):
@@ -165,6 +176,20 @@ def _of_axes(kernel: Kernel, chip: Gpu | Host) -> Plan:
             return Plan(program, "each product is computed once")
         kernel = loop_steps(kernel)
     return _of_steps(kernel, chip)
+
+
+def _after_starts(kernel: Kernel, chip: Gpu | Host) -> Plan:
+    """The steps of a loop at once, after a kernel for what is stored before it."""
+    program = starts_apart(kernel)
+    found = Plan() if program is None else _plan(program.kernels[1], chip)
+    if program is None or found.program is None:
+        return Plan()
+    program = program.with_step(1, found.program, len(kernel.inputs))
+    return replace(found, program=program)
+
+
+def _is_unordered(kernel: Kernel) -> bool:
+    return only_merges(kernel) or last_writers(kernel) is not None
 
 
 def _is_long_and_idle(kernel: Kernel, chip: Gpu | Host) -> bool:
@@ -205,11 +230,15 @@ def _of_steps(kernel: Kernel, chip: Gpu | Host) -> Plan:
             continue
         if Pipeline.of(find_pipeline(kernel)).semantics[axis] == "sequential":
             continue
-        state = state_along(kernel, axis, info)
+        of, state = kernel, state_along(kernel, axis, info)
         if state.reason:
-            serial = serial or Serial(axis, state.reason, state.loc)
-            continue
-        found = _best(kernel, info, state, chip, programs, uneven)
+            stored = states_in_scratch(kernel, axis, info)
+            again = state if stored is kernel else state_along(stored, axis)
+            if again.reason:
+                serial = serial or Serial(axis, state.reason, state.loc)
+                continue
+            of, state = stored, again
+        found = _best(of, info, state, chip, programs, uneven)
         if found is not None and found.parts * programs >= cores:
             return found
         best = best or found
@@ -240,23 +269,28 @@ def _in_more_parts(found: Plan, kernel: Kernel, chip: Gpu | Host) -> Plan:
 def _in_any_order(
     kernel: Kernel, info: GridInfo, chip: Gpu | Host, programs: int
 ) -> Plan | None:
-    """All steps at once where atomics do not mind, if that is faster.
+    """All steps at once where nobody can tell their order, if that is faster.
 
     Only on GPUs: their caches add floats at the rate at which they store them.
     """
-    found = commuting_steps(kernel, info) if isinstance(chip, Gpu) else None
-    if found is None:
+    if not isinstance(chip, Gpu):
         return None
-    sizes = [info.axes[a].size for a in found.axes]
-    known = prod(n or UNKNOWN_ROUNDS for n in sizes)
-    program = in_any_order(kernel, found)
+    if (found := commuting_steps(kernel, info)) is not None:
+        program, kind = in_any_order(kernel, found), "atomics in any order"
+        what = "only merges by atomics: its steps run in any order"
+    elif (found := last_writers(kernel, info)) is not None:
+        program, kind = at_once(kernel, found), "last writers"
+        what = "stores where memory says: its steps run at once, the last one stores"
+    else:
+        return None
+    known = prod(info.axes[a].size or UNKNOWN_ROUNDS for a in found.axes)
     after = _overhead(chip, len(program.kernels) - 1)
     after += seconds(program.kernels[-1], chip, programs * known)
     if seconds(kernel, chip, programs) < GAIN * after:
         return None
     names = ", ".join(f"i{a}" for a in found.axes)
-    why = f"{names} ({known} steps) only merges by atomics: its steps run in any order"
-    return Plan(program, why, found.axes[0], known, "atomics in any order")
+    why = f"{names} ({known} steps) {what}"
+    return Plan(program, why, found.axes[0], known, kind)
 
 
 def _cores(chip: Chip | Host | None) -> int:

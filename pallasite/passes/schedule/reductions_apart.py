@@ -16,6 +16,7 @@ from pallasite.passes.schedule.products_apart import Cut, Cuts
 REDUCING = {"reduce", "arg_reduce", "dot"}
 LARGE = 1 << 16  # elements of a tile
 LESS = 8  # times as many elements as the result has
+MOVES = {"store", "reshape", "transpose", "broadcast_in_dim"}
 
 
 def first_reduction(kernel: Kernel) -> Cut | None:
@@ -48,7 +49,10 @@ def _is_large(op: Op, least: int) -> bool:
 
 
 def _goes_on(at: Cuts, value: Value, needed: list[Op]) -> bool:
-    """Whether large tiles are computed from it, other than by storing it."""
+    """Whether large tiles are computed from it.
+
+    Stored in another shape it is what the first kernel has, which would be cut again.
+    """
     depends = {value}
     for op in at.pipeline.body.ops:
         if op in needed:
@@ -58,6 +62,8 @@ def _goes_on(at: Cuts, value: Value, needed: list[Op]) -> bool:
             continue
         results = [v for each in inside for v in each.results if not v.is_ref]
         depends.update(results)
+        if op.name in MOVES and all(v.tile.size == value.tile.size for v in results):
+            continue
         if any(v.tile.size >= LARGE for v in results) or _is_large(op, LARGE):
             return True
     return False
