@@ -12,6 +12,7 @@ from pallasite import tpu as pltpu
 from pallasite.passes.analysis.grid import analyze
 from pallasite.passes.normal.loop_axes import loop_axes
 from pallasite.passes.run import run
+from pallasite.passes.schedule import plan_parts
 from pallasite.passes.schedule.last_writers import at_once, last_writers
 from pallasite.passes.schedule.plan_parts import plan
 from pallasite.target import GPUS
@@ -151,6 +152,11 @@ def check(kernel):
     found = last_writers(kernel)
     assert found is not None
     program = at_once(kernel, found)
+    same(program, kernel)
+    return program
+
+
+def same(program, kernel):
     given = arrays(kernel)
     expected = evaluate(kernel, given)
     for ours, theirs in zip(evaluate_program(program, given), expected, strict=True):
@@ -161,7 +167,6 @@ def check(kernel):
         values += harness.simulated(step.kernel, operands, chip=GPUS["h200"])
     for result, theirs in zip(program.results, expected, strict=True):
         np.testing.assert_array_equal(bits(values[result.array]), bits(theirs))
-    return program
 
 
 def bits(x):
@@ -221,6 +226,40 @@ def test_text():
     assert "store" in fill.text and "aliases {1: 0}" in order.text
     assert order.text.count('{kind="max"}') == 1 and "%x_ref" not in order.text
     assert steps.text.count("cond") == 1 and "aliases {2: 0}" in steps.text
+
+
+def filled(slots_ref, x_ref, o_ref):
+    o_ref[...] = jnp.full_like(o_ref, 7)
+
+    def step(n, _):
+        @pl.when(slots_ref[n] >= 0)
+        def _():
+            o_ref[slots_ref[n], :] = x_ref[n] + 1
+
+    lax.fori_loop(0, STEPS, step, None)
+
+
+def whole(name):
+    """A kernel whose loop follows stores to all of a result."""
+    if name != "filled":
+        return backward(name)
+    made = pl.pallas_call(filled, out_shape=Struct(FLAT, F32))
+    return normal(sites.kernels_in(made, *structs(FLAT)[:2])[0])
+
+
+@pytest.mark.parametrize("name", ["filled", "paged", "unrolled", "looped"])
+def test_after_stores(name, monkeypatch):
+    """A loop's steps run at once after the stores before it, whatever its size.
+
+    Of two loops, the inner one adds to a part of a block that the outer one picks.
+    """
+    kernel = whole(name)
+    monkeypatch.setattr(plan_parts, "GAIN", 0.0)
+    found = plan_parts._plan(kernel, GPUS["h200"])
+    assert found.kind == "last writers" and len(found.program.kernels) == 4
+    sequential = analyze(found.program.kernels[-1]).sequential
+    assert sequential == ((1,) if name == "looped" else ())
+    same(found.program, kernel)
 
 
 def read_first(slots_ref, x_ref, _, o_ref):

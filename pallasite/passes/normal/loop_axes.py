@@ -39,19 +39,20 @@ def loop_axes(
 ) -> Kernel:
     """The kernel with loops over blocks of results as axes of its grid.
 
-    `also`: whether to keep another axis, given the kernel that has it as its last.
+    `also`: whether to keep other axes, given the kernel with the last of them.
     """
     grids = [op for op in kernel.body.ops if op.name == "pipeline"]
     if kernel.level != "tile" or len(grids) != 1:
         return kernel
-    while (new := _with_one_loop_fewer(kernel, also)) is not None:
-        kernel = new
+    made, picks = kernel, True
+    while (made := _with_one_loop_fewer(made)) is not None:
+        picks = picks and moves_results(made)
+        if picks or also(made):
+            kernel, picks = made, True
     return kernel
 
 
-def _with_one_loop_fewer(
-    kernel: Kernel, also: Callable[[Kernel], bool]
-) -> Kernel | None:
+def _with_one_loop_fewer(kernel: Kernel) -> Kernel | None:
     whole = Pipeline.of(find_pipeline(kernel))
     loop = only_loop(kernel, whole)
     if loop is None:
@@ -63,8 +64,7 @@ def _with_one_loop_fewer(
     if loop is None or not all(map(_is_dead, _carried(loop))):
         return None
     made = with_axis(kernel, whole, loop).to_op()
-    new = narrow_windows(canonicalize(with_pipeline(kernel, made)))
-    return new if moves_results(new) or also(new) else None
+    return narrow_windows(canonicalize(with_pipeline(kernel, made)))
 
 
 def only_merges(kernel: Kernel) -> bool:

@@ -100,6 +100,30 @@ def in_any_order(kernel: Kernel, found: Commuting) -> Program:
     return Program(tuple(steps), tuple(results))
 
 
+def starts_apart(kernel: Kernel) -> Program | None:
+    """What a single step stores before a loop as a kernel of its own, if it is enough.
+
+    The loop may then become an axis (`loop_axes.py`), in place of a body that fills a
+    result and then changes parts of it. The stores, and what else is outside the loop,
+    read nothing that is written.
+    """
+    grids = [op for op in kernel.body.ops if op.name == "pipeline"]
+    if kernel.level != "tile" or len(grids) != 1:
+        return None
+    pipeline, roots = Pipeline.of(grids[0]), Roots(kernel)
+    *starts, loop = [op for op in pipeline.body.ops if writes(op)] or [grids[0]]
+    is_one = all(n == 1 for n in pipeline.grid) and loop.name == "for"
+    if not starts or not is_one or any(op.name != "store" for op in starts):
+        return None
+    results = tuple(dict.fromkeys(roots.of(op.operands[0]) for op in starts))
+    outside = [op for op in pipeline.body.ops if op is not loop]
+    reads = {r for op in walk(Block((), tuple(outside))) for r in read_refs(op)}
+    written = roots.all_written(pipeline.body)
+    if reads & written or not set(results) <= set(kernel.outputs):
+        return None
+    return in_any_order(kernel, Commuting((), results, tuple(starts)))
+
+
 # --- what commutes ---
 
 

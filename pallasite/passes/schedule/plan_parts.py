@@ -25,7 +25,11 @@ from pallasite.passes.analysis.memory import constant_inputs
 from pallasite.passes.normal.loop_axes import loop_axes, only_merges
 from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.run import run
-from pallasite.passes.schedule.commuting_steps import commuting_steps, in_any_order
+from pallasite.passes.schedule.commuting_steps import (
+    commuting_steps,
+    in_any_order,
+    starts_apart,
+)
 from pallasite.passes.schedule.gpu_blocks import for_gpu, seconds_of_products
 from pallasite.passes.schedule.last_writers import (
     at_once,
@@ -42,6 +46,7 @@ from pallasite.passes.schedule.split_axis import (
     even_parts,
     split,
 )
+from pallasite.passes.schedule.states_in_scratch import states_in_scratch
 from pallasite.passes.schedule.summed_states import summed_states
 from pallasite.passes.schedule.whole_rows import ENOUGH, whole_rows
 from pallasite.target import Chip, Gpu, Host, Machine, chips
@@ -161,7 +166,7 @@ def _of_axes(kernel: Kernel, chip: Gpu | Host) -> Plan:
     if unordered:
         kernel = loop_axes(kernel, _is_unordered)
         if not any(_long_axes(kernel)):
-            return Plan()
+            return _after_starts(kernel, chip)
     if isinstance(chip, Gpu):
         kernel = summed_states(whole_rows(kernel, chip))
         if not any(_long_axes(kernel)):
@@ -171,6 +176,16 @@ def _of_axes(kernel: Kernel, chip: Gpu | Host) -> Plan:
             return Plan(program, "each product is computed once")
         kernel = loop_steps(kernel)
     return _of_steps(kernel, chip)
+
+
+def _after_starts(kernel: Kernel, chip: Gpu | Host) -> Plan:
+    """The steps of a loop at once, after a kernel for what is stored before it."""
+    program = starts_apart(kernel)
+    found = Plan() if program is None else _plan(program.kernels[1], chip)
+    if program is None or found.program is None:
+        return Plan()
+    program = program.with_step(1, found.program, len(kernel.inputs))
+    return replace(found, program=program)
 
 
 def _is_unordered(kernel: Kernel) -> bool:
@@ -215,11 +230,15 @@ def _of_steps(kernel: Kernel, chip: Gpu | Host) -> Plan:
             continue
         if Pipeline.of(find_pipeline(kernel)).semantics[axis] == "sequential":
             continue
-        state = state_along(kernel, axis, info)
+        of, state = kernel, state_along(kernel, axis, info)
         if state.reason:
-            serial = serial or Serial(axis, state.reason, state.loc)
-            continue
-        found = _best(kernel, info, state, chip, programs, uneven)
+            stored = states_in_scratch(kernel, axis, info)
+            again = state if stored is kernel else state_along(stored, axis)
+            if again.reason:
+                serial = serial or Serial(axis, state.reason, state.loc)
+                continue
+            of, state = stored, again
+        found = _best(of, info, state, chip, programs, uneven)
         if found is not None and found.parts * programs >= cores:
             return found
         best = best or found
