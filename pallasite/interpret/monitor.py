@@ -32,6 +32,7 @@ class Origin:
     reason: str
     ref: str
     read_at: Loc | None = None
+    is_stored: bool = False  # in an output
     stored_at: Loc | None = None
     other: str | None = None  # the program that left a stale value
 
@@ -163,7 +164,7 @@ class Monitor:
         for code in np.unique(codes):
             origin = self.origins[code]
             if stored and code:
-                new = self.code(replace(origin, stored_at=loc))
+                new = self.code(replace(origin, is_stored=True, stored_at=loc))
             elif code and origin.read_at is None:
                 new = self.code(replace(origin, read_at=loc))
             else:

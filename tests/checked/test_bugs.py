@@ -9,6 +9,8 @@ from jax import lax
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import CheckError
+from pallasite.interpret.checked import run_checked
+from pallasite.ir.parse import parse_kernel
 
 from .bugs import BUGS, Bug, bug
 
@@ -682,6 +684,22 @@ def test_a_kind_can_be_switched_off():
         run()
     clamped = np.concatenate([X[1:25], X[24:32]])
     np.testing.assert_array_equal(run(bounds=False), clamped)
+
+
+def test_sums_with_what_was_never_written_are_written_without_lines_too():
+    kernel = parse_kernel(
+        """
+        kernel @sums(%x: ref<f32[8] any>, %o: ref<f32[8] any>) outputs 1 {
+          %0: f32[8] = load %x[:]
+          %1: f32[8] = load %o[:]
+          %2: f32[8] = add %0, %1
+          store %o[:] = %2
+        }
+        """
+    )
+    run_checked(kernel, [X[:8]], pl.Checked(uninitialised=False))
+    with pytest.raises(CheckError, match="an undefined value is stored in an output"):
+        run_checked(kernel, [X[:8]], pl.Checked())
 
 
 def test_under_jit_the_report_comes_through_once(caplog):

@@ -83,10 +83,15 @@ def test_statistics_merge_as_scratch(case):
     want = evaluate(before, [x])
     for got, expected in zip(evaluate(after, [x]), want, strict=True):
         np.testing.assert_array_equal(got, expected)
+    in_parts(after, state, x, want)
+
+
+def in_parts(kernel, state, x, want):
     for parts in (2, 5):
-        program = split(after, state, parts)
+        program = split(kernel, state, parts)
         arrays = [x]
         for step in program.steps:
+            verify(step.kernel)
             pairs = zip(step.operands, step.kernel.inputs, strict=True)
             given = [arrays[n].reshape(ref.ref.shape) for n, ref in pairs]
             arrays += evaluate(step.kernel, given)
@@ -121,3 +126,58 @@ def test_blocks_that_others_see_stay(index):
     made = run(made)
     for axis in range(len(analyze(made).axes)):
         assert states_in_scratch(made, axis, analyze(made)) is made
+
+
+def counting(also_sums, of=lambda x, most: most):
+    """How many blocks of a column reach its maximum."""
+
+    def kernel(x_ref, m_ref, n_ref, l_ref):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            m_ref[...] = jnp.full_like(m_ref, -jnp.inf)
+            n_ref[...] = jnp.zeros_like(n_ref)
+            l_ref[...] = jnp.zeros_like(l_ref)
+
+        x, old, none = x_ref[...], m_ref[...], jnp.zeros(m_ref.shape, F32)
+        most = x.max(0, keepdims=True)
+        m = jnp.maximum(old, most)
+        more = jnp.where(of(x, most) == m, none + 1, none)
+        n_ref[...] = jnp.where(old == m, n_ref[...], none) + more
+        if also_sums:
+            total = jnp.exp(x - m).sum(0, keepdims=True)
+            l_ref[...] = l_ref[...] * jnp.exp(old - m) + total
+        else:
+            l_ref[...] += 1.0
+        m_ref[...] = m
+
+    out = pl.BlockSpec((1, 64), lambda i: (0, 0))
+    call = pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct((1, 64), F32)] * 3,
+        grid=(10,),
+        in_specs=[pl.BlockSpec((4, 64), lambda i: (i, 0))],
+        out_specs=[out] * 3,
+    )
+    (made,) = kernels_in(call, jax.ShapeDtypeStruct((40, 64), F32))
+    made = run(made)
+    return made, states_in_scratch(made, 0, analyze(made))
+
+
+@pytest.mark.parametrize("also_sums", [False, True])
+def test_counts_of_a_maximum_merge_too(also_sums):
+    before, after = counting(also_sums)
+    state = state_along(after, 0)
+    assert not state.reason, state.reason
+    x = np.random.default_rng(0).integers(0, 4, (40, 64)).astype(np.float32)
+    x[11, 3], x[2, 5], x[3, 7] = np.nan, np.inf, -np.inf
+    if not also_sums:  # minus infinity less itself is no number
+        x[:, 9], x[:12, 10] = -np.inf, -np.inf
+        x[:, 11], x[:, 12] = np.finfo(np.float32).min, np.inf
+    want = evaluate(before, [x])
+    assert want[1].max() > 2
+    in_parts(after, state, x, want)
+
+
+def test_what_is_not_below_the_maximum_is_not_counted_in_parts():
+    _, after = counting(False, lambda x, most: x.min(0, keepdims=True) + 2)
+    assert "n_ref" in state_along(after, 0).reason

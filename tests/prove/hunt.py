@@ -1,8 +1,8 @@
 """Proofs about random kernels against checked mode: `python -m tests.prove.hunt`.
 
-A claim that is proved must not be reported by checked mode, and one that is refuted
-must be; also with the ranges, and the contents, of operands of integers promised. Exit
-code 1: some claim is false.
+A claim that is proved must not be reported by checked mode, with the kernel's operands
+or others; one that is refuted must be, and by its counterexample; also with the ranges,
+and the contents, of operands of integers promised. Exit code 1: some claim is false.
 
     python -m tests.prove.hunt --kernels 2000 --seed 3
 """
@@ -10,7 +10,7 @@ code 1: some claim is false.
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,18 @@ from tests import conftest  # noqa: F401  sets the environment, before jax is im
 
 # isort: split
 
+import numpy as np
+
 from pallasite.errors import CheckError
 from pallasite.interpret.checked import run_checked
+from pallasite.ir.nodes import Kernel
+from pallasite.proofs.assume import Assumed, Given
 from pallasite.proofs.kernels import prove_kernel
-from pallasite.proofs.replay import NO_CHECKS
-from pallasite.proofs.verdicts import Claim
+from pallasite.proofs.replay import NO_CHECKS, Replay
+from pallasite.proofs.verdicts import CLAIMS, Claim
 from tests.fuzz.choices import Seeded
 from tests.fuzz.generate import FAMILIES, Case, random_kernel
+from tests.prove.mutants import mutants
 
 PER_SEED = 1_000_000
 EACH_FAMILY = (*FAMILIES, "edges")
@@ -39,29 +44,49 @@ CHECKS = {
 GIVEN = ("bounds", "coverage", "races")
 
 
-def reported(case: Case, kind: str) -> bool:
+def reported(kernel: Kernel, arrays: Sequence[np.ndarray], kind: str) -> bool:
     """Whether checked mode reports a kind of bug when the kernel runs."""
     try:
-        run_checked(case.kernel, case.arrays, replace(NO_CHECKS, **{kind: True}))
+        run_checked(kernel, arrays, replace(NO_CHECKS, **{kind: True}))
     except CheckError as error:
         return error.kind == kind
     return False
 
 
 def hunt(numbers: range, counted: Counter[tuple[str, str]]) -> Iterator[str]:
-    """The false claims about random kernels."""
+    """The false claims about random kernels, and about these with mistakes."""
     for number in numbers:
-        family = EACH_FAMILY[number % len(EACH_FAMILY)]
-        case = random_kernel(Seeded(number), family)
-        for claim in prove_kernel(case.kernel).claims:
-            counted[claim.name, claim.verdict] += 1
-            if _is_false(claim, case):
-                yield f"kernel {number} of {family}:\n{claim}\n{case}"
-        for promised in promises(case):
-            for claim in prove_kernel(case.kernel, GIVEN, assume=promised).claims:
-                counted[f"{claim.name}, given", claim.verdict] += 1
-                if _is_false(claim, case):
-                    yield f"kernel {number} of {family}, {promised}:\n{claim}\n{case}"
+        choices, family = Seeded(number), EACH_FAMILY[number % len(EACH_FAMILY)]
+        case = random_kernel(choices, family)
+        made = _claims(case, CLAIMS, promises(case))
+        yield from _false(made, case, f"kernel {number} of {family}", counted)
+        for mutant in mutants(case, choices):
+            made = _claims(mutant, GIVEN, list(promises(case))[1:])
+            yield from _false(made, mutant, f"mutant of {number} of {family}", counted)
+
+
+def _false(
+    made: Iterable[tuple[Claim, Assumed]],
+    case: Case,
+    name: str,
+    counted: Counter[tuple[str, str]],
+) -> Iterator[str]:
+    of = "" if name.startswith("kernel") else " of mutants"
+    for claim, promised in made:
+        given = ", given" if promised else ""
+        counted[claim.name + of + given, claim.verdict] += 1
+        if _is_false(claim, case, promised):
+            yield f"{name}, {promised}:\n{claim}\n{case}"
+
+
+def _claims(
+    case: Case, claims: Sequence[str], promised: Iterable[Assumed]
+) -> Iterator[tuple[Claim, Assumed]]:
+    for claim in prove_kernel(case.kernel, claims).claims:
+        yield claim, {}
+    for given in promised:
+        for claim in prove_kernel(case.kernel, GIVEN, assume=given).claims:
+            yield claim, given
 
 
 def promises(case: Case) -> Iterator[dict[str | int, Any]]:
@@ -73,10 +98,19 @@ def promises(case: Case) -> Iterator[dict[str | int, Any]]:
         yield {n: x.copy() for n, x in known.items()}
 
 
-def _is_false(claim: Claim, case: Case) -> bool:
+def _is_false(claim: Claim, case: Case, promised: Assumed) -> bool:
     if claim.verdict == "unknown" or claim.name not in CHECKS:
         return False
-    return reported(case, CHECKS[claim.name]) != (claim.verdict == "refuted")
+    kernel, kind = case.kernel, CHECKS[claim.name]
+    is_refuted = claim.verdict == "refuted"
+    if reported(kernel, case.arrays, kind) != is_refuted:
+        return True
+    replay = Replay(Given(kernel, promised))
+    if replay.possible():
+        return False
+    if is_refuted:
+        return claim.counterexample is None or not claim.counterexample.replay()
+    return reported(kernel, replay.varied(), kind)
 
 
 def main() -> int:
@@ -91,7 +125,7 @@ def main() -> int:
         wrong += 1
         print(text, flush=True)
     for (name, verdict), n in sorted(counted.items()):
-        print(f"{name:<10} {verdict:<8} {n:>6}")
+        print(f"{name:<26} {verdict:<8} {n:>6}")
     print(f"{given.kernels} kernels, {wrong} false claims")
     return int(wrong > 0)
 

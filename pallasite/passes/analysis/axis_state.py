@@ -25,6 +25,7 @@ state at the start of its part: `prefix`. `schedule/split_axis.py` makes the ker
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Literal
 
 import numpy as np
@@ -82,7 +83,8 @@ class State:
         start: what the author's first step sets a maximum or minimum to, if it is one
             number; parts start with it too.
         scale: for a relative sum, the ref of the maximum.
-        rate: for a relative sum, the factor in the exponent.
+        rate: for a relative sum, the factor in the exponent; infinite: it counts what
+            is equal to the maximum.
         axes: for a relative sum, for each of its dimensions that of the maximum.
     """
 
@@ -198,6 +200,7 @@ class _Search:
         self.finished: set[Value] = set()
         self.spoiled: dict[Value, Sources] = {}
         self.wanted: list[tuple[Op, Sources]] = []
+        self.counted: dict[Value, Value] = {}
         self.each = False
         self.dry = 0
 
@@ -411,7 +414,7 @@ class _Search:
             return
         self.powers.op(op)
         found = self.started(op, known) or computed(op, known)
-        found = found or self.rescaled(op, known)
+        found = found or self.rescaled(op, known) or self.of_equal(op, known)
         if found is None:
             sources = Sources()
             found = Tainted(sources.union(*(k.sources for k in known if k)))
@@ -462,6 +465,8 @@ class _Search:
         if op.name not in ("mul", "add") or len(olds) != 1 or len(others) != 1:
             return None
         (old,), power = olds, self.powers.of(others[0])
+        if old.relative and op.name == "add" and old.relative.rate == inf:
+            return old if self.counted.get(others[0]) is old.relative.new else None
         if not isinstance(power, Power) or not power.is_factor:
             return None
         powers = dict(power.powers)
@@ -479,16 +484,47 @@ class _Search:
         if len(before) != 1 or len(after) != 1 or power.total:
             return None
         (loaded,), (new,) = before, after
+        rate = powers[loaded]
+        if not self.is_next(loaded, new) or rate <= 0:
+            return None
+        relative = Relative(loaded, new, rate, power.axes)
+        return replace(old, merge=RELATIVE, relative=relative)
+
+    def is_next(self, loaded: Value, new: Value) -> bool:
+        """Whether a value is the maximum of one that was loaded and something free."""
         value = self.values.get(new)
         maximum = isinstance(value, Old) and value.merge == "max"
         maximum |= isinstance(value, Tainted)  # once it is stored
-        rate = powers[loaded]
-        is_next = maximum and self.scales[loaded][0] in {
-            ref for ref, _ in self.sources(new)
-        }
-        if not is_next or rate <= 0:
+        refs = {ref for ref, _ in self.sources(new)}
+        return maximum and self.scales[loaded][0] in refs
+
+    def of_equal(self, op: Op, known: Sequence[Abstract | None]) -> Old | None:
+        """A count, and what is added to it, where something equals the next maximum.
+
+        `exp(rate * (x - new m))` is one there and zero elsewhere for an infinite rate:
+        such a count is a relative sum. What is more than `m` of its part is not more
+        than that of all, so that only what equals the last `m` counts in either.
+        """
+        made = self.powers.made
+        test = made.get(op.operands[0]) if op.name == "select_n" else None
+        if test is None or test.name != "eq" or len(op.operands) != 3:
             return None
-        relative = Relative(loaded, new, rate, power.axes)
+        x, new = test.operands
+        none, value = op.operands[1:]
+        most = made.get(new)
+        same = new.tile.shape == value.tile.shape
+        same &= most is not None and most.name == "max" and x in most.operands
+        if not same or known[1] is not None or self.powers.number(none) != 0:
+            return None
+        if self.values.get(x) is None and known[2] is None:
+            self.counted[op.result] = new
+            return None
+        old = known[2]
+        plain = isinstance(old, Old) and old.merge is None and old.relative is None
+        if not plain or x not in self.scales or not self.is_next(x, new):
+            return None
+        axes = tuple(d if n > 1 else None for d, n in enumerate(new.tile.shape))
+        relative = Relative(x, new, inf, axes)
         return replace(old, merge=RELATIVE, relative=relative)
 
     def is_scale(self, known: Old) -> bool:

@@ -27,7 +27,8 @@ class Relative:
     Attributes:
         old: the maximum that was loaded.
         new: the maximum of it and something free.
-        rate: the factor in the exponent.
+        rate: the factor in the exponent; infinite: the sum is `u` where the maximum
+            is the same, and zero elsewhere.
         axes: for each dimension of the sum, that of the maximum, if it has one.
     """
 

@@ -142,7 +142,8 @@ def _online_body(
         else:
             b.store(target, _in_turn(b, parts, state, read[0], source, most))
     start = group[0].start
-    if start is None or start == -inf:
+    finite = any(state.rate < inf for state in group[1:])
+    if finite and (start is None or start == -inf):
         # Parts start with a finite number instead.
         low = b.like(_lowest(most.tile.dtype), most)
         most = b.select(b.eq(most, low), b.like(-inf, most), most)
@@ -173,9 +174,11 @@ def _in_turn(
 
 def _weights(b: Builder, maxima: Value, most: Value, state: State, lead: int) -> Value:
     """`exp(rate * (maximum - the largest))`, in the shape of a sum."""
-    apart = b.mul(b.sub(maxima, most), b.like(state.rate, maxima))
+    less = b.like(0, maxima)
+    if state.rate < inf:
+        less = b.exp(b.mul(b.sub(maxima, most), b.like(state.rate, maxima)))
     # Equal infinities have no difference.
-    weights = b.select(b.eq(maxima, most), b.like(1, maxima), b.exp(apart))
+    weights = b.select(b.eq(maxima, most), b.like(1, maxima), less)
     weights = b.cast(weights, state.ref.ref.dtype)
     shape = maxima.tile.shape[lead:]
     kept = [d for d, n in enumerate(shape) if n > 1]

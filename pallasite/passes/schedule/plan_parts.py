@@ -299,7 +299,7 @@ def _in_any_order(
         return None
     known = prod(info.axes[a].size or UNKNOWN_ROUNDS for a in found.axes)
     after = _overhead(chip, len(program.kernels) - 1)
-    after += seconds(program.kernels[-1], chip, programs * known)
+    after += sum(seconds(k, chip, programs * known) for k in program.kernels)
     if seconds(kernel, chip, programs) < GAIN * after:
         return None
     names = ", ".join(f"i{a}" for a in found.axes)

@@ -15,7 +15,7 @@ All are ordinary kernels; results are the same, bit for bit, from run to run.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
@@ -315,7 +315,9 @@ class _Split:
 
     def start(self, state: State) -> int | float:
         """What a state of a part starts with."""
-        is_scale = any(each.scale is state.ref for each in self.state.states)
+        # What equals a maximum is counted, also where that is minus infinity.
+        sums = (s for s in self.state.states if s.rate < inf)
+        is_scale = any(each.scale is state.ref for each in sums)
         if is_scale:
             return finite_start(state)
         merge = "sum" if state.merge == RELATIVE else state.merge
