@@ -404,7 +404,7 @@ def summary(rows: dict[str, Row], families: dict[str, str]) -> Row:
         "geometric mean": mean(r["ratio"] for r in timed.values()),
         "by family": {
             f: mean(r["ratio"] for n, r in timed.items() if families[n] == f)
-            for f in dict.fromkeys(families.values())
+            for f in dict.fromkeys(families[n] for n in timed)
         },
         "backends": dict(Counter(r.get("backend", "-") for r in rows.values())),
         "below 0.5": {

@@ -347,8 +347,9 @@ def warn_serial(kernel: Kernel, serial: "Serial") -> None:
         return
     _warned.add("serial" + kernel.text)
     at = serial.loc or kernel.loc or Loc("<unknown>", 0)
+    axis = "" if serial.axis is None else f" of grid axis {serial.axis}"
     text = compose(
-        f"the steps of grid axis {serial.axis} run in order, and cores stay idle",
+        f"the steps{axis} run in order, and cores stay idle",
         [("kernel", kernel.name), ("why", serial.reason)],
         at,
         "let each step write its own block, or keep sums, maxima or other states that "

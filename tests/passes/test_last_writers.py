@@ -94,12 +94,26 @@ def scattered(slots_ref, x_ref, _, o_ref):
     lax.fori_loop(0, STEPS, step, None)
 
 
+def by_array(slots_ref, x_ref, _, o_ref):
+    slots = pl.load(slots_ref, pl.ds(pl.program_id(0) * ROWS, ROWS))
+    o_ref[slots] = x_ref[...]
+
+
+def by_arrays(slots_ref, x_ref, _, o_ref):
+    slots = pl.load(slots_ref, pl.ds(pl.program_id(0) * ROWS, ROWS))
+
+    @pl.when(slots_ref[0] != 100)
+    def _():
+        o_ref[slots // PAGE, slots % PAGE] = x_ref[...]
+
+
 NAMED = pl.BlockSpec((1, WIDTH), lambda i, slots: (slots[i], 0))
 COLUMNS = WIDTH // 2
 HALF = pl.BlockSpec((1, COLUMNS), lambda i, j, _: (i, j))
 NAMED_HALF = pl.BlockSpec((1, COLUMNS), lambda i, j, slots: (slots[i], j))
 ONE_PAGE = pl.BlockSpec((1, PAGE, WIDTH), lambda i, slots: (slots[i] // PAGE, 0, 0))
 BLOCK = pl.BlockSpec((ROWS, WIDTH), lambda i, _: (i, 0))
+ALL = pl.BlockSpec(FLAT, lambda i, _: (0, 0))
 FORMS = {
     "window": (stored(copied, [ROW, NAMED], FLAT), FLAT),
     "columns": (stored(copied, [HALF, NAMED_HALF], FLAT, (STEPS, 2)), FLAT),
@@ -107,6 +121,9 @@ FORMS = {
     "paged": (stored(paged, [ROW, WHOLE], PAGED), PAGED),
     "in_page": (stored(in_page, [ROW, ONE_PAGE], PAGED), PAGED),
     "unrolled": (stored(unrolled, [BLOCK, WHOLE], FLAT, (STEPS // ROWS,)), FLAT),
+    "by_array": (stored(by_array, [BLOCK, WHOLE], FLAT, (STEPS // ROWS,)), FLAT),
+    "in_block": (stored(by_array, [BLOCK, ALL], FLAT, (STEPS // ROWS,)), FLAT),
+    "by_arrays": (stored(by_arrays, [BLOCK, WHOLE], PAGED, (STEPS // ROWS,)), PAGED),
     "looped": (stored(looped, [BLOCK, WHOLE], FLAT, (STEPS // ROWS,)), FLAT),
     "scattered": (stored(scattered, [WHOLE, WHOLE], FLAT, ()), FLAT),
 }

@@ -10,6 +10,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import target
+from pallasite.errors import PerformanceWarning
 from pallasite.passes.run import run
 from pallasite.passes.schedule.plan_parts import plan
 from pallasite.passes.schedule.reductions_apart import first_reduction
@@ -124,3 +125,22 @@ def test_a_cpu_divides_them_among_threads(kernel):
         np.testing.assert_array_equal(jax.jit(function)(x), got)
     jax.clear_caches()
     np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-7)
+
+
+def test_what_cannot_be_divided_is_said():
+    def summed_along_all(x_ref, o_ref):
+        x = x_ref[...]
+        for axis in (0, 1, 0):
+            x = jnp.cumsum(x, axis=axis)
+        o_ref[...] = x
+
+    serial = plan(made(summed_along_all, (4096, 2048)), GPUS["h200"]).serial
+    assert serial.axis is None and "one program does" in serial.reason
+    function, x = call(summed_along_all, (4096, 2048))
+    with target.using(replace(target.host(), threads=16)):
+        jax.clear_caches()
+        with pytest.warns(PerformanceWarning, match="what one program does") as said:
+            jax.jit(function).lower(x)
+    jax.clear_caches()
+    assert "summed_along_all" in str(said[0].message)
+    assert "test_reductions_apart.py" in str(said[0].message)

@@ -8,7 +8,8 @@ kernel itself, with parallel steps that only store where they are the last.
 
 Steps may also load a place before they store to it, if all store the same constant, as
 a gradient does with the cotangent that it takes: then the first step of a place alone
-loads and stores, and all others find the constant.
+loads and stores, and all others find the constant. An index array in a store names many
+places in one step, of which the last one counts.
 
 Proof: everything else is independent (`grid.py` says so of the kernel without these
 accesses). Each access of a step is to the same elements of its place, so places are
@@ -78,6 +79,7 @@ class Contested:
         counts: how many numbers each dimension has.
         axes: of the grid, whose steps the table orders.
         rest: the constant that others than the first step load, if any load.
+        lanes: the shape of the index arrays of an access, if it has any.
     """
 
     ref: Value
@@ -86,6 +88,17 @@ class Contested:
     counts: tuple[int, ...]
     axes: frozenset[int]
     rest: float | int | bool | None
+    lanes: tuple[int, ...] = ()
+
+    @property
+    def turns(self) -> int:
+        """How many places a step names."""
+        return len(self.groups) * prod(self.lanes)
+
+    @property
+    def index(self) -> tuple[At | Gather]:
+        """That of the table."""
+        return (Gather() if self.lanes else At(),)
 
     @property
     def places(self) -> int:
@@ -146,12 +159,14 @@ def last_writers(kernel: Kernel, info: GridInfo | None = None) -> LastWriters | 
     )
     found = LastWriters(axes, results)
     steps = prod(n or 1 for n in pipeline.grid)
-    shown = _fixed(pipeline, axes, results).values()
-    if any(each.window.may_hang_over(each.array.ref.shape) for each in shown):
+    fixed = _fixed(pipeline, axes, results)
+    if any(each.window.may_hang_over(each.array.ref.shape) for each in fixed.values()):
+        return None
+    by_array = {one.groups[0][0].operands[0] for one in results if one.lanes}
+    if any(fixed[b].array.ref.shape != b.ref.shape for b in by_array & fixed.keys()):
         return None
     if not axes or any(
-        each.places > MOST_PLACES or steps * len(each.groups) >= 1 << 31
-        for each in results
+        each.places > MOST_PLACES or steps * each.turns >= 1 << 31 for each in results
     ):
         return None
     reads_them = any(_noting(kernel, each) is None for each in results)
@@ -221,10 +236,14 @@ class _Places:
             rest = self.constant(groups)
             if rest is None:
                 return None
+        tiles = {v.tile.shape for a in accesses for v in a.index_operands} - {()}
+        if len(tiles) > (rest is None):
+            return None
         named, axes = self.named(groups, counts)
         if not axes or not named:
             return None
-        return Contested(ref, tuple(groups), named, counts, axes, rest)
+        lanes = next(iter(tiles), ())
+        return Contested(ref, tuple(groups), named, counts, axes, rest, lanes)
 
     def counts(self, access: Access) -> tuple[int, ...] | None:
         """How many numbers each dimension of a place has; None: places may overlap."""
@@ -239,11 +258,9 @@ class _Places:
             return None
         shape = access.ref.ref.shape
         for (entry, start), n in zip(access.split_index(), shape, strict=True):
-            if isinstance(entry, Gather):
-                return None
             if start is not None:
-                extent = 1 if isinstance(entry, At) else entry.extent
-                if start.tile.shape or (extent > 1 and n > extent):
+                extent = entry.extent if isinstance(entry, Span) else 1
+                if extent > 1 and n > extent:
                     return None
                 counts.append(n - extent + 1)
         return tuple(counts)
@@ -304,6 +321,9 @@ class _Places:
         columns = zip(*forms, strict=True)
         uses = [frozenset[int]().union(*(f.axes for f in each)) for each in columns]
         named = {d for d, (affine, _) in enumerate(parts) if affine is None}
+        starts = Access.of(groups[0][0]).index_operands
+        first = len(counts) - len(starts)
+        named |= {first + n for n, v in enumerate(starts) if v.tile.shape}
         while True:
             own = [p for d, p in enumerate(parts) if d not in named]
             axes = {*every} - recoverable(own, self.sizes)
@@ -434,11 +454,26 @@ def _place(b: Builder, pipeline: Pipeline, one: Contested, op: Op) -> Value:
     numbers += access.index_operands
     total = None
     for d in one.named:
-        n = one.counts[d]
-        number = b.clamp(b.index(0), b.as_index(numbers[d]), b.index(n - 1))
-        total = number if total is None else b.add(b.mul(total, b.index(n)), number)
+        n, number = one.counts[d], b.broadcast(b.as_index(numbers[d]), one.lanes)
+        number = b.op("clamp", b.like(0, number), number, b.like(n - 1, number))
+        scaled = total and b.add(b.mul(total, b.like(n, total)), number)
+        total = scaled or number
     assert total is not None
     return total
+
+
+def _inside(b: Builder, one: Contested, op: Op) -> Value | None:
+    """Which places of an index array are places: a store drops others."""
+    access, inside = Access.of(op), None
+    for entry, start in access.split_index():
+        if isinstance(entry, Gather):
+            assert start is not None
+            at = access.index_operands.index(start) - len(access.index_operands)
+            start = b.as_index(start)
+            low, high = (b.like(k, start) for k in (0, one.counts[at] - 1))
+            both = b.op("and", b.ge(start, low), b.op("le", start, high))
+            inside = both if inside is None else b.op("and", inside, both)
+    return inside
 
 
 def _turn(b: Builder, pipeline: Pipeline, one: Contested, group: int) -> Value:
@@ -448,12 +483,16 @@ def _turn(b: Builder, pipeline: Pipeline, one: Contested, group: int) -> Value:
     for axis in axes:
         size = b.index(pipeline.grid[axis] or 1)
         total = b.add(b.mul(total, size), pipeline.ids[axis])
-    groups = len(one.groups)
-    total = b.add(b.mul(total, b.index(groups)), b.index(group))
-    if one.rest is None:
-        return b.add(total, b.index(1))
-    most = prod(pipeline.grid[a] or 1 for a in axes) * groups
-    return b.sub(b.index(most), total)
+    total = b.add(b.mul(total, b.index(len(one.groups))), b.index(group))
+    if one.rest is not None:
+        most = prod(pipeline.grid[a] or 1 for a in axes) * len(one.groups)
+        return b.sub(b.index(most), total)
+    total = b.broadcast(b.mul(total, b.index(prod(one.lanes))), one.lanes)
+    strides = [prod(one.lanes[d + 1 :]) for d in range(len(one.lanes))]
+    for d, stride in enumerate(strides):
+        lane = b.op("iota", type=T.TileType(one.lanes, T.I32), dim=d)
+        total = b.add(total, b.mul(lane, b.like(stride, lane)))
+    return b.add(total, b.like(1, total))
 
 
 def _filling(count: int) -> Kernel:
@@ -487,8 +526,10 @@ def _noting(kernel: Kernel, one: Contested) -> Kernel | None:
         if op in firsts:
             place = _place(b, pipeline, one, op)
             turn = _turn(b, pipeline, one, firsts[op])
-            attrs = {"kind": "max", "index": (At(),), "mask": False}
-            b.emit("atomic_rmw", table, turn, place, **attrs)
+            inside = _inside(b, one, op)
+            access = Access(table, one.index, (place,), turn, None, inside)
+            attrs = {"kind": "max", "index": one.index, "mask": inside is not None}
+            b.emit("atomic_rmw", *access_operands(access), **attrs)
         if op.regions or not writes(op):
             return False
         lost.update(op.results)
@@ -515,6 +556,24 @@ def _noting(kernel: Kernel, one: Contested) -> Kernel | None:
     )
 
 
+def _store_some(b: Builder, op: Op, mask: Value, whole: Shown | None) -> None:
+    """A store through index arrays to some of their places.
+
+    `whole`: the window that shows the array, if there is one.
+    """
+    access, starts = Access.of(op), list[Value]()
+    assert access.value is not None
+    shapes = zip(access.split_index(), access.ref.ref.shape, strict=True)
+    for (entry, start), n in shapes:
+        if start is not None and not isinstance(entry, Gather):
+            extent = entry.extent if isinstance(entry, Span) else 1
+            start = b.clamp(b.index(0), b.as_index(start), b.index(n - extent))
+        starts += [] if start is None else [start]
+    mask = b.broadcast(mask, access.value.tile.shape, range(mask.tile.rank))
+    ref = access.ref if whole is None else whole.array
+    b.store(ref, access.value, access.index, starts, mask)
+
+
 def _in_parallel(
     kernel: Kernel, found: LastWriters, tables: Mapping[Contested, Value]
 ) -> Kernel:
@@ -535,9 +594,12 @@ def _in_parallel(
         one, n = key = group_of[op]
         if key not in chosen:
             place = _place(b, pipeline, one, op)
-            last = b.load(tables[one], (At(),), [place])
+            last = b.load(tables[one], one.index, [place])
             is_last = b.op("eq", last, _turn(b, pipeline, one, n))
-            chosen[key] = b.cast(is_last, T.I32)
+            chosen[key] = is_last if one.lanes else b.cast(is_last, T.I32)
+        if one.lanes:
+            _store_some(b, op, chosen[key], shown.get(op.operands[0]))
+            return True
         inside = Builder(op.loc)
         made = _access(inside, pipeline, op, shown.get(op.operands[0]))
         if op.name == "store":

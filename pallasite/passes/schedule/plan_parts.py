@@ -67,9 +67,9 @@ IDLE = 8  # how many times more cores than programs are worth one
 
 @dataclass(frozen=True)
 class Serial:
-    """Why an axis runs step after step although the chip has idle cores."""
+    """Why an axis, or all of a kernel, runs in order although cores are idle."""
 
-    axis: int
+    axis: int | None
     reason: str
     loc: Loc | None
 
@@ -126,10 +126,21 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
     if found.program is None and _is_long_and_idle(kernel := run(kernel), chip):
         stepped = reductions_in_steps(kernel)
         of_steps = Plan() if stepped is kernel else _of_steps(stepped, chip)
-        return (
-            of_steps if of_steps.program is not None else _apart(kernel, chip) or found
-        )
+        if of_steps.program is not None:
+            return of_steps
+        found = _apart(kernel, chip) or found
+        if found.program is None and stepped is kernel:
+            return replace(found, serial=found.serial or _undivided(kernel, chip))
     return found
+
+
+def _undivided(kernel: Kernel, chip: Gpu | Host) -> Serial | None:
+    """That a kernel has few programs, if that is worth a warning."""
+    programs = _programs(kernel, chip)
+    if _cores(chip) < IDLE * programs or not _is_wasteful(kernel, chip, programs):
+        return None
+    of = "one program does" if programs == 1 else f"{programs} programs do"
+    return Serial(None, f"what {of} cannot be divided", None)
 
 
 def _apart(kernel: Kernel, chip: Gpu | Host) -> Plan | None:
@@ -164,7 +175,8 @@ def _of_axes(kernel: Kernel, chip: Gpu | Host) -> Plan:
         return Plan()
     kernel = run(kernel)
     if unordered:
-        kernel = loop_axes(kernel, _is_unordered)
+        made = loop_axes(kernel, _is_unordered)
+        kernel = made if merges or last_writers(made) is not None else kernel
         if not any(_long_axes(kernel)):
             return _after_starts(kernel, chip)
     if isinstance(chip, Gpu):
@@ -194,7 +206,10 @@ def _is_unordered(kernel: Kernel) -> bool:
 
 def _is_long_and_idle(kernel: Kernel, chip: Gpu | Host) -> bool:
     """Whether a kernel takes long on few cores, however its blocks are divided."""
-    if kernel.level != TILE or [o.name for o in kernel.body.ops].count("pipeline") != 1:
+    pipelines = [op for op in kernel.body.ops if op.name == "pipeline"]
+    if kernel.level != TILE or len(pipelines) != 1:
+        return False
+    if "sequential" in Pipeline.of(pipelines[0]).semantics:
         return False
     info = analyze(kernel)
     programs = prod(info.axes[a].size or 1 for a in info.parallel)
@@ -285,7 +300,7 @@ def _in_any_order(
         return None
     known = prod(info.axes[a].size or UNKNOWN_ROUNDS for a in found.axes)
     after = _overhead(chip, len(program.kernels) - 1)
-    after += seconds(program.kernels[-1], chip, programs * known)
+    after += sum(seconds(k, chip, programs * known) for k in program.kernels)
     if seconds(kernel, chip, programs) < GAIN * after:
         return None
     names = ", ".join(f"i{a}" for a in found.axes)

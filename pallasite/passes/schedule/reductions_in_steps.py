@@ -34,8 +34,6 @@ def reductions_in_steps(kernel: Kernel) -> Kernel:
     grids = [op for op in kernel.body.ops if op.name == "pipeline"]
     if kernel.level != TILE or len(grids) != 1:
         return kernel
-    if "sequential" in Pipeline.of(grids[0]).semantics:
-        return kernel
     for looped in _with_a_loop(_with_late_stores(kernel)):
         stepped = loop_steps(looped, reduces=True)
         if stepped is not looped:
