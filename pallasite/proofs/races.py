@@ -292,5 +292,7 @@ def _has_parallel_axes(kernel: Kernel) -> bool:
         if op.name == "pipeline"
         for word in Pipeline.of(op).semantics
     )
+    if any(said):
+        return True
     info = _analysed(kernel)
-    return any(said) or (info is not None and bool(info.parallel))
+    return info is not None and bool(info.parallel)

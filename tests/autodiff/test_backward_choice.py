@@ -386,19 +386,21 @@ def test_triton_runs_them(style, is_causal):
     seed = normal(3, 1, 32, 16)
     (call,) = calls_in(run, *args)
     made = full_plan(call.kernel, machine=Machine.usual(chip("h200")))
-    (cut,) = (way for way in made.choices if len(way.steps) == 3)
-    arrays = dict(zip(made.primals, args, strict=True)) | {made.seeds[0]: seed}
-    for step in cut.steps:
-        operands = [arrays[ref] for ref in step.operands]
-        results = harness.simulated(step.kernel, operands, chip=chip("h200"))
-        for ref, x, parts in zip(step.results, results, step.parts, strict=True):
-            several = tuple(range(x.ndim - ref.ref.rank)) if parts > 1 else ()
-            arrays[ref] = x.sum(several) if several else x
     reference = functools.partial(attention, is_causal=is_causal)
     expected = pull_back(reference, args, seed)
-    for n, x in enumerate(expected):
-        got = arrays[made.targets[n]]
-        np.testing.assert_allclose(got, x, rtol=1e-4, atol=1e-4)
+    in_three = [way for way in made.choices if len(way.steps) == 3]
+    assert in_three
+    for way in in_three:
+        arrays = dict(zip(made.primals, args, strict=True)) | {made.seeds[0]: seed}
+        for step in way.steps:
+            operands = [arrays[ref] for ref in step.operands]
+            results = harness.simulated(step.kernel, operands, chip=chip("h200"))
+            for ref, x, parts in zip(step.results, results, step.parts, strict=True):
+                several = tuple(range(x.ndim - ref.ref.rank)) if parts > 1 else ()
+                arrays[ref] = x.sum(several) if several else x
+        for n, x in enumerate(expected):
+            got = arrays[made.targets[n]]
+            np.testing.assert_allclose(got, x, rtol=1e-4, atol=1e-4)
 
 
 @STYLES

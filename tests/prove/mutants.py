@@ -1,14 +1,14 @@
-"""Kernels with a mistake, made of random kernels: `mutants(case, choices)`.
+"""Kernels with a mistake, made of random kernels: `mutant(case, choices)`.
 
 Random kernels have no bugs but indices that leave their refs. Another number, a store
 that is missing and axes that are parallel give the other claims something to refute.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from pallasite.errors import PallasError
-from pallasite.ir.nodes import Kernel, Op, Value, walk
+from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.ir.rewrite import Rewriter, map_ops
 from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import INDEX
@@ -19,16 +19,15 @@ from tests.fuzz.generate import Case
 Change = Callable[[Op, Choices], list[Op]]
 
 
-def mutants(case: Case, choices: Choices) -> Iterator[Case]:
-    """The case with one mistake, of each kind that it has room for."""
-    if any(op.name == "while" for op in walk(case.kernel.body)):
-        return  # it may not end
-    for fits, change in KINDS:
-        places = [n for n, op in enumerate(_in_order(case.kernel)) if fits(op)]
-        if places:
-            made = _changed(case.kernel, pick(choices, places), change, choices)
-            if made is not None:
-                yield replace(case, kernel=made)
+def mutant(case: Case, choices: Choices) -> Case | None:
+    """The case with one mistake; None if there is no room, or it may not end."""
+    ops = _in_order(case.kernel)
+    fits, change = pick(choices, KINDS)
+    places = [n for n, op in enumerate(ops) if fits(op)]
+    if not places or any(op.name == "while" for op in ops):
+        return None
+    made = _changed(case.kernel, pick(choices, places), change, choices)
+    return None if made is None else replace(case, kernel=made)
 
 
 def _in_order(kernel: Kernel) -> list[Op]:

@@ -11,3 +11,4 @@ def test_no_claim_about_random_kernels_is_false():
     assert counted["bounds", "proved"] >= 10
     assert counted["bounds", "refuted"] >= 10
     assert counted["coverage", "proved"] >= 30
+    assert counted["coverage of mutants", "refuted"] >= 5

@@ -175,7 +175,8 @@ def _of_axes(kernel: Kernel, chip: Gpu | Host) -> Plan:
         return Plan()
     kernel = run(kernel)
     if unordered:
-        kernel = loop_axes(kernel, _is_unordered)
+        made = loop_axes(kernel, _is_unordered)
+        kernel = made if merges or last_writers(made) is not None else kernel
         if not any(_long_axes(kernel)):
             return _after_starts(kernel, chip)
     if isinstance(chip, Gpu):
