@@ -74,6 +74,27 @@ CASES = {
         guarded("w", at_first(1, STORE) + READ, "numbers") + "store %numbers[0] = %i1",
         0,
     ),
+    "guarded by what varies within a step": (
+        f"""
+        %c4: i32 = constant {{value=4, type=i32[]}}
+        %c1: i32 = constant {{value=1, type=i32[]}}
+        for %zero, %c4, %c1 body (%k: i32) {{
+          %g: bool = eq %k, %i0
+          %n: i32 = cast %g {{dtype=i32}}
+          %f: bool = eq %k, %zero
+          %m: i32 = cast %f {{dtype=i32}}
+          cond %n
+            branch () {{ }}
+            branch () {{
+              cond %m
+                branch () {{ }}
+                branch () {{ {STORE} }}
+              {READ}
+            }}
+        }}
+        """,
+        0,
+    ),
     "half is written": (HALF + READ, 0),
     "the same half is written": (HALF + "%x: i32[4] = load %acc[0:+4]", 2),
 }

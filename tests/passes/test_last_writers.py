@@ -231,6 +231,22 @@ def test_gradient_values(name):
     np.testing.assert_array_equal(made[1], old.reshape(shape))
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["own", "shared"])
+@pytest.mark.parametrize("name", ["window", "paged", "by_array", "columns"])
+def test_batched(name, own):
+    """A table for each element's slots, or one for all if they are shared."""
+    function, shape = FORMS[name]
+    slots, *others = structs(shape)
+    kernels = sites.kernels_in(
+        jax.vmap(function, (0 if own else None, 0, 0)),
+        Struct((3, *slots.shape), I32) if own else slots,
+        *(Struct((3, *x.shape), x.dtype) for x in others),
+    )
+    program = check(normal(kernels[0]))
+    (table,) = program.kernels[0].outputs
+    assert table.ref.shape == ((3 if own else 1) * SLOTS,)
+
+
 def test_two_caches_share_a_table():
     function = stored(both, [ROW, ROW, WHOLE, WHOLE], FLAT, caches=2)
     slots, x, cache = structs(FLAT)

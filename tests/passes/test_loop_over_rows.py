@@ -344,3 +344,23 @@ def test_a_prime_number_of_rows_is_divided_past_the_array():
     arrays = [rng.normal(size=(3, 257, 64)).astype(jnp.bfloat16) for _ in range(3)]
     (got,), (want,) = outputs(after, arrays), outputs(before, arrays)
     np.testing.assert_allclose(got, want, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("size", [7, 8, 29])
+def test_a_maximum_that_is_stored_may_be_minus_infinity(size: int):
+    def kernel(x_ref, m_ref, s_ref):
+        x = x_ref[...]
+        m_ref[...] = m = x.max(0, keepdims=True)
+        s_ref[...] = jnp.exp(x - m).sum(0, keepdims=True)
+
+    x = np.random.default_rng(0).normal(size=(58, 8)).astype(np.float32)
+    x[:, 2], x[:, 3], x[:30, 4] = -np.inf, np.finfo(np.float32).min, -np.inf
+    out = jax.ShapeDtypeStruct((1, 8), F32)
+    (given,) = kernels_in(lambda x: pl.pallas_call(kernel, (out, out))(x), x)
+    looped = loop_over_rows(run(given), (0, 0), size)
+    verify(looped)
+    assert loops_and_products(looped) == (1, 0)
+    (got, sums), (want, of_one) = outputs(looped, [x]), outputs(given, [x])
+    np.testing.assert_array_equal(got, want)
+    rows = np.isfinite(want)
+    np.testing.assert_allclose(sums[rows], of_one[rows], rtol=1e-5)

@@ -34,8 +34,9 @@ def carried_from(
     """The first axis along which `ref` carries a value; `len(ids)` if none does.
 
     Carrying along one axis implies carrying along all faster ones, because a step sees
-    what the previous step in grid order left. A guard that no faster axis decides is
-    the same at all of their steps, so that either outcome is a case of its own.
+    what the previous step in grid order left. A guard that neither a faster axis nor
+    an iteration decides is the same at all of their steps, so that either outcome is a
+    case of its own.
 
     Args:
         body: a step.
@@ -67,7 +68,9 @@ def _guards(
     body: Block, inner: frozenset[Value], constant: Collection[Value]
 ) -> list[Value]:
     """Conditions that are the same at all steps along inner axes, the first few."""
-    made, varies = producers_of(body), dict[Value, bool]()
+    made = producers_of(body)
+    inside = [region for op in walk(body) for region in op.regions]
+    varies = {v: True for region in inside for v in region.params}
 
     def is_steady(value: Value) -> bool:
         if value not in varies:

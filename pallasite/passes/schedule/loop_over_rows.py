@@ -17,7 +17,8 @@ where it was, to memory that nothing reads. Maxima are the same; of equal ones t
 the first part has its position, as the first NaN has. Sums are taken in another order,
 of results as wide as a matmul's sums. A
 running maximum starts as the least finite number, relative to which nothing overflows
-and minus infinity vanishes. Rows are linear in what they are divided by; results differ
+and minus infinity vanishes; where it is seen itself, another one starts as minus
+infinity. Rows are linear in what they are divided by; results differ
 by the rounding of sums and products.
 """
 
@@ -172,7 +173,7 @@ class _Loops:
     def __init__(self, found: LoopDims, dim: LoopDim, size: int):
         self.dim, self.size = dim, size
         body = found.pipeline.body
-        self.made = producers_of(body)
+        self.made, self.ops = producers_of(body), tuple(walk(body))
         tiles = {v: d for v, d in dim.members.items() if not v.is_ref}
         loads = {op for op in self.made.values() if op.name == "load"}
         stores = {op for op in body.ops if op.name == "store"}
@@ -254,6 +255,16 @@ class _Loops:
         groups[1] = [*top, *groups.pop(2)]
         return scale
 
+    def _is_seen(self, scale: Value) -> bool:
+        """Whether a maximum is more than what something is relative to."""
+        users = [op for op in self.ops if scale in op.operands]
+        return any(
+            self._is_seen(op.result)
+            if op.name in ("broadcast_in_dim", "reshape", "cast", "stop_gradient")
+            else op.name != "sub"
+            for op in users
+        )
+
     def _rescaled(self, op: Op, scale: Value) -> "_Rescaled | None":
         """How a sum depends on a maximum; None: not by an exponent."""
         power = self.powers.of(op.result) if op.results else None
@@ -301,6 +312,9 @@ class _Loops:
             if is_scale:
                 part.new[scale] = new = inner.op(MERGED[kind], old, share)
                 state.new.append(new)
+                if self._is_seen(scale):
+                    last[sink] = most = state.old(scale.tile, neutral(kind, dtype))
+                    state.new.append(inner.op(MERGED[kind], most, share))
                 apart = [old, new]
                 if (end := self._rescaled(group[-1], scale)) and end.is_stopped:
                     apart = [inner.op("stop_gradient", v) for v in apart]
