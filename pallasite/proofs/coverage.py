@@ -34,8 +34,9 @@ def coverage(walk: Walk, replay: Replay) -> Claim:
 
 def _output(walk: Walk, root: Value, name: str, replay: Replay) -> Claim:
     writes = [t for t in walk.touches if t.root is root and t.writes]
-    sure = [t for t in writes if t.exact and (t.parts or t.points) is not None]
-    sure = [t for t in sure if t.place.sure]
+    sure = [t for t in writes if t.sure]
+    # The parts of a scalar are an empty tuple.
+    sure = [t for t in sure if t.parts is not None or t.points is not None]
     unsure = [t for t in writes if t not in sure]
     try:
         cells, written = _written(walk, root, sure)
@@ -69,7 +70,7 @@ def _written(
             own[tuple(c[hits.valid] for c in hits.cells)] = True
             factor = factor & own.reshape(shape)
         if not cells.counts:  # a scalar
-            factor = touch.place.active.any()
+            factor = cells.hits(touch).valid.any()
         written = written | factor
     return cells, np.asarray(written)
 

@@ -186,11 +186,13 @@ class _Judge:
             if touch.atomic and len({t.op.name for t in touches}) == 1:
                 continue  # nothing but atomics: they add up in any order
             where, lanes = self._lanes(cells, touch)
-            np.minimum.at(low, where, lanes)
-            np.maximum.at(high, where, lanes)
+            # A dimension in front, as a scalar has no place to index.
+            at = (np.zeros_like(lanes), *where)
+            np.minimum.at(low[None], at, lanes)
+            np.maximum.at(high[None], at, lanes)
             if touch.writes:
-                np.minimum.at(wlow, where, lanes)
-                np.maximum.at(whigh, where, lanes)
+                np.minimum.at(wlow[None], at, lanes)
+                np.maximum.at(whigh[None], at, lanes)
         bad = (whigh >= 0) & (low != high)
         if not bad.any():
             return None
@@ -208,8 +210,8 @@ class _Judge:
         )
 
     def _touches(self, cells: Cells, touch: Touch, cell: Sequence[int]) -> bool:
-        where, _ = self._lanes(cells, touch)
-        same = np.ones(len(where[0]) if where else 1, bool)
+        where, lanes = self._lanes(cells, touch)
+        same = np.ones(len(lanes), bool)
         for found, wanted in zip(where, cell, strict=True):
             same &= found == wanted
         return bool(same.any())

@@ -32,6 +32,40 @@ def verdict(function, name, *operands):
     return claim(function, name, *operands).verdict
 
 
+def of_a_scalar(store):
+    return prove_kernel(
+        parse_kernel(
+            f"""
+            kernel @scalar(%x: ref<f32 any>, %o: ref<f32 any>) outputs 1 {{
+              pipeline %x, %o {{
+                grid=(2,), windows=(in[], out[]), semantics=("parallel",)}}
+                map (%i: i32) {{}}
+                map (%i_1: i32) {{}}
+                body (%i_2: i32, %xb: ref<f32 block>, %ob: ref<f32 block>) {{
+                  %0: f32 = load %xb[]
+                  %1: i32 = constant {{value=1}}
+                  %2: bool = gt %i_2, %1
+                  store {store}
+                }}
+            }}
+            """
+        )
+    )
+
+
+def test_programs_that_store_one_scalar_race():
+    found = of_a_scalar("%ob[] = %0")
+    assert found.races.verdict == "refuted"
+    assert found.coverage.verdict == "proved"
+    assert found.races.counterexample.replay()
+
+
+def test_a_scalar_where_the_mask_is_off_is_not_written():
+    found = of_a_scalar("%ob[] = %0 mask %2")
+    assert found.coverage.verdict == "refuted"
+    assert "never written" in found.coverage.counterexample.replay()
+
+
 # --- bounds ---
 
 
