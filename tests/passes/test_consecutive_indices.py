@@ -250,3 +250,21 @@ def test_places_that_wrap_around_are_slices_where_none_does(shape):
     for got, want in zip(run_numpy(new, [x, y]), run_numpy(old, [x, y]), strict=True):
         np.testing.assert_array_equal(got, want)
     np.testing.assert_allclose(run_numpy(new, [x, y])[0], x @ y, 1e-5, 1e-5)
+
+
+def test_one_array_that_repeats_its_counts_stays():
+    """Its rows are the same; the value that is stored has them all."""
+    kernel = parse_kernel(
+        """
+        kernel @repeated(%x: ref<f32[7,4,2] any>, %o: ref<f32[4,2] any>) outputs 1 {
+          %0: i32[7,4] = iota {dim=1}
+          %1: f32[7,4,2] = load %x[:, :, :]
+          store %o[gather %0, :] = %1
+        }
+        """
+    )
+    assert single_slices(kernel) is kernel
+    verify(normalize(kernel))
+    x = np.arange(56, dtype=np.float32).reshape(7, 4, 2)
+    (found,) = run_numpy(normalize(kernel), [x])
+    np.testing.assert_array_equal(found, x[-1])

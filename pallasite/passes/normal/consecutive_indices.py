@@ -173,6 +173,8 @@ class _SingleSlices(_Slicing):
         while dims and dims != list(range(len(shape) - len(dims), len(shape))):
             found.pop(next(iter(found)))
             dims = dims[1:]
+        if len(found) == len(arrays) and len(dims) < len(shape):
+            return {}  # no array is left to select along the other dimensions
         for n, (entry, value) in enumerate(entries):
             if not isinstance(entry, Gather) or value is None:
                 continue
