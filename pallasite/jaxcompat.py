@@ -554,7 +554,8 @@ def kept_arguments(ctx: Any, values: Sequence[Any]) -> frozenset[int]:
         attributes = function.attributes
         if mlir.ir.StringAttr(attributes["sym_name"]).value != "main":
             continue
-        given = attributes["arg_attrs"][list(block.arguments).index(value)]
+        every = mlir.ir.ArrayAttr(attributes["arg_attrs"])
+        given = mlir.ir.DictAttr(every[list(block.arguments).index(value)])
         if "jax.buffer_donor" not in given and "tf.aliasing_output" not in given:
             found.add(number)
     return frozenset(found)

@@ -74,8 +74,9 @@ def _sums(body: Block, loop: Loop) -> list[_Sum]:
         (share,) = [v for v in add.operands if v is not carry] or [carry]
         dot, last = inside.get(share), outer[loop.results[n]]
         is_sum = inner[carry] == [add] and inner[share] == [add] and not inner[total]
-        from_zero = start is not None and start.name == "constant"
-        if not is_sum or not from_zero or start.attrs["value"] != 0 or len(last) != 1:
+        if start is None or start.name != "constant" or start.attrs["value"] != 0:
+            continue
+        if not is_sum or len(last) != 1:
             continue
         if dot is None or dot.name != "dot" or last[0].name != "atomic_rmw":
             continue

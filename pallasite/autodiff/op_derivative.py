@@ -112,7 +112,7 @@ def vjp_ops(
         return [None] * len(primals)
     if (shapes := _other_shapes(op, primals)) is not None:
         groups = primals, results, cotangents
-        run = lambda b, old, *groups: vjp_ops(b, old, *groups, wanted)
+        run = lambda b, old, xs, ys, seeds: vjp_ops(b, old, xs, ys, seeds, wanted)
         return _in_other_shapes(builder, op, shapes, groups, run)
     traced = _traced(_Signature.of(op, primals, tuple(wanted), "vjp", known))
     args = [*primals, *(c for c in cotangents if c is not None)]

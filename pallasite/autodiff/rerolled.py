@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
+from typing import Any
 
 from pallasite.autodiff.backward_stages import Slice
 from pallasite.autodiff.backward_windows import only
@@ -184,7 +185,8 @@ class _Reroll:
         b, places, access = self.b, self.places, Access.of(op)
         zero = b.index(0)
         indices = list(places.indices or [zero] * places.ref.ref.rank)
-        dims, index = list(places.window.dims), list(access.index)
+        dims = list(places.window.dims)
+        index: list[Any] = list(access.index)
         kept = [n for n, dim in enumerate(dims) if dim.kind != "squeezed"]
         for d, size, axis in zip(places.dims, places.sizes, self.axes, strict=True):
             n = kept[d]
@@ -243,7 +245,7 @@ class _Reroll:
         if any(a.mask is not None or a.other is not None for a in accesses):
             raise _Differs
         ref = self.value(tuple(a.ref for a in accesses))
-        index, starts = list[object](), list[Value]()
+        index, starts = list[Any](), list[Value]()
         for found in zip(*(a.split_index() for a in accesses), strict=True):
             entry, start = found[0]
             if all(e == entry and s is start for e, s in found):

@@ -128,7 +128,7 @@ class _Walk:
             return None
         zero = b.constant(0, carry.tile)
         if op.name == "select_n":
-            return b.op("select_n", op.operands[0], zero, cases[1])
+            return b.op("select_n", op.operands[0], zero, op.operands[2])
         kept = replace(op.regions[0], yields=(zero,))
         share = Value(carry.tile)
         b.ops.append(op.with_(regions=(kept, op.regions[1]), results=(share,)))

@@ -255,9 +255,10 @@ def _live_results(op: Op, live: set[Value]) -> Op:
     kept = [n for n, value in enumerate(op.results) if value in live]
     if len(kept) == len(op.results):
         return op
-    picked = lambda values: tuple(values[n] for n in kept)
-    regions = tuple(Block(r.params, r.ops, picked(r.yields)) for r in op.regions)
-    return op.with_(results=picked(op.results), regions=regions)
+    regions = tuple(
+        Block(r.params, r.ops, tuple(r.yields[n] for n in kept)) for r in op.regions
+    )
+    return op.with_(results=tuple(op.results[n] for n in kept), regions=regions)
 
 
 def common_subexpressions(kernel: Kernel) -> Kernel:

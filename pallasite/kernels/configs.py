@@ -76,7 +76,7 @@ def tuned(
         options: whatever else determines the kernel's code.
     """
     if given is not None or batch_invariant:
-        found: Any = checked(kernel, given or default, default)
+        found: Any = checked(kernel, default if given is None else given, default)
         same = batch_invariant or getattr(found, "batch_invariant", False)
         return dataclasses.replace(found, batch_invariant=True) if same else found
     values = {name: getattr(default, name) for name in space}

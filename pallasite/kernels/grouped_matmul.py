@@ -73,13 +73,14 @@ def grouped_matmul(
     # On a TPU a program costs hundreds of cycles, and memory for blocks is ample.
     if not is_quantized and configs.traced_for(Tpu):
         default = MatmulConfig(256, 512, 512)
+    options: dict[str, Any] = {"bits": y.bits} if is_quantized else {}
     config = configs.tuned(
         "grouped_matmul",
         config,
         default,
         configs.PRODUCT,
         (x, *jax.tree.leaves((y, gate))) if is_quantized else (x, y, gate),
-        **({"bits": y.bits} if is_quantized else {}),
+        **options,
     )
     group_sizes = jnp.clip(common.as_int32(group_sizes), 0, len(x))
     return compute(x, y, gate, group_sizes, activation=activation, config=config)

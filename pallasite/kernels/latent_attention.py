@@ -166,7 +166,8 @@ def _streamed(query, query_rotary, latent_pages, rotary_pages, lengths, table, *
         parts = [jnp.concatenate(both, axis=1) for both in zip(full, last, strict=True)]
     else:
         parts = _parts(*operands, blocks="all", **how)
-    return joined(*parts, config, axis=1).astype(query.dtype)
+    acc, maximum, total = parts
+    return joined(acc, maximum, total, config, axis=1).astype(query.dtype)
 
 
 def _parts(

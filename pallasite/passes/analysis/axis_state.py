@@ -520,8 +520,9 @@ class _Search:
             self.counted[op.result] = new
             return None
         old = known[2]
-        plain = isinstance(old, Old) and old.merge is None and old.relative is None
-        if not plain or x not in self.scales or not self.is_next(x, new):
+        if not isinstance(old, Old) or (old.merge, old.relative) != (None, None):
+            return None
+        if x not in self.scales or not self.is_next(x, new):
             return None
         axes = tuple(d if n > 1 else None for d, n in enumerate(new.tile.shape))
         relative = Relative(x, new, inf, axes)

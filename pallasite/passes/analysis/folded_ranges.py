@@ -149,8 +149,8 @@ class _Search:
             return self.along(x, inner[dim]) if dim in inner else None
         if op.name in _COMPARE:
             one, two = (self.along(v, dim) for v in op.operands)
-            known = one is not None and two is not None
-            return _COMPARE[op.name](one, two) if known else None
+            if one is not None and two is not None:
+                return _COMPARE[op.name](one, two)
         return None
 
     # --- moves ---

@@ -156,9 +156,10 @@ class _OneHots(IndexArrays):
     def _vector(self, b: Builder, value: Value, dim: int) -> Value:
         """A matrix that is the same along a dimension, without it."""
         op, count = self.producers.get(value), value.tile.shape[1 - dim]
-        is_spread = op is not None and op.name == "broadcast_in_dim"
-        if is_spread and op.operands[0].tile.size == count:
-            return b.op("reshape", op.operands[0], shape=(count,))
+        if op is not None and op.name == "broadcast_in_dim":
+            (given,) = op.operands
+            if given.tile.size == count:
+                return b.op("reshape", given, shape=(count,))
         if dim == 0:
             value = b.op("transpose", value, perm=(1, 0))
         return first_along(b, value, value.tile.shape[:1])

@@ -17,9 +17,9 @@ only minus zero stays what it is.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pallasite.ir.nodes import Access, At, Gather, Index, Kernel, Op, Span, Value
+from pallasite.ir.nodes import Access, Gather, Index, Kernel, Op, Span, Value
 from pallasite.ir.opdef import TILE
 from pallasite.ir.rewrite import (
     Rewriter,
@@ -302,7 +302,7 @@ def _within(op: Op, box: Box) -> Index | None:
     access = Access.of(op)
     if access.mask is not None or any(isinstance(e, Gather) for e in access.index):
         return None
-    pairs, found = zip(box.starts, box.limits, strict=True), list[At | Span]()
+    pairs, found = zip(box.starts, box.limits, strict=True), list[Any]()
     for entry in access.index:
         if isinstance(entry, Span):
             start, limit = next(pairs)

@@ -244,6 +244,7 @@ class _Apart:
                 if start is not None:
                     number = number_of(self.made, start)
                 _check(isinstance(number, int) and 0 <= number < n)
+                assert isinstance(number, int)
                 found.append(number)
             else:
                 _check(covers_whole((n,), (entry,)))

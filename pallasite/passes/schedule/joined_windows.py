@@ -96,8 +96,8 @@ class _Join:
             elif op.name == "cast":
                 casts.insert(0, op.result.tile.dtype)
             elif op.name == "select_n" and guard is None:
-                *guard, number, value = self.chosen(op)
-                guard = tuple(guard)
+                test, taken, number, value = self.chosen(op)
+                guard = (test, taken)
                 continue
             else:
                 raise _Other
@@ -106,12 +106,12 @@ class _Join:
             raise _Other
         access = Access.of(op)
         plain = access.mask is None and not access.index_operands
-        for entry in access.index:
-            plain &= isinstance(entry, Span) and entry.stride == 1
+        spans = [e for e in access.index if isinstance(e, Span) and e.stride == 1]
+        plain &= len(spans) == len(access.index)
         shown = self.shown[access.ref]
         if not plain or shown.array not in self.constant:
             raise _Other
-        inside = (entry.start or 0 for entry in access.index)
+        inside = (entry.start or 0 for entry in spans)
         starts = tuple(a + b for a, b in zip(starts, inside, strict=True))
         return _Piece(shown, starts, shape, tuple(casts), guard, number)
 

@@ -304,12 +304,12 @@ class _Loops:
                 last[sink] = self._first_extreme(inner, sink, part, state)
                 continue
             kind, dtype = _merging(sink)
-            is_scale = scale is not None and sink.result is scale
+            is_scale = sink.result is scale
             start = float(np.finfo(dtype.np).min) if is_scale else neutral(kind, dtype)
             last[sink] = old = state.old(sink.result.tile.with_dtype(dtype), start)
             attrs = {**sink.attrs, "dtype": dtype} if sink.name == "dot" else sink.attrs
             share = inner.op(sink.name, *part.mapped(sink.operands), **attrs)
-            if is_scale:
+            if scale is not None and is_scale:
                 part.new[scale] = new = inner.op(MERGED[kind], old, share)
                 state.new.append(new)
                 if self._is_seen(scale):

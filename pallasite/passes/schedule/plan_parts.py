@@ -407,8 +407,9 @@ def _best(
         return None
     _, parts, program = found
     if before < gain * found[0]:
-        known = has_products and isinstance(chip, Gpu) and not uneven
-        if not known or not _gains_with_blocks(kernel, program, chip):
+        if not has_products or not isinstance(chip, Gpu) or uneven:
+            return None
+        if not _gains_with_blocks(kernel, program, chip):
             return None
     why = f"i{state.axis} ({size} steps, {state.kind}) runs as {parts} parts"
     return Plan(program, why, state.axis, parts, state.kind)

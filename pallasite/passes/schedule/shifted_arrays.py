@@ -334,8 +334,9 @@ class _Result:
                 moved = [*places]
                 moved[axis] = Place(places[axis].dim, places[axis].at - start)
                 part = self.value(piece, tuple(moved), at)
-                after = found is not None and isinstance(here, Value)
-                found = self.b.select(here, part, found) if after else part
+                if found is not None and isinstance(here, Value):
+                    part = self.b.select(here, part, found)
+                found = part
             start = end
         if found is None:
             raise NotShifted("what is joined is not there")

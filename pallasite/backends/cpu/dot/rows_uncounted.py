@@ -28,7 +28,7 @@ def rows_uncounted(kernel: Kernel) -> Kernel:
     def note(op: Op, b: Rewriter) -> Sequence[Value] | None:
         if op.name != "dot":
             return None
-        return list(b.emit(op.name, *op.operands, **op.attrs, **{UNCOUNTED: True}))
+        return list(b.emit(op.name, *op.operands, **{**op.attrs, UNCOUNTED: True}))
 
     return map_ops(kernel, note)
 
