@@ -364,3 +364,25 @@ def test_a_maximum_that_is_stored_may_be_minus_infinity(size: int):
     np.testing.assert_array_equal(got, want)
     rows = np.isfinite(want)
     np.testing.assert_allclose(sums[rows], of_one[rows], rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [7, 8, 29])
+def test_a_maximum_with_the_log_of_its_sum_is_one(size: int):
+    """Where all is minus infinity, the log says so; else it is the maximum."""
+
+    def kernel(x_ref, l_ref):
+        x = x_ref[...]
+        m = x.max(0, keepdims=True)
+        l_ref[...] = m + jnp.log(jnp.exp(x - m).sum(0, keepdims=True))
+
+    x = np.random.default_rng(0).normal(size=(58, 8)).astype(np.float32)
+    x[:, 2], x[:, 3], x[:30, 4] = -np.inf, np.finfo(np.float32).min, -np.inf
+    out = jax.ShapeDtypeStruct((1, 8), F32)
+    (given,) = kernels_in(lambda x: pl.pallas_call(kernel, out)(x), x)
+    looped = loop_over_rows(run(given), (0, 0), size)
+    verify(looped)
+    assert looped.text.count("= max") == 1
+    (got,), (want,) = outputs(looped, [x]), outputs(given, [x])
+    # In order, the sum of a column of minus infinities is NaN, as its maximum is.
+    assert got[0, 2] == -np.inf and np.isnan(want[0, 2])
+    np.testing.assert_allclose(np.delete(got, 2), np.delete(want, 2), rtol=1e-5)

@@ -17,9 +17,9 @@ where it was, to memory that nothing reads. Maxima are the same; of equal ones t
 the first part has its position, as the first NaN has. Sums are taken in another order,
 of results as wide as a matmul's sums. A
 running maximum starts as the least finite number, relative to which nothing overflows
-and minus infinity vanishes; where it is seen itself, another one starts as minus
-infinity. Rows are linear in what they are divided by; results differ
-by the rounding of sums and products.
+and minus infinity vanishes; where it is seen itself, other than with the log of its
+sum, another one starts as minus infinity. Rows are linear in what they are divided by;
+results differ by the rounding of sums and products.
 """
 
 from collections.abc import Sequence
@@ -50,6 +50,7 @@ from pallasite.passes.schedule.loop_over_k import why_not_computed_in_parts
 from pallasite.passes.schedule.reblock import in_pipeline, padded
 
 MERGED = {"sum": "add", "max": "max", "min": "min"}
+MOVES = {"broadcast_in_dim", "reshape", "cast", "stop_gradient"}
 
 
 def loop_over_rows(kernel: Kernel, place: Place, size: int) -> Kernel:
@@ -255,15 +256,33 @@ class _Loops:
         groups[1] = [*top, *groups.pop(2)]
         return scale
 
-    def _is_seen(self, scale: Value) -> bool:
+    def _is_seen(self, value: Value, scale: Value) -> bool:
         """Whether a maximum is more than what something is relative to."""
-        users = [op for op in self.ops if scale in op.operands]
         return any(
-            self._is_seen(op.result)
-            if op.name in ("broadcast_in_dim", "reshape", "cast", "stop_gradient")
-            else op.name != "sub"
-            for op in users
+            self._is_seen(op.result, scale)
+            if op.name in MOVES
+            else op.name != "sub" and not self._is_log_of_sum(op, value, scale)
+            for op in self.ops
+            if value in op.operands
         )
+
+    def _is_log_of_sum(self, op: Op, value: Value, scale: Value) -> bool:
+        """Whether it adds a maximum to the log of a sum that is relative to it.
+
+        Where all elements are minus infinity the sum is zero, and its log says so.
+        """
+        if op.name != "add" or op.operands[0] is op.operands[1]:
+            return False
+        (other,) = (v for v in op.operands if v is not value)
+        log = self._source(other)
+        total = (
+            None if log is None or log.name != "log" else self._source(*log.operands)
+        )
+        return total in self.sinks and self._rescaled(total, scale) is not None
+
+    def _source(self, value: Value) -> Op | None:
+        op = self.made.get(value)
+        return self._source(*op.operands) if op is not None and op.name in MOVES else op
 
     def _rescaled(self, op: Op, scale: Value) -> "_Rescaled | None":
         """How a sum depends on a maximum; None: not by an exponent."""
@@ -312,7 +331,7 @@ class _Loops:
             if scale is not None and is_scale:
                 part.new[scale] = new = inner.op(MERGED[kind], old, share)
                 state.new.append(new)
-                if self._is_seen(scale):
+                if self._is_seen(scale, scale):
                     last[sink] = most = state.old(scale.tile, neutral(kind, dtype))
                     state.new.append(inner.op(MERGED[kind], most, share))
                 apart = [old, new]
