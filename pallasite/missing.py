@@ -120,7 +120,7 @@ def _elsewhere(module: str, name: str) -> str:
         return ""  # a protocol's, or a module that is being imported
     for sibling in ("", ".tpu", ".triton", ".mosaic_gpu", ".kernels"):
         found = importlib.import_module(f"pallasite{sibling}")
-        if found.__name__ != module and name in vars(found):
+        if found.__name__ != module and name in found.__dict__:
             return f": it is {found.__name__}.{name}"
     return ""
 

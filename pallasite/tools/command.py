@@ -336,7 +336,9 @@ def check_writable(path: Path, option: str) -> None:
     if path.is_dir() or not path.absolute().parent.is_dir():
         kind = "a directory" if path.is_dir() else "in a directory that does not exist"
         raise SpecError(
-            f"{path} is {kind}", fix=f"{option}, a file in an existing directory"
+            "no file can be written there",
+            [("path", f"{path} is {kind}")],
+            fix=f"{option}, a file in an existing directory",
         )
 
 

@@ -80,10 +80,10 @@ def test_a_decorator_decorates_functions_only():
 
 
 def test_a_name_of_another_namespace_says_whose_it_is():
-    with pytest.raises(AttributeError, match="'VMEM': it is pallasite.tpu.VMEM"):
+    with pytest.raises(AttributeError, match=r"'VMEM': it is pallasite.tpu.VMEM"):
         pl.VMEM
-    with pytest.raises(AttributeError, match="'BlockSpec': it is pallasite.BlockSpec"):
+    with pytest.raises(AttributeError, match=r"'BlockSpec': it is pallasite.BlockSpec"):
         pltpu.BlockSpec
-    with pytest.raises(AttributeError, match="no attribute 'nowhere'$"):
+    with pytest.raises(AttributeError, match=r"no attribute 'nowhere'$"):
         pl.nowhere
     assert not hasattr(pl, "__wrapped__")

@@ -249,7 +249,7 @@ def test_one_syntax_names_a_function_everywhere(script):
         assert f"did you mean {meant}?" in str(refused.value)
     with pytest.raises(SpecError, match=r"did you mean 'f32'\? write"):
         arrays("float32[8]")
-    with pytest.raises(SpecError, match="fix +write 'f32"):
+    with pytest.raises(SpecError, match=r"fix +write 'f32"):
         arrays("f32[8,128")
     with pytest.raises(SpecError, match="did you mean 'tpu:v6e'"):
         pl.aot(double, X).compile("tpu:v6")
