@@ -46,12 +46,23 @@ from pallasite.passes.transform.batch import (
     maps_a_grid_size,
 )
 from pallasite.sharding.rule import Partition
-from pallasite.target import CHIPS, Chip, Host, chip, chip_of_device, host, named
+from pallasite.target import (
+    GPU_PLATFORMS,
+    Chip,
+    Host,
+    chip_of_device,
+    host,
+    named,
+    usual,
+)
 
 if TYPE_CHECKING:
     from pallasite.passes.schedule.plan_parts import Plan, Serial
     from pallasite.passes.schedule.split_axis import Program
     from pallasite.passes.schedule.whole_arrays import WholeArrays
+
+
+_PLANNED = ("cpu", *GPU_PLATFORMS)  # where a call may run as several kernels
 
 
 def for_platform(call: "Call", platform: str) -> "Call":
@@ -302,7 +313,7 @@ def planned(
     """Whether a call runs as several kernels on a platform; arguments as `choose`."""
     from pallasite.passes.schedule.plan_parts import Plan, plan
 
-    if wants_emulation(call) or call.kernel.symbols or platform not in ("cpu", "cuda"):
+    if wants_emulation(call) or call.kernel.symbols or platform not in _PLANNED:
         return Plan()
     if call.options.batch_invariant or on_arrays(call, platform, chip) is not None:
         return Plan()
@@ -419,7 +430,7 @@ def choose(
     if call.kernel.symbols:
         return _without_sizes(call, name, base.DEFAULTS.get(platform or "", ()))
     if name is not None:
-        return Choice(name, launch=_launch(name, call, chip))
+        return Choice(name, launch=_launch(name, call, platform, chip))
     arrays = on_arrays(call, platform, chip)
     if arrays is not None:
         return Choice("xla", arrays=arrays)
@@ -429,7 +440,7 @@ def choose(
         if not base.get(name).exports and (exporting or not known):
             continue
         try:
-            return Choice(name, tuple(refusals), _launch(name, call, chip))
+            return Choice(name, tuple(refusals), _launch(name, call, platform, chip))
         except (UnsupportedError, ChipMemoryError, ImportError, CompileError) as error:
             refusals.append((name, error))
     return Choice("interpret", tuple(refusals))
@@ -455,10 +466,9 @@ def on_arrays(
 
 def _chip_of(platform: str | None, given: Chip | None) -> Chip | Host:
     """What a kernel lowered for a platform runs on, for choices."""
-    if platform == "cpu":
+    if platform is None or platform == "cpu":
         return host()
-    name, usual = ("tpu", "v5e") if platform == "tpu" else ("triton", "h100")
-    return given or accelerator(base.get(name)) or CHIPS[usual]
+    return given or accelerator(platform) or usual(platform)
 
 
 def _without_sizes(call: Call, named: str | None, defaults: Sequence[str]) -> Choice:
@@ -475,6 +485,12 @@ def _without_sizes(call: Call, named: str | None, defaults: Sequence[str]) -> Ch
     if named is not None:
         raise error
     return Choice("interpret", () if backend is None else ((backend, error),))
+
+
+def own_platform() -> str:
+    """The platform of JAX's default backend, as lowering rules name it."""
+    name = jax.default_backend()
+    return next(filter(_is_here, GPU_PLATFORMS), name) if name == "gpu" else name
 
 
 def _is_here(platform: str | None) -> bool:
@@ -515,8 +531,8 @@ def _lowered_for(ctx: Any, platform: str | None) -> Chip | None:
     device = jaxcompat.lowering_device(ctx)
     if config.get("target") or device is None:
         return None
-    family = {"gpu": "cuda"}.get(device.platform, device.platform)
-    return chip_of_device(device.device_kind) if family == platform else None
+    found = chip_of_device(device.device_kind)
+    return found if found is not None and found.platform == platform else None
 
 
 def _is_one_kernel_of(name: str, call: Call, chip: Chip | None) -> bool:
@@ -531,9 +547,16 @@ def _is_one_kernel_of(name: str, call: Call, chip: Chip | None) -> bool:
         return False
 
 
-def _launch(name: str, call: Call, chip: Chip | None = None) -> base.Launch:
+def _launch(
+    name: str, call: Call, platform: str | None, chip: Chip | None
+) -> base.Launch:
     backend = base.get(name)
-    options = replace(call.options, chip=chip or accelerator(backend))
+    # In a program for several platforms, each has the calls of the others, too.
+    here = (platform,) if platform in backend.platforms else backend.platforms
+    chip = chip or accelerator(*here)
+    if chip is None and platform in GPU_PLATFORMS:
+        chip = usual(platform)
+    options = replace(call.options, chip=chip)
     compiled = base.begun(backend, call.kernel, options)
     others = base.lowered_after(call.kernel) if name == "cuda" else ()
     calls = [replace(call, kernel=k, flowing=f, equal=()) for k, f in others]
@@ -547,12 +570,14 @@ def _launch(name: str, call: Call, chip: Chip | None = None) -> base.Launch:
     return backend.launch(compiled)
 
 
-def accelerator(backend: base.Backend) -> Chip | None:
-    """The accelerator to compile for: the `target` knob's, else the one present."""
+def accelerator(*platforms: str) -> Chip | None:
+    """The accelerator to compile for on one of these platforms: the `target` knob's,
+    else the one present."""
     if config.get("target"):
-        found = named(config.get("target")).chip
-        return None if isinstance(found, Host) else found
-    for platform in backend.platforms:
+        found = named(config.get("target"))
+        is_here = found.platform in platforms and isinstance(found.chip, Chip)
+        return found.chip if is_here else None
+    for platform in platforms:
         try:
             return chip_of_device(jax.devices(platform)[0].device_kind)
         except RuntimeError:  # compiling here to run elsewhere
@@ -569,16 +594,16 @@ def chip_for(backend: str | None) -> Chip | Host:
     name = backend or config.get("backend")
     if name in base.names():
         platforms = base.get(name).platforms
-        found = None if "cpu" in platforms else accelerator(base.get(name))
+        found = None if "cpu" in platforms else accelerator(*platforms)
     elif config.get("target"):
         return named(config.get("target")).chip
     else:
-        device = jax.devices()[0]
-        platforms, found = (device.platform,), chip_of_device(device.device_kind)
+        platforms = (own_platform(),)
+        found = chip_of_device(jax.devices()[0].device_kind)
     if found is not None or "cpu" in platforms:
         return found or host()
     # Compiling here to run elsewhere, or a chip missing from the table.
-    return chip("v5e" if "tpu" in platforms else "h100")
+    return usual(platforms[0])
 
 
 def check_platform(call: Call, platforms: Sequence[str]) -> None:

@@ -223,10 +223,10 @@ def _tried(call: Call) -> str:
     """Runs a call; returns what went wrong."""
     import jax
 
-    from pallasite.primitive import bind_call, choose, wants_emulation
+    from pallasite.primitive import bind_call, choose, own_platform, wants_emulation
 
     try:
-        chosen = choose(call, jax.default_backend().replace("gpu", "cuda"))
+        chosen = choose(call, own_platform())
         if chosen.backend == "interpret" and not wants_emulation(call):
             raise CompileError(f"no native backend supports it: {chosen}")
         operands = [_made_up(p.ref.shape, p.ref.dtype.np) for p in call.kernel.inputs]

@@ -80,6 +80,7 @@ COMPUTED_BYTES = 1 << 15  # of a tile that is computed before its matmul
 STEP = 128  # elements of a block along which running maxima and sums go, when split
 SHORT_TILE = 64  # rows of Hopper's wgmma
 WARPGROUP = 128  # threads
+AMD_SHARE = 0.25  # of registers: with results in more, LLVM spills those of operands
 SMALL_BATCH = 1 << 16  # elements of one operand times those of the other
 ADDED = frozenset({"add", "pad", "reshape", "transpose"})
 
@@ -120,6 +121,13 @@ class Tiles:
     of_thread: int | None = None
     of_shared_thread: int | None = None
     fills: bool = False
+
+    @staticmethod
+    def of(chip: Gpu) -> "Tiles":
+        """As in Triton."""
+        stages = min(Tiles.stages, chip.stages_in_shared)
+        share = AMD_SHARE if chip.is_amd else Tiles.register_share
+        return Tiles(share, stages, stages)
 
     def elements(self, shape: Sequence[int]) -> int:
         return prod(physical(shape) if self.padded else shape)
@@ -171,7 +179,7 @@ def for_gpu(
     Raises:
         ChipMemoryError: blocks do not fit and cannot be split.
     """
-    tiles = tiles or Tiles()
+    tiles = tiles or Tiles.of(chip)
     # What Triton makes of a tile of another shape is not known.
     free = not tiles.padded and adds_in_one_order(kernel)
     endless = batch_invariant and not free
@@ -198,7 +206,7 @@ def seconds_of_products(kernel: Kernel, chip: Gpu) -> tuple[float, float]:
     blocks = blocks_of(kernel)
     if blocks is None or not blocks.dots:
         return inf, inf
-    products = _products(blocks, chip, Tiles())
+    products = _products(blocks, chip, Tiles.of(chip))
     own = products.seconds({})
     return inf if own is None else own, products.best()
 
@@ -221,11 +229,11 @@ def may_fit(kernel: Kernel, chip: Gpu) -> bool:
     blocks = blocks_of(kernel)
     if blocks is None or not blocks.dots:
         return True
-    products = _WithProducts(blocks, chip, Tiles())
+    products = _WithProducts(blocks, chip, Tiles.of(chip))
     if products.seconds({}) is not None:
         return True
     blocks = with_uses_apart(_batches_apart(blocks))
-    return _WithProducts(blocks, chip, Tiles()).best() < inf
+    return _WithProducts(blocks, chip, Tiles.of(chip)).best() < inf
 
 
 def _joined(products: "_WithProducts") -> "_WithProducts | None":
@@ -493,7 +501,8 @@ class _WithProducts:
         fits = [n for n in depths if stages[n] >= self.tiles.stages]
         if self._is_summed_only(dim):
             # More, shallower stages hold as much and are filled sooner.
-            fits = [n for n in fits if stages[n] >= ENOUGH_STAGES] or fits
+            enough = min(ENOUGH_STAGES, self.chip.stages_in_shared)
+            fits = [n for n in fits if stages[n] >= enough] or fits
         held = [n for n in fits if self._fits_registers(options[n])]
         return next(iter(held or fits), depths[-1])
 
