@@ -9,7 +9,7 @@ SEED ?= 1
 FUZZ_ARGS ?=
 FUNCTIONS_ARGS ?=
 PYTEST_ARGS ?=
-SHARE ?= 5
+SHARE ?= 8
 GPU_ARGS ?=
 AMD_ARGS ?=
 BENCH_ARGS ?=
@@ -29,7 +29,7 @@ venv: $(VENV)/.installed-test ## only set up .venv, with the package and what it
 demo: $(VENV)/.installed-test ## one portable kernel on every backend present, beside XLA
 	@$(BIN)/python examples/demo.py
 
-test: $(VENV)/.installed-test ## the tests, with a fifth (SHARE=5) of the large tables
+test: $(VENV)/.installed-test ## the tests, with an eighth (SHARE=8) of the large tables
 	PALLASITE_TEST_SHARE=$(SHARE) \
 	  $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 

@@ -41,6 +41,8 @@ def text(node: ast.expr | None) -> str | None:
             return "".join(text(part) or "…" for part in parts)
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return (text(left) or "…") + (text(right) or "…")
+        case ast.IfExp(body=body, orelse=other):
+            return f"{text(body) or '…'}; or: {text(other) or '…'}"
     return None
 
 

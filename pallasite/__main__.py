@@ -11,6 +11,7 @@ import platform
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"no command {given[0]!r}: {one_of(given[0], commands.choices)}")
     if given[:1] == ["bench"]:
         return _bench(given[1:])
-    options = parser.parse_args(given)
+    options, rest = parser.parse_known_args(given)
+    _take(rest, options, commands.choices[options.command])
     if options.command in ("check", "explain", "explore", "profile", "prove"):
         if options.in_child:
             _install()  # kernels written for upstream are checked, too
@@ -67,6 +69,20 @@ def main(argv: list[str] | None = None) -> int:
     if options.command == "cache":
         return _cache(options.clear)
     return _doctor()
+
+
+def _take(rest: list[str], options: Any, parser: argparse.ArgumentParser) -> None:
+    """Operands after an option are operands; anything else is an error."""
+    from pallasite.errors import one_of
+
+    unknown = [text for text in rest if text.startswith("-")]
+    if unknown:
+        known = [name for name in parser._option_string_actions if name != "--in-child"]
+        parser.error(f"no option {unknown[0]}: {one_of(unknown[0], known)}")
+    if rest and not hasattr(options, "operands"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.operands += rest
 
 
 def _quiet_libtpu() -> None:
@@ -88,8 +104,7 @@ def _bench(arguments: list[str]) -> int:
             f"pallasite bench: {script} does not exist\n  fix  {fix}", file=sys.stderr
         )
         return 2
-    runpy.run_path(str(script))["main"](arguments)
-    return 0
+    return runpy.run_path(str(script))["main"](arguments)
 
 
 def _cache(clear: bool) -> int:

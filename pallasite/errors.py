@@ -48,7 +48,10 @@ def one_of(name: str, known: Iterable[str]) -> str:
 
 
 # Modules whose frames are not the user's.
-_LIBRARIES = ("pallasite", "jax", "jaxlib", "contextlib", "functools", "threading")
+_LIBRARIES = (
+    *("pallasite", "jax", "jaxlib", "numpy"),
+    *("contextlib", "functools", "threading"),
+)
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -74,8 +77,8 @@ _said: dict[str | tuple[str, type[Warning], int], int] = {}
 def is_users(frame: FrameType) -> bool:
     """Whether a frame is of the user's code: not ours, JAX's or a helper's."""
     file = frame.f_code.co_filename
-    if file.startswith((_PACKAGE, "<frozen")):
-        return False
+    if file.startswith((_PACKAGE, "<frozen")) or os.path.basename(file) == "pallasite":
+        return False  # the last is the script that pip installs for our commands
     module = str(frame.f_globals.get("__name__", ""))
     return module.partition(".")[0] not in _LIBRARIES
 

@@ -5,6 +5,7 @@ that importing a missing name works and using it raises an error with the replac
 """
 
 import functools
+import importlib.util
 import sys
 from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
@@ -107,9 +108,21 @@ def names(
     def getattr_(name: str) -> Any:
         if name in known:
             return Missing(module, name, known[name], name in decorators)
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        where = _elsewhere(module, name)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{where}")
 
     return getattr_
+
+
+def _elsewhere(module: str, name: str) -> str:
+    """Names are often looked for in the wrong namespace, such as `pl.VMEM`."""
+    if name[0] == "_" or importlib.util.find_spec(f"pallasite.{name}"):
+        return ""  # a protocol's, or a module that is being imported
+    for sibling in ("", ".tpu", ".triton", ".mosaic_gpu", ".kernels"):
+        found = importlib.import_module(f"pallasite{sibling}")
+        if found.__name__ != module and name in found.__dict__:
+            return f": it is {found.__name__}.{name}"
+    return ""
 
 
 def hints(text: str, hint: str) -> dict[str, str]:

@@ -10,8 +10,10 @@ from typing import Any
 import jax
 
 from pallasite import jaxcompat
+from pallasite.errors import SpecError
 from pallasite.ir.nodes import Kernel
 from pallasite.language.arguments import Arguments
+from pallasite.language.trace import user_location
 from pallasite.primitive import Call, call_p, for_platform, parts_of, planned
 from pallasite.target import Chip, Host
 
@@ -68,6 +70,13 @@ def sites_in(fn: Any, *args: Any, **kwargs: Any) -> list[Site]:
 
     Arguments that are not arrays are passed as they are.
     """
+    if not callable(fn):
+        raise SpecError(
+            f"a JAX function is needed, not {type(fn).__name__}",
+            at=user_location(),
+            fix="pass the function, and its arguments in a second call: "
+            "pl.explain(f)(x)",
+        )
     given = Arguments(args, kwargs)
     return sites_of_jaxpr(jax.make_jaxpr(given.of_arrays(fn))(*given.arrays))
 

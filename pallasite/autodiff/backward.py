@@ -64,7 +64,7 @@ from pallasite.sharding.rule import Partition, inherit
 from pallasite.target import Gpu, Machine
 
 MOST_SCATTERED = 2  # times the bytes of operands and results
-FEW_SCATTERED = 1 << 30  # bytes that any GPU has; adding in place would be in sequence
+FEW_SCATTERED = 1 << 32  # bytes that any GPU has; adding in place would be in sequence
 MOST_STATES = 4  # times the bytes of operands
 KEPT_SHARE = 1 / 8  # of the bytes of operands and results, for residuals
 UNREPEATABLE = ("debug_print", "debug_check", "delay", "atomic_rmw", "atomic_cas")

@@ -219,7 +219,8 @@ def _scratch(spec: GridSpec, request: Request) -> tuple[tuple[MemoryRef, ...], A
         )
     if not isinstance(shapes, Mapping):
         shapes = tuple(shapes)
-    leaves, tree = jax.tree.flatten(shapes, is_leaf=is_leaf)
+    # A shape alone is one entry that is wrong, not as many as it has sizes.
+    leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda s: is_leaf(s) or _sizes(s))
     memory = []
     for n, leaf in enumerate(leaves):
         ref = as_memory_ref(leaf)
@@ -232,10 +233,14 @@ def _scratch(spec: GridSpec, request: Request) -> tuple[tuple[MemoryRef, ...], A
                 f"scratch_shapes[{n}] is not a memory shape and dtype",
                 [("got", repr(leaf)), ("scratch_shapes", repr(spec.scratch_shapes))],
                 request.at,
-                "pltpu.VMEM((128, 128), jnp.float32)",
+                f"pltpu.VMEM({leaf if _sizes(leaf) else (128, 128)}, jnp.float32)",
             )
         memory.append(ref)
     return tuple(memory), tree
+
+
+def _sizes(x: Any) -> bool:
+    return isinstance(x, tuple) and bool(x) and all(isinstance(n, int) for n in x)
 
 
 def _check_aliases(request: Request, flat: Sequence[Any]) -> None:

@@ -149,7 +149,9 @@ def _check_index_map_arity(fn, count: int, grid_rank: int, operand: Operand, at:
                 ("problem", mismatch(signature, count, "argument", error)),
             ],
             location_of(fn) or at,
-            "one parameter per grid axis, then one per scalar-prefetch operand",
+            "one parameter per grid axis, then one per scalar-prefetch operand"
+            if grid_rank
+            else "pass grid= in the call: it has one size per parameter",
         ) from None
 
 

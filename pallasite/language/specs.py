@@ -406,6 +406,8 @@ def _block_dims(spec: BlockSpec, operand: Operand, at: Any) -> tuple[BlockDim, .
     if len(spec.block_shape) != len(operand.shape):
         count, rank = len(spec.block_shape), len(operand.shape)
         padded = (*spec.block_shape, *operand.shape[count:])[:rank]
+        if count < rank and spec.block_shape[-1:] == operand.shape[-1:]:
+            padded = (None,) * (rank - count) + spec.block_shape  # of the last ones
         shown = "(" + ", ".join(map(str, padded)) + ("," if rank == 1 else "") + ")"
         raise SpecError(
             "block shape does not have one entry per array dimension",

@@ -265,7 +265,7 @@ def _proof(options: argparse.Namespace, line: "_Line") -> Any:
     line.show(f"reading {options.source}")
     claims = tuple(c.strip() for c in options.claims.split(",") if c.strip())
     assume = dict(map(_range_of, options.assume))
-    return prove_source(options.source, options.args, claims, assume)
+    return prove_source(options.source, operands_of(options), claims, assume)
 
 
 def _range_of(text: str) -> tuple[str | int, range]:
@@ -285,7 +285,6 @@ def _range_of(text: str) -> tuple[str | int, range]:
 
 
 def _explore(options: argparse.Namespace, line: "_Line") -> int:
-    from pallasite.errors import SpecError
     from pallasite.language.trace import jaxprs_kept
     from pallasite.target import named
     from pallasite.tools.explorer.page import page_of
@@ -297,11 +296,7 @@ def _explore(options: argparse.Namespace, line: "_Line") -> int:
     _known(targets)
     file = options.source.partition("::")[0]
     path = Path(options.output or Path(Path(file).name).with_suffix(".html"))
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        kind = "a directory" if path.is_dir() else "in a directory that does not exist"
-        raise SpecError(
-            f"{path} is {kind}", fix="-o PAGE.html, a file in an existing directory"
-        )
+    check_writable(path, "-o PAGE.html")
     line.show(f"reading {options.source}")
     with jaxprs_kept() as jaxprs:
         trace = trace_of(options.source, operands_of(options))
@@ -321,6 +316,8 @@ def _profile(options: argparse.Namespace, line: "_Line") -> int:
     from pallasite.tools.profile import profile
     from pallasite.tools.sources import function_of
 
+    if options.trace:
+        check_writable(Path(options.trace), "--trace FILE.json")
     line.show(f"reading {options.source}")
     function, operands = function_of(options.source, operands_of(options))
     line.show("running it")
@@ -330,6 +327,19 @@ def _profile(options: argparse.Namespace, line: "_Line") -> int:
         found.save(options.trace)
     print(json.dumps(found.as_json()) if options.json else found)
     return OK
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Reject a place that no file can have before anything is run."""
+    from pallasite.errors import SpecError
+
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        kind = "a directory" if path.is_dir() else "in a directory that does not exist"
+        raise SpecError(
+            "no file can be written there",
+            [("path", f"{path} is {kind}")],
+            fix=f"{option}, a file in an existing directory",
+        )
 
 
 def _known(targets: list[str]) -> None:

@@ -186,6 +186,8 @@ def _check_operands(
 def _meant(text: str) -> str:
     """A dtype by another name, such as float32 for f32."""
     name = re.match(r"\s*(\w*)", text)[1]  # pyright: ignore[reportOptionalSubscript]
+    if name in DTYPES:
+        return ""  # the shape is what cannot be read
     by_name = {d.np.name: own for own, d in DTYPES.items() if d.np is not None}
     near = difflib.get_close_matches(name, [*DTYPES, *by_name], 1)
     return f"did you mean {by_name.get(near[0], near[0])!r}? " if near else ""

@@ -7,15 +7,18 @@ import argparse
 import sys
 from pathlib import Path
 
-from pallasite.errors import PallasError, SpecError
-from pallasite.tools.command import add_source, operands_of
+from pallasite.errors import PallasError
+from pallasite.tools.command import USAGE, add_source, check_writable, operands_of
 from pallasite.tools.sources import function_of, split
 from pallasite.tune import table as tables
 
 EXAMPLES = """examples:
   pallasite tune gated_linear_unit --args 'bf16[4096,8192], bf16[4096,8192]'
   pallasite tune kernels.py::matmul --args 'f32[512,512], f32[512,512]' --target v5e
-  pallasite tune            list what was tuned"""
+  pallasite tune            list what was tuned
+
+exit status: 0; 2 if the command is wrong; 130 if it was interrupted
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,19 +55,15 @@ def run(options: argparse.Namespace) -> int:
         return _tune(options)
     except PallasError as error:
         print(f"pallasite tune: {error}", file=sys.stderr)
-        return 1
+        return USAGE
 
 
 def _tune(options: argparse.Namespace) -> int:
     from pallasite.tune.autotune import autotune
 
     function, operands = function_of(options.source, operands_of(options))
-    if options.output and not Path(options.output).absolute().parent.is_dir():
-        raise SpecError(
-            "there is no folder for the results",  # said before the search, not after
-            [("--output", options.output)],
-            fix="create it first",
-        )
+    if options.output:
+        check_writable(Path(options.output), "--output FILE.json")
     found = autotune(
         function,
         target=options.target,

@@ -159,6 +159,9 @@ BAD = {
     "block rank": lambda: call(
         grid=2, in_specs=[pl.BlockSpec((8,), lambda i: (i,))], out_specs=spec
     ),
+    "block rank of the last dimensions": lambda: call(
+        args=(jnp.ones((2, 16, 128)),), grid=2, in_specs=[spec], out_specs=spec
+    ),
     "block size 0": lambda: call(
         grid=2, in_specs=[pl.BlockSpec((0, 128), lambda i: (i, 0))], out_specs=spec
     ),
@@ -170,6 +173,7 @@ BAD = {
         in_specs=[spec],
         out_specs=pl.BlockSpec((8, 128), lambda i, j: (i, 0)),
     ),
+    "map without grid": lambda: call(in_specs=[spec], out_specs=spec),
     "map count": lambda: call(
         grid=2, in_specs=[pl.BlockSpec((8, 128), lambda i: i)], out_specs=spec
     ),
@@ -674,6 +678,7 @@ BAD = {
     "pipeline refs": lambda: pipeline(x),
     "pipeline values": lambda: pipeline(x, x),
     "lower without kernel": lambda: pl.lower(jnp.sin)(x),
+    "explain of a result": lambda: pl.explain(x)(x),
     "explain_grad without kernel": lambda: pl.explain_grad(jnp.sin)(x),
     "hessian of a loop": lambda: jax.jvp(
         jax.grad(lambda v: call(doubled, (v,)).sum()), (x,), (x,)

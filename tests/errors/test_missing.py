@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+import pallasite as pl
 from pallasite import missing
 from pallasite import mosaic_gpu as plgpu
+from pallasite import tpu as pltpu
 from pallasite.errors import UnsupportedError
 
 absent = missing.Missing("pallasite.tpu", "Absent", "do without")
@@ -75,3 +77,13 @@ def test_a_decorator_fails_when_the_function_is_used():
 def test_a_decorator_decorates_functions_only():
     with pytest.raises(UnsupportedError, match="inline_mgpu is not supported"):
         plgpu.inline_mgpu()(3)
+
+
+def test_a_name_of_another_namespace_says_whose_it_is():
+    with pytest.raises(AttributeError, match=r"'VMEM': it is pallasite.tpu.VMEM"):
+        pl.VMEM
+    with pytest.raises(AttributeError, match=r"'BlockSpec': it is pallasite.BlockSpec"):
+        pltpu.BlockSpec
+    with pytest.raises(AttributeError, match=r"no attribute 'nowhere'$"):
+        pl.nowhere
+    assert not hasattr(pl, "__wrapped__")

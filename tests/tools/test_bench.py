@@ -31,6 +31,20 @@ def test_without_a_clone_it_says_what_to_do(tmp_path, capsys, monkeypatch):
     assert "clone the repository" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["sofmax"], "nothing has 'sofmax' in its name: did you mean 'softmax'?"),
+        (["--rounds", "0"], "--rounds 0: at least 1"),
+        (["softmax", "--save", __file__], "is a file: name a folder"),
+    ],
+)
+def test_wrong_arguments_measure_nothing(given, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["bench", *given])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_a_chart_shows_what_is_slower_and_torch():
     rows = {"fast": ROW, "slow": {"times faster": 0.8}}
     ratios = PAGE["library"](rows)

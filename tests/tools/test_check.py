@@ -249,26 +249,58 @@ def test_one_syntax_names_a_function_everywhere(script):
         assert f"did you mean {meant}?" in str(refused.value)
     with pytest.raises(SpecError, match=r"did you mean 'f32'\? write"):
         arrays("float32[8]")
+    with pytest.raises(SpecError, match=r"fix +write 'f32"):
+        arrays("f32[8,128")
     with pytest.raises(SpecError, match="did you mean 'tpu:v6e'"):
         pl.aot(double, X).compile("tpu:v6")
 
 
-@pytest.mark.parametrize("name", ["check", "explain", "explore", "profile", "tune"])
+COMMANDS = ["check", "explain", "explore", "profile", "prove", "tune"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_commands_take_the_same_arguments(name, script, capsys, tmp_path):
     """Operands by --args or one by one; a wrong name ends with what was meant."""
     given = [name, f"{script}::duoble", "--args", "f32[8,128]"]
     in_child = [] if name == "tune" else ["--in-child"]
-    assert command_line.main([*given, *in_child]) in (1, command.USAGE)
+    assert command_line.main([*given, *in_child]) == command.USAGE
     assert "did you mean 'double'?" in capsys.readouterr().err
     given = [name, f"{script}::double", "f32[8,128]", "q7[1]"]
-    assert command_line.main([*given, *in_child]) in (1, command.USAGE)
+    assert command_line.main([*given, *in_child]) == command.USAGE
     assert "cannot parse operands from 'q7[1]'" in capsys.readouterr().err
+    own = {"profile": ["--runs", "1"], "prove": ["--claims", "sync"]}
+    given = [name, f"{script}::double", *own.get(name, ["--target", "cpu"]), "q8[1]"]
+    assert command_line.main([*given, *in_child]) == command.USAGE
+    assert "cannot parse operands from 'q8[1]'" in capsys.readouterr().err
 
 
-def test_a_wrong_command_is_said_with_what_was_meant(capsys):
-    with pytest.raises(SystemExit):
-        command_line.main(["profle"])
-    assert "did you mean 'profile'?" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["profle"], "did you mean 'profile'?"),
+        (["explain", "f.py", "--targets", "cpu"], "did you mean '--target'?"),
+        (["prove", "f.py", "--claim=bounds", "--asume"], "did you mean '--assume'?"),
+        (["doctor", "more"], "unrecognized arguments: more"),
+    ],
+)
+def test_a_wrong_command_is_said_with_what_was_meant(given, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(given)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("explore", "--output"), ("profile", "--trace"), ("tune", "--output")],
+)
+def test_a_place_no_file_can_have_is_said_before_anything_runs(
+    name, option, script, capsys, tmp_path
+):
+    for place, why in [(tmp_path, "is a directory"), (tmp_path / "no" / "a", "in a")]:
+        given = [name, f"{script}::double", "f32[8,128]", option, str(place)]
+        in_child = [] if name == "tune" else ["--in-child"]
+        assert command_line.main([*given, *in_child]) == command.USAGE
+        assert why in capsys.readouterr().err
 
 
 def test_profile_as_a_command(script, capsys, tmp_path):

@@ -325,10 +325,10 @@ def test_command(capsys, tmp_path, monkeypatch):
         ("no/file.py:f", "no such file"),
         ("no.module:f", "no such module"),
     ]:
-        assert main(["tune", wrong]) == 1
+        assert main(["tune", wrong]) == 2
         assert message in capsys.readouterr().err
-    assert main(["tune", "softmax", "f32(8)"]) == 1
+    assert main(["tune", "softmax", "f32(8)"]) == 2
     assert "cannot parse operands" in capsys.readouterr().err
     for operands in ([], ["f32[8]", "f32[8]"]):
-        assert main(["tune", "softmax", *operands]) == 1
+        assert main(["tune", "softmax", *operands]) == 2
         assert "does not accept" in capsys.readouterr().err
