@@ -45,16 +45,9 @@ from pallasite.passes.transform.batch import (
     changed_operands,
     maps_a_grid_size,
 )
+from pallasite.placement import accelerator, chip_on, is_here, lowered_for
 from pallasite.sharding.rule import Partition
-from pallasite.target import (
-    GPU_PLATFORMS,
-    Chip,
-    Host,
-    chip_of_device,
-    host,
-    named,
-    usual,
-)
+from pallasite.target import GPU_PLATFORMS, Chip, host, usual
 
 if TYPE_CHECKING:
     from pallasite.passes.schedule.plan_parts import Plan, Serial
@@ -281,7 +274,7 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
         from pallasite.sharding.custom_call import call_task, lower_partitioned
 
         return lower_partitioned(ctx, operands, call_task(call, bind_call))
-    chip, exporting = _lowered_for(ctx, platform), jaxcompat.is_export(ctx)
+    chip, exporting = lowered_for(ctx, platform), jaxcompat.is_export(ctx)
     found = planned(call, platform, exporting, chip)
     if found.program is not None:
         results = _lower_program(ctx, operands, call, found.program, platform, chip)
@@ -319,7 +312,7 @@ def planned(
         return Plan()
     if platform == "cpu":
         return Plan() if exporting else plan(call.kernel, host())
-    return plan(call.kernel, _chip_of(platform, chip))
+    return plan(call.kernel, chip_on(platform, chip))
 
 
 def parts_of(call: Call, program: "Program") -> list[Call]:
@@ -436,7 +429,7 @@ def choose(
         return Choice("xla", arrays=arrays)
     refusals: list[tuple[str, Exception]] = []
     for name in base.defaults(platform, call.kernel):
-        known = chip is not None or _is_here(platform)
+        known = chip is not None or is_here(platform)
         if not base.get(name).exports and (exporting or not known):
             continue
         try:
@@ -460,15 +453,8 @@ def on_arrays(
         return None  # the order of XLA's sums follows from whole shapes
     from pallasite.passes.schedule.whole_arrays import for_xla
 
-    machine = target.Machine.usual(_chip_of(platform, chip))
+    machine = target.Machine.usual(chip_on(platform, chip))
     return for_xla(call.kernel, call.flowing, machine)
-
-
-def _chip_of(platform: str | None, given: Chip | None) -> Chip | Host:
-    """What a kernel lowered for a platform runs on, for choices."""
-    if platform is None or platform == "cpu":
-        return host()
-    return given or accelerator(platform) or usual(platform)
 
 
 def _without_sizes(call: Call, named: str | None, defaults: Sequence[str]) -> Choice:
@@ -485,20 +471,6 @@ def _without_sizes(call: Call, named: str | None, defaults: Sequence[str]) -> Ch
     if named is not None:
         raise error
     return Choice("interpret", () if backend is None else ((backend, error),))
-
-
-def own_platform() -> str:
-    """The platform of JAX's default backend, as lowering rules name it."""
-    name = jax.default_backend()
-    return next(filter(_is_here, GPU_PLATFORMS), name) if name == "gpu" else name
-
-
-def _is_here(platform: str | None) -> bool:
-    """Whether code being compiled will run on a device of this process."""
-    try:
-        return bool(jax.devices(platform))
-    except RuntimeError:
-        return False
 
 
 def _announce(chosen: Choice, call: Call, platform: str | None, ctx: Any) -> None:
@@ -521,18 +493,6 @@ def _report_failures(chosen: Choice, kernel: Kernel) -> None:
         + "\n".join(map(str, errors)),
         FallbackWarning,
     )
-
-
-def _lowered_for(ctx: Any, platform: str | None) -> Chip | None:
-    """The accelerator that a lowering is for: a topology's, or that of its devices.
-
-    The `target` knob comes first. None: JAX has not said, or it is no accelerator.
-    """
-    device = jaxcompat.lowering_device(ctx)
-    if config.get("target") or device is None:
-        return None
-    found = chip_of_device(device.device_kind)
-    return found if found is not None and found.platform == platform else None
 
 
 def _is_one_kernel_of(name: str, call: Call, chip: Chip | None) -> bool:
@@ -568,42 +528,6 @@ def _launch(
     if config.get("dump"):
         compiled.texts()  # producing them writes the dumps
     return backend.launch(compiled)
-
-
-def accelerator(*platforms: str) -> Chip | None:
-    """The accelerator to compile for on one of these platforms: the `target` knob's,
-    else the one present."""
-    if config.get("target"):
-        found = named(config.get("target"))
-        is_here = found.platform in platforms and isinstance(found.chip, Chip)
-        return found.chip if is_here else None
-    for platform in platforms:
-        try:
-            return chip_of_device(jax.devices(platform)[0].device_kind)
-        except RuntimeError:  # compiling here to run elsewhere
-            continue
-    return None
-
-
-def chip_for(backend: str | None) -> Chip | Host:
-    """The chip that a call being traced will most likely run on.
-
-    Args:
-        backend: the backend the call names, if any.
-    """
-    name = backend or config.get("backend")
-    if name in base.names():
-        platforms = base.get(name).platforms
-        found = None if "cpu" in platforms else accelerator(*platforms)
-    elif config.get("target"):
-        return named(config.get("target")).chip
-    else:
-        platforms = (own_platform(),)
-        found = chip_of_device(jax.devices()[0].device_kind)
-    if found is not None or "cpu" in platforms:
-        return found or host()
-    # Compiling here to run elsewhere, or a chip missing from the table.
-    return usual(platforms[0])
 
 
 def check_platform(call: Call, platforms: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ from pallasite.language.refs import atomic_xor as atomic_xor
 from pallasite.language.refs import load as load
 from pallasite.language.refs import multiple_of
 from pallasite.language.refs import store as store
-from pallasite.primitive import own_platform
+from pallasite.placement import own_platform
 from pallasite.target.chip import Gpu
 from pallasite.target.names import named
 

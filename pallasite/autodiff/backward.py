@@ -59,7 +59,7 @@ from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.analysis.shared_operands import shared_operands
 from pallasite.passes.lower.per_program import Program, kernel_of, main_refs
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
-from pallasite.primitive import chip_for
+from pallasite.placement import chip_for
 from pallasite.sharding.rule import Partition, inherit
 from pallasite.target import Gpu, Machine
 

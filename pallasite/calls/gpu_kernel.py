@@ -20,7 +20,8 @@ from pallasite.language.trace import (
     parameter_names,
     user_location,
 )
-from pallasite.primitive import CheckedElsewhere, own_platform
+from pallasite.placement import own_platform
+from pallasite.primitive import CheckedElsewhere
 
 MOST_WARPGROUPS = 8  # 1024 threads, the limit of a thread block
 

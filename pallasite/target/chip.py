@@ -120,6 +120,7 @@ class Gpu(Chip):
     registers: int = 65536  # of 32 bits, per SM
     registers_per_thread: int = 255
     threads_per_core: int = 2048
+    share_of_results: float = 0.5  # of registers, for those of matmuls
     overhead_registers: int = 32  # of a thread besides its part of the tiles
     lanes: int = 128  # per SM, of 32-bit floats
     special_lanes: int = 16  # per SM, of exponentials

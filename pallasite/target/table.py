@@ -85,11 +85,15 @@ TPUS: dict[str, Tpu] = {
 }  # fmt: skip
 
 # A compute unit has 64 KiB of shared memory (LDS) or more, all of which one block may
-# take. Only gfx950 loads into it without registers between.
-CDNA = dict[str, Any](wave=64, stages=2, registers=131072, registers_per_thread=512)
+# take. Only gfx950 loads into it without registers between. With results of matmuls in
+# more registers than this, LLVM spills operands.
+CDNA = dict[str, Any](
+    wave=64, stages=2, registers=131072, registers_per_thread=512, share_of_results=0.25
+)
 RDNA4 = dict[str, Any](
     arch="gfx1201", matrix=(16, 16, 16), stages=2, stages_in_registers=1, cores=64,
     registers=98304, registers_per_thread=256, threads_per_core=1024,
+    share_of_results=0.25,
 )  # fmt: skip
 
 GPUS: dict[str, Gpu] = {

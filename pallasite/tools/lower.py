@@ -14,14 +14,8 @@ from pallasite.backends import base
 from pallasite.errors import PerformanceWarning, SpecError
 from pallasite.ir.nodes import Kernel
 from pallasite.language.trace import user_location
-from pallasite.primitive import (
-    Call,
-    Choice,
-    accelerator,
-    check_platform,
-    choose,
-    own_platform,
-)
+from pallasite.placement import accelerator, own_platform
+from pallasite.primitive import Call, Choice, check_platform, choose
 from pallasite.sites import Site, calls_in, in_parts
 from pallasite.target import named
 

@@ -15,7 +15,8 @@ import numpy as np
 from pallasite.backends.cpu.call import recording
 from pallasite.errors import PallasError, UnsupportedError
 from pallasite.language.arguments import Arguments
-from pallasite.primitive import choose, own_platform, recorded
+from pallasite.placement import own_platform
+from pallasite.primitive import choose, recorded
 from pallasite.sites import Site
 from pallasite.target import GPU_PLATFORMS
 from pallasite.tools.analysis import analyse

@@ -20,7 +20,8 @@ from pallasite.backends import base
 from pallasite.errors import CompileError, PerformanceWarning, SpecError, warn
 from pallasite.language.arguments import Arguments
 from pallasite.language.trace import user_location
-from pallasite.primitive import Call, chip_for, own_platform, wants_emulation
+from pallasite.placement import chip_for, own_platform
+from pallasite.primitive import Call, wants_emulation
 from pallasite.runtime import aot
 from pallasite.sites import calls_in
 from pallasite.target import TPUS, Chip, Host, Tpu

@@ -223,7 +223,8 @@ def _tried(call: Call) -> str:
     """Runs a call; returns what went wrong."""
     import jax
 
-    from pallasite.primitive import bind_call, choose, own_platform, wants_emulation
+    from pallasite.placement import own_platform
+    from pallasite.primitive import bind_call, choose, wants_emulation
 
     try:
         chosen = choose(call, own_platform())

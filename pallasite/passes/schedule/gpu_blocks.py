@@ -52,7 +52,6 @@ from pallasite.target import Gpu, Machine, physical
 SHARED_SHARE = 0.88  # of shared memory, for matmul operands
 LEAST_SIDE = 16  # of a matmul's tile
 LARGEST_SIDE = 256
-ENOUGH_STAGES = 4  # of operands, when choosing their depth
 MERGED_DEPTH = 128  # of a matmul along rows of several dimensions
 ROW_BYTES = 128  # of an operand along k: the swizzle width of shared memory
 # Measured: an m x n tile costs as much as one without edge effects that has this many
@@ -80,7 +79,6 @@ COMPUTED_BYTES = 1 << 15  # of a tile that is computed before its matmul
 STEP = 128  # elements of a block along which running maxima and sums go, when split
 SHORT_TILE = 64  # rows of Hopper's wgmma
 WARPGROUP = 128  # threads
-AMD_SHARE = 0.25  # of registers: with results in more, LLVM spills those of operands
 SMALL_BATCH = 1 << 16  # elements of one operand times those of the other
 ADDED = frozenset({"add", "pad", "reshape", "transpose"})
 
@@ -126,8 +124,7 @@ class Tiles:
     def of(chip: Gpu) -> "Tiles":
         """As in Triton."""
         stages = min(Tiles.stages, chip.stages_in_shared)
-        share = AMD_SHARE if chip.is_amd else Tiles.register_share
-        return Tiles(share, stages, stages)
+        return Tiles(chip.share_of_results, stages, stages)
 
     def elements(self, shape: Sequence[int]) -> int:
         return prod(physical(shape) if self.padded else shape)
@@ -501,8 +498,7 @@ class _WithProducts:
         fits = [n for n in depths if stages[n] >= self.tiles.stages]
         if self._is_summed_only(dim):
             # More, shallower stages hold as much and are filled sooner.
-            enough = min(ENOUGH_STAGES, self.chip.stages_in_shared)
-            fits = [n for n in fits if stages[n] >= enough] or fits
+            fits = [n for n in fits if stages[n] >= self.chip.stages_in_shared] or fits
         held = [n for n in fits if self._fits_registers(options[n])]
         return next(iter(held or fits), depths[-1])
 

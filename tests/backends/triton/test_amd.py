@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
-from pallasite import config, primitive
+from pallasite import config, placement, primitive
 from pallasite.backends import base
 from pallasite.errors import UnsupportedError
 from pallasite.ir.types import DTYPES, TileType
@@ -117,10 +117,10 @@ def test_ptx_is_refused():
 def test_a_chip_is_found_by_its_name_and_its_instructions(chip: str):
     row = GPUS[chip]
     with config.override(target=f"gpu:{chip}"):
-        assert primitive.accelerator("rocm") is row
-        assert primitive.accelerator("cuda") is None
+        assert placement.accelerator("rocm") is row
+        assert placement.accelerator("cuda") is None
     with config.override(target=f"gpu:{row.arch}"):
-        found = primitive.accelerator("rocm")
+        found = placement.accelerator("rocm")
     assert found is not None and found.platform == "rocm"
 
 
