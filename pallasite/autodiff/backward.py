@@ -59,9 +59,9 @@ from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.analysis.shared_operands import shared_operands
 from pallasite.passes.lower.per_program import Program, kernel_of, main_refs
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
-from pallasite.primitive import chip_for
+from pallasite.placement import chip_for
 from pallasite.sharding.rule import Partition, inherit
-from pallasite.target import Machine
+from pallasite.target import Gpu, Machine
 
 MOST_SCATTERED = 2  # times the bytes of operands and results
 FEW_SCATTERED = 1 << 32  # bytes that any GPU has; adding in place would be in sequence
@@ -263,7 +263,9 @@ def _run(
     options = replace(options, flowing=step.taking(flowing))
     if step.whole is not None:
         whole = replace(options, kernel=step.whole)
-        if on_arrays(whole, "cuda") is not None:
+        chip = chip_for(call.backend)
+        platform = chip.platform if isinstance(chip, Gpu) else "cuda"
+        if on_arrays(whole, platform) is not None:
             options, step = whole, replace(step, parts=(1,) * len(step.parts))
     operands = [
         arrays[ref].astype(operand.ref.dtype.np)
@@ -275,7 +277,11 @@ def _run(
         for x, ref, parts in zip(results, step.results, step.parts, strict=True)
     ]
     found: dict[Value, Any] = {}
-    for ref, x in zip(step.results, whole, strict=True):
+    starts = step.starts or ((),) * len(whole)
+    for ref, x, start in zip(step.results, whole, starts, strict=True):
+        if x.shape != ref.ref.shape:
+            sizes = zip(start, x.shape, ref.ref.shape, strict=True)
+            x = jnp.pad(x, [(first, n - size - first) for first, size, n in sizes])
         # An operand that is added to in two places, or by two stages, gets both sums.
         before = found.get(ref, None if ref in step.changing else arrays.get(ref))
         found[ref] = x if before is None else before + x
