@@ -9,14 +9,15 @@ SEED ?= 1
 FUZZ_ARGS ?=
 FUNCTIONS_ARGS ?=
 PYTEST_ARGS ?=
-SHARE ?= 5
+SHARE ?= 8
 GPU_ARGS ?=
+AMD_ARGS ?=
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all smoke functions fuzz gpu bench lint format types docs dist clean
+.PHONY: help venv demo test test-all smoke functions fuzz gpu amd bench lint format types docs dist clean
 # Two pips must not write into one environment at once.
 .NOTPARALLEL:
 
@@ -28,7 +29,7 @@ venv: $(VENV)/.installed-test ## only set up .venv, with the package and what it
 demo: $(VENV)/.installed-test ## one portable kernel on every backend present, beside XLA
 	@$(BIN)/python examples/demo.py
 
-test: $(VENV)/.installed-test ## the tests, with a fifth (SHARE=5) of the large tables
+test: $(VENV)/.installed-test ## the tests, with an eighth (SHARE=8) of the large tables
 	PALLASITE_TEST_SHARE=$(SHARE) \
 	  $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
@@ -46,6 +47,11 @@ fuzz: $(VENV)/.installed-test ## random kernels on every engine, SECONDS=600 lon
 
 gpu: $(VENV)/.gpu-compiler ## the kernel zoo through XLA's compiler for an H200, without a GPU
 	$(BIN)/python -m tests.backends.gpu_compile $(GPU_ARGS)
+
+amd: $(VENV)/.installed-test $(VENV)/.installed-amd-compiler ## zoo, gradients and library by Triton for three AMD GPUs, without one
+	for chip in mi300x mi355x r9700; do \
+	  $(BIN)/python -m tests.backends.gpu_compile --chip $$chip --library --change none grad $(AMD_ARGS) || exit 1; \
+	done
 
 bench: $(VENV)/.installed-test ## the library beside XLA, and cuDNN, torch, Tokamax where present
 	$(BIN)/python -m pallasite bench $(BENCH_ARGS)

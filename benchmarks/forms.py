@@ -202,7 +202,10 @@ def functional_parts(function: Callable, structs: Sequence[Any]) -> list[str]:
 
 
 def interleaved(jax: Any, pair: Sequence[Any], seconds: float, queued: bool):
-    """Seconds of a call of each: medians of queued calls, or on CPUs the least."""
+    """Seconds of a call of each: medians of queued calls, or on CPUs the least.
+
+    On a CPU in short turns: other work on a shared one spares some of them.
+    """
 
     def run(each: Any, calls: int) -> float:
         function, operands = each
@@ -213,7 +216,7 @@ def interleaved(jax: Any, pair: Sequence[Any], seconds: float, queued: bool):
 
     first = [run(each, 1) for each in pair]
     first = [min(a, run(each, 1)) for a, each in zip(first, pair, strict=True)]
-    share = 0.02 if queued else 0.01
+    share = 0.02 if queued else 0.001
     calls = [max(1, min(50, int(share / t))) for t in first]
     times: list[list[float]] = [[], []]
     end = time.perf_counter() + seconds

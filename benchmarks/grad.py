@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.autodiff.backward import cotangents, plan
-from pallasite.primitive import chip_for
+from pallasite.placement import chip_for
 from pallasite.sites import calls_in
 from pallasite.target import Machine
 

@@ -15,7 +15,9 @@ Generated from `pallasite/target/table.py` (`docs/make_targets.py`), the only pl
 holds facts about chips: block sizes, cost estimates and error messages read it.
 `PALLASITE_TARGET` names the chip to compile for if JAX does not see one. A TPU's
 numbers are for one core, a GPU's for the whole chip. Rates are for matmuls without
-sparsity, in tera-operations per second.
+sparsity, in tera-operations per second. A GPU is named `gpu:h200`, or by its
+instructions: `gpu:gfx942` is the first chip that has them. *Run* says whether our
+kernels have run on one; for the other chips they are compiled, and run in simulators.
 
 """
 
@@ -30,7 +32,9 @@ def size(count: float) -> str:
 def common(row: target.Chip) -> list[str]:
     speed = (row.main.bytes_per_second or 0) / 1e9
     rates = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in row.rates.items())
-    return [f"`{row.name}`", str(row.cores), size(row.main.bytes), f"{speed:g}", rates]
+    ran = "yes" if row.ran else "never"
+    main = size(row.main.bytes)
+    return [f"`{row.name}`", ran, str(row.cores), main, f"{speed:g}", rates]
 
 
 def tpu(row: target.Tpu) -> list[str]:
@@ -40,7 +44,8 @@ def tpu(row: target.Tpu) -> list[str]:
 
 def gpu(row: target.Gpu) -> list[str]:
     memories = [size(row.shared.bytes), size(row.cache.bytes)]
-    return [*common(row), row.arch, *memories]
+    matrix = " x ".join(map(str, row.matrix))
+    return [*common(row), row.arch, str(row.wave), matrix, *memories]
 
 
 def table(heads: list[str], rows: list[list[str]]) -> list[str]:
@@ -50,13 +55,14 @@ def table(heads: list[str], rows: list[list[str]]) -> list[str]:
 
 def page() -> str:
     """The whole page as text."""
-    shared = ["chip", "cores", "main memory", "GB/s", "rates"]
+    shared = ["chip", "run", "cores", "main memory", "GB/s", "rates"]
     lines = [HEAD + "## TPU", ""]
     lines += table(
         [*shared, "VMEM", "matrix units"], list(map(tpu, target.TPUS.values()))
     )
     lines += ["", "## GPU", ""]
-    heads = [*shared, "instructions", "shared memory per block", "L2"]
+    heads = [*shared, "instructions", "threads of a warp", "largest matmul"]
+    heads += ["shared memory per block", "L2"]
     lines += table(heads, list(map(gpu, target.GPUS.values())))
     lines += ["", "## CPU", ""]
     lines.append(

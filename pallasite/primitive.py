@@ -45,13 +45,17 @@ from pallasite.passes.transform.batch import (
     changed_operands,
     maps_a_grid_size,
 )
+from pallasite.placement import accelerator, chip_on, is_here, lowered_for
 from pallasite.sharding.rule import Partition
-from pallasite.target import CHIPS, Chip, Host, chip, chip_of_device, host, named
+from pallasite.target import GPU_PLATFORMS, Chip, host, usual
 
 if TYPE_CHECKING:
     from pallasite.passes.schedule.plan_parts import Plan, Serial
     from pallasite.passes.schedule.split_axis import Program
     from pallasite.passes.schedule.whole_arrays import WholeArrays
+
+
+_PLANNED = ("cpu", *GPU_PLATFORMS)  # where a call may run as several kernels
 
 
 def for_platform(call: "Call", platform: str) -> "Call":
@@ -270,7 +274,7 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
         from pallasite.sharding.custom_call import call_task, lower_partitioned
 
         return lower_partitioned(ctx, operands, call_task(call, bind_call))
-    chip, exporting = _lowered_for(ctx, platform), jaxcompat.is_export(ctx)
+    chip, exporting = lowered_for(ctx, platform), jaxcompat.is_export(ctx)
     found = planned(call, platform, exporting, chip)
     if found.program is not None:
         results = _lower_program(ctx, operands, call, found.program, platform, chip)
@@ -302,13 +306,13 @@ def planned(
     """Whether a call runs as several kernels on a platform; arguments as `choose`."""
     from pallasite.passes.schedule.plan_parts import Plan, plan
 
-    if wants_emulation(call) or call.kernel.symbols or platform not in ("cpu", "cuda"):
+    if wants_emulation(call) or call.kernel.symbols or platform not in _PLANNED:
         return Plan()
     if call.options.batch_invariant or on_arrays(call, platform, chip) is not None:
         return Plan()
     if platform == "cpu":
         return Plan() if exporting else plan(call.kernel, host())
-    return plan(call.kernel, _chip_of(platform, chip))
+    return plan(call.kernel, chip_on(platform, chip))
 
 
 def parts_of(call: Call, program: "Program") -> list[Call]:
@@ -419,17 +423,17 @@ def choose(
     if call.kernel.symbols:
         return _without_sizes(call, name, base.DEFAULTS.get(platform or "", ()))
     if name is not None:
-        return Choice(name, launch=_launch(name, call, chip))
+        return Choice(name, launch=_launch(name, call, platform, chip))
     arrays = on_arrays(call, platform, chip)
     if arrays is not None:
         return Choice("xla", arrays=arrays)
     refusals: list[tuple[str, Exception]] = []
     for name in base.defaults(platform, call.kernel):
-        known = chip is not None or _is_here(platform)
+        known = chip is not None or is_here(platform)
         if not base.get(name).exports and (exporting or not known):
             continue
         try:
-            return Choice(name, tuple(refusals), _launch(name, call, chip))
+            return Choice(name, tuple(refusals), _launch(name, call, platform, chip))
         except (UnsupportedError, ChipMemoryError, ImportError, CompileError) as error:
             refusals.append((name, error))
     return Choice("interpret", tuple(refusals))
@@ -449,16 +453,8 @@ def on_arrays(
         return None  # the order of XLA's sums follows from whole shapes
     from pallasite.passes.schedule.whole_arrays import for_xla
 
-    machine = target.Machine.usual(_chip_of(platform, chip))
+    machine = target.Machine.usual(chip_on(platform, chip))
     return for_xla(call.kernel, call.flowing, machine)
-
-
-def _chip_of(platform: str | None, given: Chip | None) -> Chip | Host:
-    """What a kernel lowered for a platform runs on, for choices."""
-    if platform == "cpu":
-        return host()
-    name, usual = ("tpu", "v5e") if platform == "tpu" else ("triton", "h100")
-    return given or accelerator(base.get(name)) or CHIPS[usual]
 
 
 def _without_sizes(call: Call, named: str | None, defaults: Sequence[str]) -> Choice:
@@ -475,14 +471,6 @@ def _without_sizes(call: Call, named: str | None, defaults: Sequence[str]) -> Ch
     if named is not None:
         raise error
     return Choice("interpret", () if backend is None else ((backend, error),))
-
-
-def _is_here(platform: str | None) -> bool:
-    """Whether code being compiled will run on a device of this process."""
-    try:
-        return bool(jax.devices(platform))
-    except RuntimeError:
-        return False
 
 
 def _announce(chosen: Choice, call: Call, platform: str | None, ctx: Any) -> None:
@@ -507,18 +495,6 @@ def _report_failures(chosen: Choice, kernel: Kernel) -> None:
     )
 
 
-def _lowered_for(ctx: Any, platform: str | None) -> Chip | None:
-    """The accelerator that a lowering is for: a topology's, or that of its devices.
-
-    The `target` knob comes first. None: JAX has not said, or it is no accelerator.
-    """
-    device = jaxcompat.lowering_device(ctx)
-    if config.get("target") or device is None:
-        return None
-    family = {"gpu": "cuda"}.get(device.platform, device.platform)
-    return chip_of_device(device.device_kind) if family == platform else None
-
-
 def _is_one_kernel_of(name: str, call: Call, chip: Chip | None) -> bool:
     """Whether a GPU's call will be one kernel of this backend, as far as is known."""
     try:
@@ -531,9 +507,16 @@ def _is_one_kernel_of(name: str, call: Call, chip: Chip | None) -> bool:
         return False
 
 
-def _launch(name: str, call: Call, chip: Chip | None = None) -> base.Launch:
+def _launch(
+    name: str, call: Call, platform: str | None, chip: Chip | None
+) -> base.Launch:
     backend = base.get(name)
-    options = replace(call.options, chip=chip or accelerator(backend))
+    # In a program for several platforms, each has the calls of the others, too.
+    here = (platform,) if platform in backend.platforms else backend.platforms
+    chip = chip or accelerator(*here)
+    if chip is None and platform in GPU_PLATFORMS:
+        chip = usual(platform)
+    options = replace(call.options, chip=chip)
     compiled = base.begun(backend, call.kernel, options)
     others = base.lowered_after(call.kernel) if name == "cuda" else ()
     calls = [replace(call, kernel=k, flowing=f, equal=()) for k, f in others]
@@ -545,40 +528,6 @@ def _launch(name: str, call: Call, chip: Chip | None = None) -> base.Launch:
     if config.get("dump"):
         compiled.texts()  # producing them writes the dumps
     return backend.launch(compiled)
-
-
-def accelerator(backend: base.Backend) -> Chip | None:
-    """The accelerator to compile for: the `target` knob's, else the one present."""
-    if config.get("target"):
-        found = named(config.get("target")).chip
-        return None if isinstance(found, Host) else found
-    for platform in backend.platforms:
-        try:
-            return chip_of_device(jax.devices(platform)[0].device_kind)
-        except RuntimeError:  # compiling here to run elsewhere
-            continue
-    return None
-
-
-def chip_for(backend: str | None) -> Chip | Host:
-    """The chip that a call being traced will most likely run on.
-
-    Args:
-        backend: the backend the call names, if any.
-    """
-    name = backend or config.get("backend")
-    if name in base.names():
-        platforms = base.get(name).platforms
-        found = None if "cpu" in platforms else accelerator(base.get(name))
-    elif config.get("target"):
-        return named(config.get("target")).chip
-    else:
-        device = jax.devices()[0]
-        platforms, found = (device.platform,), chip_of_device(device.device_kind)
-    if found is not None or "cpu" in platforms:
-        return found or host()
-    # Compiling here to run elsewhere, or a chip missing from the table.
-    return chip("v5e" if "tpu" in platforms else "h100")
 
 
 def check_platform(call: Call, platforms: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ from pallasite.language.refs import atomic_xor as atomic_xor
 from pallasite.language.refs import load as load
 from pallasite.language.refs import multiple_of
 from pallasite.language.refs import store as store
+from pallasite.placement import own_platform
 from pallasite.target.chip import Gpu
 from pallasite.target.names import named
 
@@ -129,7 +130,7 @@ def get_gpu_info() -> GpuInfo:
     version = next((v for v in versions if v.value in kind), None)
     if version is not None:
         return get_gpu_info_from_version(version)
-    if device.platform != "gpu" or chip is not None:
+    if own_platform() != "cuda" or chip is not None:
         raise SpecError(
             f"no GPU is known by the name {kind!r}",
             fix="PALLASITE_TARGET=h200 names one where there is none",

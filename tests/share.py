@@ -1,8 +1,8 @@
 """How much of the large tests a run does.
 
-`make test-all` does all. With PALLASITE_TEST_SHARE=5, `make test` does a fifth of the
+`make test-all` does all. With PALLASITE_TEST_SHARE=8, `make test` does an eighth of the
 random kernels and of the cases of large tables (`SAMPLED` in conftest.py), and leaves
-out what is marked slow. The fifth is always the same one, chosen by what it covers.
+out what is marked slow. The eighth is always the same one, chosen by what it covers.
 """
 
 import heapq

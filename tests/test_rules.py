@@ -31,7 +31,7 @@ LAYERS: list[set[str]] = [
     {"importer"},
     {"emulation"},
     {"sharding"},
-    {"configured"},
+    {"configured", "placement"},
     {"primitive"},
     {"sites"},
     {"autodiff"},

@@ -25,7 +25,10 @@ def test_tpus_have_what_their_compiler_needs():
 
 def test_gpus_have_what_their_compiler_needs():
     for row in target.GPUS.values():
-        assert row.arch.startswith("sm_") and 48 << 10 <= row.shared.bytes < 228 << 10
+        assert 48 << 10 <= row.shared.bytes < 228 << 10
+        assert row.arch.startswith("gfx" if row.is_amd else "sm_")
+        assert row.wave == (64 if row.arch.startswith("gfx9") else 32)
+        assert 0 <= row.stages_in_registers < row.stages
 
 
 @pytest.mark.parametrize(
@@ -34,6 +37,8 @@ def test_gpus_have_what_their_compiler_needs():
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H200", "h200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Radeon RX 9070 XT", "rx9070xt"),
         ("TPU v5 lite", "v5e"),
         ("TPU  v5p", "v5p"),
         ("TPU v5", "v5p"),

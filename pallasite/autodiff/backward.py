@@ -59,12 +59,12 @@ from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.analysis.shared_operands import shared_operands
 from pallasite.passes.lower.per_program import Program, kernel_of, main_refs
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
-from pallasite.primitive import chip_for
+from pallasite.placement import chip_for
 from pallasite.sharding.rule import Partition, inherit
-from pallasite.target import Machine
+from pallasite.target import Gpu, Machine
 
 MOST_SCATTERED = 2  # times the bytes of operands and results
-FEW_SCATTERED = 1 << 30  # bytes that any GPU has; adding in place would be in sequence
+FEW_SCATTERED = 1 << 32  # bytes that any GPU has; adding in place would be in sequence
 MOST_STATES = 4  # times the bytes of operands
 KEPT_SHARE = 1 / 8  # of the bytes of operands and results, for residuals
 UNREPEATABLE = ("debug_print", "debug_check", "delay", "atomic_rmw", "atomic_cas")
@@ -263,7 +263,9 @@ def _run(
     options = replace(options, flowing=step.taking(flowing))
     if step.whole is not None:
         whole = replace(options, kernel=step.whole)
-        if on_arrays(whole, "cuda") is not None:
+        chip = chip_for(call.backend)
+        platform = chip.platform if isinstance(chip, Gpu) else "cuda"
+        if on_arrays(whole, platform) is not None:
             options, step = whole, replace(step, parts=(1,) * len(step.parts))
     operands = [
         arrays[ref].astype(operand.ref.dtype.np)

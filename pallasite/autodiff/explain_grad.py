@@ -13,7 +13,7 @@ from pallasite import config
 from pallasite.errors import NoBackwardKernel, SpecError
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.language.trace import user_location
-from pallasite.primitive import chip_for
+from pallasite.placement import chip_for
 from pallasite.sites import calls_in
 
 if TYPE_CHECKING:

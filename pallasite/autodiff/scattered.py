@@ -6,6 +6,12 @@ writes what it adds to a block of its own, and where: `scattered` changes the pr
 `Merge` adds up. Where places advance with the grid by a fixed stride, shifted copies
 are added; otherwise rows are sorted by their place, and one program per place adds its
 rows in that order. Either way the order is fixed, so results are the same in every run.
+
+Proof: an access is at one place for each element that it has, whatever names it: an
+index, a slice from a start, or index arrays, which advance together. Dimensions up to
+the last one of which not all is accessed say which row an element belongs to, in mixed
+radix, so that addends of one row have equal numbers; what a mask drops adds zero, and
+what is outside has a number that no row has.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,17 +27,18 @@ from pallasite.autodiff.backward_stages import save_block, saved_ref
 from pallasite.autodiff.backward_windows import index_count
 from pallasite.autodiff.overlaps import sum_of_overlaps
 from pallasite.autodiff.step_order import sorted_by
+from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.parse import parse_kernel
 from pallasite.ir.rewrite import producers_of
-from pallasite.ir.types import DType, dtype_of
 from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.lower.per_program import Program
 from pallasite.target import Machine
 
+MOST_ROWS = (1 << 31) - 2  # that have numbers
 MOST_COLUMNS = 1024  # of the rows that one program adds up
 
 
@@ -43,13 +50,22 @@ class Stride(NamedTuple):
     first: int
 
 
+class Place(NamedTuple):
+    """Where an addend is along a dimension of the array."""
+
+    start: Value  # or each part's place, where an index array names it
+    size: int
+    # What is not among so many places from the first one is not added; None: all is.
+    shown: tuple[Value, int] | None = None
+
+
 @dataclass(frozen=True)
 class Addend:
     """What every program adds to one array: a tile of its own, and its place.
 
     Either the place is affine in the grid indices (`strides`, one per dimension), or
-    the tile is rows of the array, whose numbers `rows` has. The first `lead` dimensions
-    of the array say which row it is.
+    the tile is rows of the array, whose numbers `rows` has, in the order of the tile's.
+    The first `lead` dimensions of the array say which row it is.
     """
 
     values: Value
@@ -100,13 +116,17 @@ def scattered(program: Program, ref: Value) -> tuple[Program, Merge] | None:
     top = set(program.body.ops)
     if not adds or not program.sizes or not all(op in top for op in uses):
         return None
-    b, addends = Builder(program.loc), list[Addend]()
-    for op in adds:
-        addend = walker.addend(b, op)
-        if addend is None:
-            return None
-        addends.append(addend)
-    if not any(map(_overlaps, addends)) or len({a.lead for a in addends}) > 1:
+    b = Builder(program.loc)
+    places = [walker.places(b, op) for op in adds]
+    found = [starts for starts in places if starts is not None]
+    if len(found) < len(adds):
+        return None
+    lead = max(map(walker.lead, found))
+    if prod(ref.ref.shape[:lead]) > MOST_ROWS:
+        return None
+    pairs = zip(adds, found, strict=True)
+    addends = [walker.addend(b, op, starts, lead) for op, starts in pairs]
+    if not any(map(_overlaps, addends)):
         return None
     ops = [op for op in program.body.ops if op not in adds]
     body = Block(program.body.params, (*ops, *b.ops))
@@ -139,46 +159,77 @@ class _Scatter:
         is_view = op is not None and op.name == "block_view"
         return op if is_view and op.operands[0] is self.ref else None  # type: ignore[union-attr]
 
-    def addend(self, b: Builder, op: Op) -> Addend | None:
+    def places(self, b: Builder, op: Op) -> list[Place] | None:
+        """What `starts` has, if an op adds."""
         access, view = Access.of(op), self.view(op.operands[0])
         known = op.operands[0] is self.ref or view is not None
-        if op.attrs["kind"] != "add" or access.mask is not None or not known:
-            return None
-        assert access.value is not None
-        starts = self.starts(b, access, view)
-        if starts is None:
-            return None
-        value = self.narrow(access.value)
-        ids = self.program.body.params
-        strides = [self.stride(s) for s, _ in starts]
-        axes = [s.axis for s in strides if s is not None and s.axis is not None]
-        tile = tuple(n for _, n in starts)
-        if None not in strides and len(set(axes)) == len(axes):
-            found = tuple(s for s in strides if s is not None)
-            return Addend(self.kept(b, value, ids), tile, strides=found)
-        parts = [d for d, start in enumerate(starts) if not self.is_whole(d, start)]
-        lead = 1 + max(parts, default=0)
-        row, shape = b.as_index(starts[0][0]), self.ref.ref.shape
-        if lead > 1 and (lead == len(shape) or prod(tile[:lead]) > 1):
-            return None
-        for (start, _), size in zip(starts[1:lead], shape[1:lead], strict=True):
-            row = b.add(b.mul(row, b.index(size)), b.as_index(start))
-        if not row.tile.shape:
-            row = b.broadcast(row, (1,), ())
-        rows = self.kept(b, row, ids)
-        return Addend(self.kept(b, value, ids), tile, rows=rows, lead=lead)
+        adds = known and op.attrs["kind"] == "add"
+        return self.starts(b, access, view) if adds else None
 
-    def is_whole(self, dim: int, start: tuple[Value, int]) -> bool:
-        """Whether an addend has all of a dimension."""
-        return self.constant(start[0]) == 0 and start[1] == self.ref.ref.shape[dim]
+    def strides(self, starts: Sequence[Place]) -> tuple[Stride, ...] | None:
+        """How places advance with the grid, if each axis advances one dimension."""
+        found = [self.stride(p.start) for p in starts]
+        strides = tuple(s for s in found if s is not None)
+        axes = [s.axis for s in strides if s.axis is not None]
+        known = len(strides) == len(found) and all(p.shown is None for p in starts)
+        return strides if known and len(set(axes)) == len(axes) else None
 
-    def starts(
-        self, b: Builder, access: Access, view: Op | None
-    ) -> list[tuple[Value, int]] | None:
-        """For each dimension of the array, where the addend starts, and its length.
+    def lead(self, starts: Sequence[Place]) -> int:
+        """How many dimensions of the array say to which of its rows an addend belongs.
 
-        The first may be a vector: a place for each row.
+        The others it has as a whole.
         """
+        if self.strides(starts) is not None:
+            return 1
+        parts = [d for d, start in enumerate(starts) if not self.is_whole(d, start)]
+        return 1 + max(parts, default=0)
+
+    def addend(self, b: Builder, op: Op, starts: Sequence[Place], lead: int) -> Addend:
+        access, ids = Access.of(op), self.program.body.params
+        value = access.value
+        assert value is not None
+        if access.mask is not None:
+            value = b.select(access.mask, value, b.like(0, value))
+        values = self.kept(b, self.narrow(value), ids)
+        strides = self.strides(starts)
+        if strides is not None:
+            return Addend(values, tuple(p.size for p in starts), strides=strides)
+        rows = self.kept(b, self.rows(b, starts[:lead]), ids)
+        return Addend(values, value.tile.shape, rows=rows, lead=lead)
+
+    def rows(self, b: Builder, starts: Sequence[Place]) -> Value:
+        """The numbers of the rows that the parts of an addend belong to.
+
+        In the order in which an addend has them: what index arrays name comes first,
+        then dimensions of which it has several places.
+        """
+        named = next((p.start.tile.shape for p in starts if p.start.tile.shape), ())
+        spans = [d for d, p in enumerate(starts) if not p.start.tile.shape]
+        spans = [d for d in spans if starts[d].size > 1]
+        shape = (*named, *(starts[d].size for d in spans))
+        total = missing = None
+        for d, (start, _, shown) in enumerate(starts):
+            own = range(len(named)) if start.tile.shape else ()
+            place = b.broadcast(b.as_index(start), shape, tuple(own))
+            if d in spans:
+                along = len(named) + spans.index(d)
+                place = b.add(place, b.op("iota", type=place.tile, dim=along))
+            if shown is not None:
+                first = b.broadcast(shown[0], shape, ())
+                limit = b.add(first, b.like(shown[1], first))
+                outside = b.or_(b.lt(place, first), b.op("ge", place, limit))
+                missing = outside if missing is None else b.or_(missing, outside)
+            size = b.like(self.ref.ref.shape[d], place)
+            total = place if total is None else b.add(b.mul(total, size), place)
+        assert total is not None
+        return total if missing is None else b.select(missing, b.like(-1, total), total)
+
+    def is_whole(self, dim: int, place: Place) -> bool:
+        """Whether an addend has all of a dimension."""
+        return self.constant(place.start) == 0 and place.size == self.ref.ref.shape[dim]
+
+    def starts(self, b: Builder, access: Access, view: Op | None) -> list[Place] | None:
+        """For each dimension of the array, where the addend is."""
         entries = iter(access.split_index())
         if view is None:
             outer: list[tuple[Value | None, bool]] = [
@@ -200,21 +251,25 @@ class _Scatter:
                 elif dim.padding[0]:
                     start = b.sub(start, b.index(dim.padding[0]))
                 outer.append((start, dim.kind != "squeezed"))
-        found: list[tuple[Value, int]] = []
+        found: list[Place] = []
         for number, (start, is_shown) in enumerate(outer):
             if not is_shown:
                 assert start is not None
-                found.append((start, 1))
+                found.append(Place(start, 1))
                 continue
             entry, operand = next(entries)
             shown = self.ref.ref.shape[number]
             if view is not None:
                 shown = view.attrs["window"].dims[number].size
-            inner = self.inner(b, entry, operand, shown, number == 0 and view is None)
+            inner = self.inner(b, entry, operand, shown, access.mask is not None)
             if inner is None:
                 return None
-            first, size = inner
-            found.append((first if start is None else b.add(start, first), size))
+            if start is not None:
+                known = inner.shown is None
+                shape = inner.start.tile.shape
+                first = b.add(b.broadcast(start, shape, ()), inner.start)
+                inner = Place(first, inner.size, None if known else (start, shown))
+            found.append(inner)
         self.note(b.ops)
         return found
 
@@ -224,31 +279,39 @@ class _Scatter:
         entry: Any,
         operand: Value | None,
         shown: int,
-        may_gather: bool,
-    ) -> tuple[Value, int] | None:
+        masked: bool,
+    ) -> Place | None:
+        """Beside a mask, what is outside is dropped; a slice without one is clamped."""
         if isinstance(entry, Gather):
             assert operand is not None
-            is_vector = may_gather and operand.tile.rank == 1
-            return (operand, operand.tile.shape[0]) if is_vector else None
+            return Place(b.as_index(operand), 1, (b.index(0), shown))
         if isinstance(entry, Span) and entry.stride != 1:
             return None
         assert isinstance(entry, (At, Span))
         size = entry.size if isinstance(entry, Span) else 1
         if operand is None:
-            return b.index(entry.start or 0), size
-        return self.clamped(b, b.as_index(operand), shown - size), size
+            return Place(b.index(entry.start or 0), size)
+        start = b.as_index(operand)
+        if masked and not self.is_inside(b, start, shown - size):
+            return Place(start, size, (b.index(0), shown))
+        return Place(self.clamped(b, start, shown - size), size)
 
     def clamped(self, b: Builder, start: Value, last: int) -> Value:
         """A start as accesses clamp it; unchanged where it is known to be inside."""
+        if self.is_inside(b, start, last):
+            return start
+        return b.clamp(b.index(0), start, b.index(last))
+
+    def is_inside(self, b: Builder, start: Value, last: int) -> bool:
+        """Whether a start is known not to be clamped."""
         self.note(b.ops)
         form = self.forms.of(start).affine
-        if form is not None and form.const is not None:
-            sizes = zip(form.coeffs, self.program.sizes, strict=True)
-            ends = [c * (n - 1) for c, n in sizes]
-            low, high = (form.const + sum(f(e, 0) for e in ends) for f in (min, max))
-            if low >= 0 and high <= last:
-                return start
-        return b.clamp(b.index(0), start, b.index(last))
+        if form is None or form.const is None:
+            return False
+        sizes = zip(form.coeffs, self.program.sizes, strict=True)
+        ends = [c * (n - 1) for c, n in sizes]
+        low, high = (form.const + sum(f(e, 0) for e in ends) for f in (min, max))
+        return low >= 0 and high <= last
 
     def note(self, ops: Iterable[Op]) -> None:
         self.forms.add_ops(ops)
@@ -341,7 +404,7 @@ class _Scatter:
 def merged(
     merge: Merge,
     arrays: Mapping[Value, Any],
-    final: DType,
+    final: T.DType,
     run: Any,
     machine: Machine,
 ) -> Any:
@@ -367,10 +430,7 @@ def merged(
             part = _in_one_kernel(x, *places, run) if alone else _shifted(x, *places)
             total = part if total is None else total + part
             continue
-        first = arrays[addend.rows].reshape(prod(merge.sizes), -1)
-        count = addend.tile[0]
-        here = first if first.shape[1] == count else first + jnp.arange(count)
-        rows.append(here.reshape(-1))
+        rows.append(arrays[addend.rows].reshape(-1))
         values.append(x.reshape(-1, prod(shape[addend.lead :])))
     if rows:
         given = merge.addends[0].values.ref.dtype.name if same else dtype.name
@@ -405,7 +465,7 @@ def _in_one_kernel(
     x = x.sum(axis=tuple(others), keepdims=True).transpose(*others, *axes, *dims)
     x = x.reshape(*x.shape[len(others) :])
     steps = tuple(None if s.axis is None else s.step for s in strides)
-    dtype = dtype_of(x.dtype)
+    dtype = T.dtype_of(x.dtype)
     assert dtype is not None
     kernel = sum_of_overlaps(x.shape, dtype.name, steps, tuple(shape))
     (total,) = run(kernel, [x])

@@ -318,6 +318,7 @@ _MODULES = {
 DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("cpu",),
     "cuda": ("cuda", "triton"),
+    "rocm": ("triton",),
     "tpu": ("tpu",),
 }
 # Matmuls, and ops written only by authors who schedule warpgroups.

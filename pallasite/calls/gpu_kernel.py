@@ -20,6 +20,7 @@ from pallasite.language.trace import (
     parameter_names,
     user_location,
 )
+from pallasite.placement import own_platform
 from pallasite.primitive import CheckedElsewhere
 
 MOST_WARPGROUPS = 8  # 1024 threads, the limit of a thread block
@@ -217,8 +218,8 @@ def kernel(
 
 
 def _mode(interpret: Any) -> Any:
-    """The mode to run in: native on GPUs, checked mode elsewhere."""
-    if interpret or jax.default_backend() == "gpu":
+    """The mode to run in: native on NVIDIA GPUs, checked mode elsewhere."""
+    if interpret or own_platform() == "cuda":
         return interpret
     if not isinstance(config.get("interpret"), str | None):
         return None  # what `force_gpu_interpret_mode` asks for

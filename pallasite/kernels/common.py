@@ -24,7 +24,7 @@ import pallasite as pl
 from pallasite import jaxcompat
 from pallasite import tpu as pltpu
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
-from pallasite.primitive import chip_for
+from pallasite.placement import chip_for
 from pallasite.sites import jaxprs_inside
 from pallasite.target import Host
 

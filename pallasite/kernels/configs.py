@@ -11,7 +11,7 @@ import pallasite as pl
 from pallasite import config
 from pallasite.errors import KernelTypeError, SpecError
 from pallasite.kernels import common
-from pallasite.primitive import chip_for
+from pallasite.placement import chip_for
 from pallasite.target import Gpu, Host, Tpu
 from pallasite.tune import choices
 from pallasite.tune.space import Space

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from pallasite import config
@@ -64,6 +65,36 @@ def run(
         VerifyError: with the `verify` knob, after the pass that broke a rule.
     """
     dump = dump or Dump.of(kernel)
+    if passes is SHARED and dump is None:
+        made: Sequence[Step] = _shared(_Same(kernel))
+    else:
+        made = _run(kernel, passes, dump)
+    if steps is not None:
+        steps += made
+    return made[-1].kernel if made else kernel
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """A kernel as a key that equals itself only: equal ones differ in source lines."""
+
+    kernel: Kernel
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.kernel is other.kernel
+
+    def __hash__(self) -> int:
+        return id(self.kernel)
+
+
+@lru_cache(maxsize=64)
+def _shared(key: _Same) -> Sequence[Step]:
+    """The shared passes, once for all that ask: plan, backend, reports."""
+    return _run(key.kernel, SHARED, None)
+
+
+def _run(kernel: Kernel, passes: Sequence[Pass], dump: "Dump | None") -> Sequence[Step]:
+    steps = list[Step]()
     checks = config.get("verify")
     if checks:
         verify(kernel)
@@ -79,15 +110,14 @@ def run(
             new = step.function(kernel)
             seconds = time.perf_counter() - start
             changed = new is not kernel
-            if steps is not None:
-                steps.append(Step(step.name, seconds, changed, new))
+            steps.append(Step(step.name, seconds, changed, new))
             kernel = new
             if checks and changed:
                 verify(kernel)
             if dump is not None:
                 head = f"// {step.name}: {1e3 * seconds:.1f} ms\n"
                 dump.write(step.name, head + print_kernel(kernel, locs=True))
-    return kernel
+    return steps
 
 
 class Dump:

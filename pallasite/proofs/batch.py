@@ -1,11 +1,17 @@
 """Batch invariance: a row's bits depend neither on other rows nor on where it stands.
 
-Rows are dimension 0 of the outputs. A grid axis that moves the outputs' blocks along
-it, one block per step, is the row axis; an operand whose blocks move along its own
-dimension 0 in the same way has rows too, and every other operand is shared by all rows.
-Each value of the kernel is then *uniform* (the same in every program along the row
-axis), or it has *rows* along one of its dimensions, where element p depends only on row
-p and is computed in the same way for every p; or neither is known.
+Rows are one dimension of each output (`rows.py` says which). A grid axis that moves the
+outputs' blocks along it, one block per step, is the row axis; an operand whose blocks
+move along one dimension in the same way has rows too, and every other operand is shared
+by all rows. Each value of the kernel is then *uniform* (the same in every program along
+the row axis), or it has *rows* along one of its dimensions, where element p depends
+only on row p and is computed in the same way for every p; or neither is known.
+
+Where each program along the axis has one row, all that it computes belongs to that row.
+Nothing else reaches it if scratch carries nothing along the axis, and if the number of
+the row is used for nothing but to find the row's own elements of operands: of those
+with blocks, and of tables, which have rows then. Tables may choose among the blocks of
+operands that all rows share, such as pages.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, full_index
 from pallasite.ir.nodes import walk as walk_ops
-from pallasite.ir.opdef import table
+from pallasite.ir.opdef import Use, table
 from pallasite.ir.roles import Cond, Dot, Loop, Pipeline, While
 from pallasite.passes.analysis.affine import Form
 from pallasite.passes.analysis.grid import analyze_pipeline
@@ -45,29 +51,35 @@ UNIFORM = Rows()
 
 @dataclass(frozen=True)
 class Found:
-    """The verdict, and which operands have rows (for the report)."""
+    """The verdict, and which parameters have rows along which dimension."""
 
     claim: Claim
+    outs: tuple[int, ...]  # of each output
     axis: int | None = None  # along which the rows are
-    operands: tuple[int, ...] = ()  # the inputs that have rows
+    dims: dict[Value, int] = field(default_factory=dict)  # arrays that have rows
+    of: dict[Value, Rows] = field(default_factory=dict)  # blocks, scratch and tiles
 
 
-def _what(rows: Sequence[str], shared: Sequence[str]) -> str:
-    return f"rows of {listed(rows)}; shared: {listed(shared)}"
+def batch(kernel: Kernel, outs: tuple[int, ...] = ()) -> Found:
+    """Whether rows of the outputs depend on nothing but their own rows.
 
-
-def batch(kernel: Kernel) -> Found:
-    """Whether rows of the outputs depend on nothing but their own rows."""
+    Args:
+        kernel: Kernel IR, as traced.
+        outs: the dimension of each output that is its rows; the first unless given.
+    """
+    outs = outs or (0,) * kernel.num_outputs
     try:
-        return _Judge(kernel).judge()
+        return _Judge(kernel, outs).judge()
     except MixedError as mixed:
-        return Found(Claim("batch", UNKNOWN, mixed.why, mixed.line))
+        return Found(Claim("batch", UNKNOWN, mixed.why, mixed.line), outs)
 
 
 @dataclass
 class _Judge:
     kernel: Kernel
+    outs: tuple[int, ...]
     of: dict[Value, Rows] = field(default_factory=dict)
+    rows: dict[Value, int] = field(default_factory=dict)  # the dimension, of arrays
     memory: dict[Value, Rows] = field(default_factory=dict)  # scratch
 
     def judge(self) -> Found:
@@ -86,22 +98,40 @@ class _Judge:
         before = kernel.body.ops[: kernel.body.ops.index(op)]
         self.info = analyze_pipeline(op, before, kernel.aliased_results)
         self.axis = self._row_axis()
-        rows, shared, numbers = self._windows()
-        found = Found(Claim("batch", PROVED, _what(rows, shared)), self.axis, numbers)
+        alone = self._windows()
+        if alone:
+            self._one_row()
+        claim = Claim("batch", PROVED, self._what())
+        found = Found(claim, self.outs, self.axis, self.rows, self.of)
         try:
             self._carried()
-            self._fixpoint()
+            if not alone:
+                self._fixpoint()
         except MixedError as mixed:
             claim = Claim("batch", UNKNOWN, mixed.why, mixed.line)
             return replace(found, claim=claim)
+        self.of.update(self.memory)
         return found
 
+    def _what(self) -> str:
+        """Which arrays have rows, and which are shared by all of them."""
+        used = {a for op in walk_ops(self.kernel.body) for a in op.operands}
+        named = list[list[str]](([], []))
+        for n, param in enumerate(self.kernel.params):
+            if param in used:
+                text, dim = param.name or f"operand {n}", self.rows.get(param)
+                text += f" (dimension {dim})" if dim else ""
+                named[dim is None].append(text)
+        return f"rows of {listed(named[0])}; shared: {listed(named[1])}"
+
     def _row_axis(self) -> int:
-        """The axis along which the blocks of all outputs move in dimension 0."""
+        """The axis along which the blocks of all outputs move in their rows."""
         axes = set[int | None]()
         for shown, moves in zip(self.pipeline.shown, self.info.windows, strict=True):
             if shown.window.mode == "out":
-                axes.add(_moved_by(moves.forms[0]) if moves.forms else None)
+                dim = self.outs[self.kernel.outputs.index(shown.array)]
+                known = dim < len(moves.forms)
+                axes.add(_moved_by(moves.forms[dim]) if known else None)
         if len(axes) != 1 or None in axes:
             raise MixedError(
                 "no grid axis alone moves the outputs' blocks along their rows",
@@ -111,51 +141,99 @@ class _Judge:
         assert axis is not None
         return axis
 
-    def _windows(self) -> tuple[list[str], list[str], tuple[int, ...]]:
-        rows, shared, numbers, sizes = list[str](), list[str](), list[int](), set[int]()
+    def _windows(self) -> bool:
+        """What blocks are; whether a program along the axis has one row."""
+        op, sizes = self.pipeline.op, set[int]()
         for shown, moves in zip(self.pipeline.shown, self.info.windows, strict=True):
-            array, window, _, block = shown
+            array, window, index_map, block = shown
             name = array.name or "an operand"
             if self.axis not in moves.axes:
                 if moves.written:
-                    raise MixedError(
-                        f"all rows write the same block of {name}", self.pipeline.op
-                    )
+                    raise MixedError(f"all rows write the same block of {name}", op)
                 self.of[block] = Rows(None, _wide(block.ref.shape))
-                shared.append(name)
                 continue
-            first = window.dims[0]
-            by_rows = moves.forms[0] if moves.forms else None
-            alone = all(self.axis not in f.axes for f in moves.forms[1:])
-            if by_rows is None or _moved_by(by_rows) != self.axis or not alone:
-                raise MixedError(
-                    f"the blocks of {name} do not move with its rows", self.pipeline.op
-                )
+            moved = [d for d, f in enumerate(moves.forms) if _moved_by(f) == self.axis]
+            alone = all(
+                d in moved or self.axis not in f.axes for d, f in enumerate(moves.forms)
+            )
+            if not (alone and len(moved) == 1) and moves.written:
+                raise MixedError(f"the blocks of {name} do not move with its rows", op)
+            if not alone or len(moved) != 1:
+                self._by_tables(index_map, moved, name)
+                sizes.add(1)
+                for dim in moved:
+                    self._has_rows(array, dim, op)
+                continue
+            (dim,) = moved
+            self._has_rows(array, dim, op)
+            first = window.dims[dim]
             if first.kind not in ("blocked", "squeezed"):
-                raise MixedError(f"the blocks of {name} overlap", self.pipeline.op)
+                raise MixedError(f"the blocks of {name} overlap", op)
             sizes.add(first.size if first.kind == "blocked" else 1)
             if moves.written and self.axis not in moves.own | moves.apart:
-                raise MixedError(
-                    f"several programs write one row of {name}", self.pipeline.op
-                )
+                raise MixedError(f"several programs write one row of {name}", op)
+            place = sum(d.kind != "squeezed" for d in window.dims[:dim])
             many = first.kind == "blocked" and first.size > 1
-            self.of[block] = Rows(0 if many else -1)
-            rows.append(name)
-            if array in self.kernel.inputs:
-                numbers.append(self.kernel.inputs.index(array))
+            self.of[block] = Rows(place if many else -1)
         if len(sizes) > 1:
-            raise MixedError(
-                "operands have blocks of different numbers of rows", self.pipeline.op
-            )
-        for number, _ in self.kernel.aliases:
-            if number not in numbers:
-                raise MixedError(
-                    "an output begins with an operand without rows", self.pipeline.op
-                )
+            raise MixedError("operands have blocks of different numbers of rows", op)
+        for number, out in self.kernel.aliases:
+            if self.rows.get(self.kernel.inputs[number]) != self.outs[out]:
+                raise MixedError("an output begins with an operand without rows", op)
         for axis, value in enumerate(self.pipeline.ids):
             if axis != self.axis:
                 self.of[value] = UNIFORM
-        return rows, shared, tuple(numbers)
+        return sizes == {1}
+
+    def _has_rows(self, array: Value, dim: int, op: Op) -> None:
+        if self.rows.setdefault(array, dim) != dim:
+            raise MixedError("one operand has rows along two dimensions", op)
+
+    def _by_tables(self, index_map: Block, moved: Sequence[int], name: str) -> None:
+        """Blocks that the row chooses: only through tables, and along its own rows."""
+        row = index_map.params[self.axis]
+        others = [v for d, v in enumerate(index_map.yields) if d not in moved]
+        if row in others or not self._only_finds(index_map, row):
+            why = f"the blocks of {name} do not move with its rows"
+            raise MixedError(why, self.pipeline.op)
+
+    def _one_row(self) -> None:
+        """Check a body whose programs have one row each."""
+        written = self.roots.written(self.kernel.body)
+        outside = set(self.kernel.params) & set(written)
+        for op in walk_ops(self.pipeline.body):
+            is_known = op.name in _RULES or set(table()[op.name].uses) <= _SEES
+            if not is_known:
+                raise MixedError(f"what a {op.name} does to rows is not known", op)
+            roots = {self.roots.of(v) for v in op.operands if v.is_ref}
+            if roots & outside:
+                why = "it uses an array that it writes, without a window"
+                raise MixedError(why, op)
+        self._only_finds(self.pipeline.body, self.pipeline.ids[self.axis], raises=True)
+
+    def _only_finds(self, block: Block, row: Value, raises: bool = False) -> bool:
+        """Whether the row's number only finds its elements of tables.
+
+        These have rows along the dimension that it indexes.
+        """
+        written = self.roots.written(self.kernel.body)
+        for op in walk_ops(block):
+            used = sum(v is row for v in op.operands)
+            used += sum(v is row for b in op.regions for v in b.yields)
+            if not used:
+                continue
+            if op.name == "load" and used == 1:
+                access = Access.of(op)
+                entries = enumerate(access.split_index())
+                at = [d for d, (e, v) in entries if v is row and isinstance(e, At)]
+                held = access.ref in self.kernel.inputs and access.ref not in written
+                if held and len(at) == 1:
+                    self._has_rows(access.ref, at[0], op)
+                    continue
+            if raises:
+                raise MixedError("it uses the number of the program along the rows", op)
+            return False
+        return True
 
     def _carried(self) -> None:
         for carry in self.info.carries:
@@ -411,8 +489,8 @@ class _Judge:
         if x.dim in axes:
             raise MixedError(f"a {op.name} combines rows", op)
         if op.results[0].tile.rank == op.operands[0].tile.rank:
-            for result in op.results:
-                self.of[result] = x
+            for result in op.results:  # a sum so far of equal elements varies
+                self.of[result] = Rows(x.dim, x.varies | set(axes))
             return
         left = [d for d in range(op.operands[0].tile.rank) if d not in axes]
         self._moved(op, lambda d: left.index(d) if d in left else None)
@@ -486,6 +564,9 @@ def _moved_by(form: Form) -> int | None:
     return moved[0] if len(moved) == 1 and affine.coeffs[moved[0]] == 1 else None
 
 
+_SEES = {Use.NONE, Use.VIEW}
+
+
 def _wide(shape: Sequence[int]) -> frozenset[int]:
     """The dimensions along which a tile can differ at all."""
     return frozenset(d for d, n in enumerate(shape) if n > 1)
@@ -514,6 +595,7 @@ _RULES: dict[str, Callable[[_Judge, Op], None]] = {
     "arg_reduce": _Judge.along,
     "scan": _Judge.along,
     "sort": _Judge.along,
+    "top_k": _Judge.along,
     "rev": _Judge.along,
     "concatenate": _Judge.concatenate,
     "slice": _Judge.slice,

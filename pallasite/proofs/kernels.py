@@ -10,15 +10,14 @@ from pallasite.ir.opdef import table
 from pallasite.passes.normal.counted_loops import counted_loops
 from pallasite.passes.normal.drop_rules import drop_rules
 from pallasite.proofs.assume import Assumed, Given, check_names, check_ranges
-from pallasite.proofs.batch import batch
 from pallasite.proofs.bounds import bounds
 from pallasite.proofs.coverage import coverage
 from pallasite.proofs.races import order, races
 from pallasite.proofs.replay import Replay
-from pallasite.proofs.rows import Retrace, doubled, over_sizes, refuted
+from pallasite.proofs.rows import Retrace, batch, doubled
 from pallasite.proofs.sync import sync
 from pallasite.proofs.touches import Walk
-from pallasite.proofs.verdicts import CLAIMS, PROVED, Claim, KernelProof, Proof
+from pallasite.proofs.verdicts import CLAIMS, Claim, KernelProof, Proof
 from pallasite.tools.sources import trace_of
 from pallasite.tools.traces import Trace
 
@@ -99,13 +98,7 @@ def prove_kernel(
     if "sync" in claims:
         made.append(sync(kernel, replay))
     if "batch" in claims:
-        rows = batch(drop_rules(kernel))
-        is_proved = rows.claim.verdict == PROVED
-        made.append(
-            over_sizes(kernel, number, rows, retrace)
-            if is_proved
-            else refuted(kernel, rows, replay)
-        )
+        made.append(batch(kernel, number, retrace, replay))
     wanted = tuple(claim for claim in made if claim.name in claims)
     return KernelProof(kernel.name, str(kernel.loc or ""), wanted, replay.given.text)
 

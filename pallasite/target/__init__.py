@@ -8,12 +8,22 @@ from pallasite.target.chip import Chip, Gpu, Memory, SparseCore, Tpu, physical
 from pallasite.target.cpu import AVX2, NEON, SSE, Host, host, host_of, using
 from pallasite.target.machine import Machine
 from pallasite.target.names import Named, known, named
-from pallasite.target.table import CHIPS, GPUS, TPUS, chip, chip_of_device, chips
+from pallasite.target.table import (
+    CHIPS,
+    GPU_PLATFORMS,
+    GPUS,
+    TPUS,
+    chip,
+    chip_of_device,
+    chips,
+    usual,
+)
 
 __all__ = [
     "AVX2",
     "CHIPS",
     "GPUS",
+    "GPU_PLATFORMS",
     "NEON",
     "SSE",
     "TPUS",
@@ -34,4 +44,5 @@ __all__ = [
     "named",
     "physical",
     "using",
+    "usual",
 ]

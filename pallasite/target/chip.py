@@ -28,6 +28,12 @@ class Chip:
     cores: int
     memories: Mapping[str, Memory]
     rates: Mapping[str, float]  # of matmuls: operations per second, by dtype
+    ran: bool = field(default=False, kw_only=True)  # have our kernels run on one?
+
+    @property
+    def platform(self) -> str:
+        """JAX's name of where it runs ("cuda", not "gpu")."""
+        return "tpu"
 
     @property
     def main(self) -> Memory:
@@ -103,12 +109,18 @@ class Tpu(Chip):
 
 @dataclass(frozen=True)
 class Gpu(Chip):
-    """`cores` are SMs. `arch` is the instruction set, as ptxas names it."""
+    """`cores` are SMs, or AMD's compute units. `arch` is the instruction set, as ptxas
+    or LLVM names it."""
 
     arch: str = ""
+    wave: int = 32  # threads that one instruction is for: a warp, or AMD's wave
+    matrix: tuple[int, int, int] = (16, 8, 16)  # its largest matmul of 16-bit numbers
+    stages: int = 4  # of a loop whose loads are iterations ahead; more do not pay
+    stages_in_registers: int = 0  # of these: what they load is not in shared memory yet
     registers: int = 65536  # of 32 bits, per SM
     registers_per_thread: int = 255
     threads_per_core: int = 2048
+    share_of_results: float = 0.5  # of registers, for those of matmuls
     overhead_registers: int = 32  # of a thread besides its part of the tiles
     lanes: int = 128  # per SM, of 32-bit floats
     special_lanes: int = 16  # per SM, of exponentials
@@ -120,6 +132,18 @@ class Gpu(Chip):
     sums_in_memory: float = 3.0
     latency: float = 0.8e-6  # seconds from a load to its data, under load
     launch_seconds: float = 2.5e-6  # of a kernel that follows another
+
+    @property
+    def stages_in_shared(self) -> int:
+        return self.stages - self.stages_in_registers
+
+    @property
+    def is_amd(self) -> bool:
+        return self.arch.startswith("gfx")
+
+    @property
+    def platform(self) -> str:
+        return "rocm" if self.is_amd else "cuda"
 
     @property
     def shared(self) -> Memory:

@@ -1,4 +1,4 @@
-"""Names of targets: `cpu`, `tpu:v6e`, `gpu:h200`, `gpu:sm_90a`.
+"""Names of targets: `cpu`, `tpu:v6e`, `gpu:h200`, `gpu:sm_90a`, `gpu:gfx942`.
 
 `named("tpu:v6e")` returns the target: JAX's platform and the chip's row.
 """
@@ -46,8 +46,8 @@ def named(text: str) -> Named:
 
 
 def of_chip(chip: Chip) -> Named:
-    kind, platform = ("tpu", "tpu") if isinstance(chip, Tpu) else ("gpu", "cuda")
-    return Named(f"{kind}:{chip.name}", platform, chip)
+    kind = "tpu" if isinstance(chip, Tpu) else "gpu"
+    return Named(f"{kind}:{chip.name}", chip.platform, chip)
 
 
 def known() -> list[str]:

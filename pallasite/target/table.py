@@ -1,7 +1,8 @@
 """The rows of the table: TPUs and GPUs.
 
 From the makers' public descriptions (Google Cloud's TPU documentation; NVIDIA's
-architecture whitepapers and data sheets); rates are dense, without sparsity.
+architecture whitepapers and data sheets; AMD's data sheets, and its guides to the
+instruction sets); rates are dense, without sparsity.
 """
 
 import re
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import EntryPoint
+from typing import Any
 
 from pallasite import plugins
 from pallasite.errors import SpecError
@@ -82,6 +84,18 @@ TPUS: dict[str, Tpu] = {
     )
 }  # fmt: skip
 
+# A compute unit has 64 KiB of shared memory (LDS) or more, all of which one block may
+# take. Only gfx950 loads into it without registers between. With results of matmuls in
+# more registers than this, LLVM spills operands.
+CDNA = dict[str, Any](
+    wave=64, stages=2, registers=131072, registers_per_thread=512, share_of_results=0.25
+)
+RDNA4 = dict[str, Any](
+    arch="gfx1201", matrix=(16, 16, 16), stages=2, stages_in_registers=1, cores=64,
+    registers=98304, registers_per_thread=256, threads_per_core=1024,
+    share_of_results=0.25,
+)  # fmt: skip
+
 GPUS: dict[str, Gpu] = {
     row.name: row
     for row in (
@@ -96,23 +110,60 @@ GPUS: dict[str, Gpu] = {
             {"f64": 67 * T, "f32": 494 * T, "bf16": 989 * T, "f16": 989 * T,
              "f8e4m3fn": 1979 * T, "i8": 1979 * T},
             device_kinds=("NVIDIA H100",), cores=132, arch="sm_90",
+            matrix=(64, 256, 16),
         ),
         _gpu(
             "h200", (141, 4800), 50, 227,
             {"f64": 67 * T, "f32": 494 * T, "bf16": 989 * T, "f16": 989 * T,
              "f8e4m3fn": 1979 * T, "i8": 1979 * T},
             device_kinds=("NVIDIA H200",), cores=132, arch="sm_90",
+            matrix=(64, 256, 16), ran=True,
         ),
         _gpu(
             "b200", (180, 8000), 126, 227,
             {"f64": 37 * T, "f32": 1125 * T, "bf16": 2250 * T, "f16": 2250 * T,
              "f8e4m3fn": 4500 * T, "f4e2m1fn": 9000 * T, "i8": 4500 * T},
             device_kinds=("NVIDIA B200",), cores=148, arch="sm_100",
+            matrix=(256, 256, 16),
+        ),
+        _gpu(
+            "mi300x", (192, 5300), 32, 64,
+            {"f64": 163.4 * T, "f32": 653.7 * T, "bf16": 1307.4 * T, "f16": 1307.4 * T,
+             "f8e4m3fnuz": 2614.9 * T, "f8e5m2fnuz": 2614.9 * T, "i8": 2614.9 * T},
+            device_kinds=("AMD Instinct MI300X",), cores=304, arch="gfx942",
+            matrix=(32, 32, 8), stages_in_registers=1, clock=2.1e9, **CDNA,
+        ),
+        _gpu(
+            "mi355x", (288, 8000), 32, 160,
+            {"f64": 78.6 * T, "bf16": 2516.6 * T, "f16": 2516.6 * T,
+             "f8e4m3fn": 5033.2 * T, "f8e5m2": 5033.2 * T, "f4e2m1fn": 10066.3 * T,
+             "i8": 5033.2 * T},
+            device_kinds=("AMD Instinct MI355X",), cores=256, arch="gfx950",
+            matrix=(32, 32, 16), clock=2.4e9, special_lanes=32, **CDNA,
+        ),
+        _gpu(
+            "r9700", (32, 640), 8, 64,
+            {"bf16": 191 * T, "f16": 191 * T, "f8e4m3fn": 383 * T, "f8e5m2": 383 * T,
+             "i8": 383 * T},
+            device_kinds=("AMD Radeon AI PRO R9700",), clock=2.92e9, **RDNA4,
+        ),
+        _gpu(
+            "rx9070xt", (16, 640), 8, 64,
+            {"bf16": 195 * T, "f16": 195 * T, "f8e4m3fn": 389 * T, "f8e5m2": 389 * T,
+             "i8": 389 * T},
+            device_kinds=("AMD Radeon RX 9070 XT",), clock=2.97e9, **RDNA4,
         ),
     )
 }  # fmt: skip
 
 CHIPS: dict[str, Chip] = {**TPUS, **GPUS}
+GPU_PLATFORMS = ("cuda", "rocm")
+_USUAL = {"tpu": "v5e", "cuda": "h100", "rocm": "mi300x"}
+
+
+def usual(platform: str) -> Chip:
+    """What code for a platform is made for, if nobody says for which chip."""
+    return CHIPS[_USUAL.get(platform, "h100")]
 
 
 @cache

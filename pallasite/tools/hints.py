@@ -12,7 +12,7 @@ from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.roles import Dot, Pipeline
 from pallasite.passes.analysis.grid import Axis
 from pallasite.passes.analysis.work import Work, short
-from pallasite.target import Chip, Host, Machine, Tpu
+from pallasite.target import Chip, Gpu, Host, Machine, Tpu
 from pallasite.tools.pass_notes import shape_text
 from pallasite.tools.report import duration, percent
 from pallasite.tools.roofline import Roofline
@@ -46,7 +46,7 @@ class Facts:
     def programs(self) -> int:
         """How many programs can run at once."""
         written = prod(axis.size or 1 for axis in self.axes if axis.parallel)
-        if self.platform != "cuda" or self.pipeline is None:
+        if not isinstance(self.chip, Gpu) or self.pipeline is None:
             return max(written, 1)
         return max(prod(n or 1 for n in self.pipeline.grid), 1)
 
@@ -87,7 +87,7 @@ def idle_cores(facts: Facts) -> Iterator[Hint]:
     cores = machine.cores
     if facts.shared or programs >= cores:
         return
-    least = machine.launch if facts.platform == "cuda" else machine.part
+    least = machine.launch if isinstance(facts.chip, Gpu) else machine.part
     if facts.bound.seconds * cores / programs < least:
         return
     unit = "threads" if facts.platform == "cpu" else "cores"

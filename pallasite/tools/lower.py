@@ -9,14 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-
 from pallasite import config
 from pallasite.backends import base
 from pallasite.errors import PerformanceWarning, SpecError
 from pallasite.ir.nodes import Kernel
 from pallasite.language.trace import user_location
-from pallasite.primitive import Call, Choice, accelerator, check_platform, choose
+from pallasite.placement import accelerator, own_platform
+from pallasite.primitive import Call, Choice, check_platform, choose
 from pallasite.sites import Site, calls_in, in_parts
 from pallasite.target import named
 
@@ -52,7 +51,7 @@ class Lowered:
 
         call = self.calls[kernel]
         chosen = base.get(backend or _default_backend(call))
-        options = replace(call.options, debug=True, chip=accelerator(chosen))
+        options = replace(call.options, debug=True, chip=accelerator(*chosen.platforms))
         made = base.Compiled(chosen, call.kernel, options)
         stages = made.texts()
         texts = {"import": print_kernel(call.kernel, locs=True)}
@@ -66,13 +65,13 @@ class Lowered:
         """The backend that runs one kernel on a platform, and why.
 
         Args:
-            platform: "cpu", "cuda" or "tpu"; by default the one JAX uses.
+            platform: "cpu", "cuda", "rocm" or "tpu"; by default the one JAX uses.
             kernel: the index in `kernels`.
 
         Raises:
             UnsupportedError: the backend that the call names cannot run it there.
         """
-        call, platform = self.calls[kernel], platform or _own_platform()
+        call, platform = self.calls[kernel], platform or own_platform()
         check_platform(call, (platform,))
         # How fast it would be there was not asked.
         with warnings.catch_warnings():
@@ -83,9 +82,9 @@ class Lowered:
         """The calls as they run: one call may be several kernels.
 
         Args:
-            platform: "cpu", "cuda" or "tpu"; by default the one JAX uses.
+            platform: "cpu", "cuda", "rocm" or "tpu"; by default the one JAX uses.
         """
-        platform = platform or _own_platform()
+        platform = platform or own_platform()
         chip = None
         if config.get("target"):
             found = named(config.get("target"))
@@ -133,19 +132,7 @@ def _default_backend(call: Call) -> str:
     named = call.backend or config.get("backend")
     if named and named != "interpret":
         return named
-    platform = _own_platform()
+    platform = own_platform()
     # A backend that is not yet the default can be inspected all the same.
     usable = [name for name in base.names() if platform in base.get(name).platforms]
     return next(iter((*base.defaults(platform, call.kernel), *usable)), "cpu")
-
-
-def _own_platform() -> str:
-    """The platform of JAX's default backend, as named in lowering rules."""
-    name = jax.default_backend()
-    if name == "gpu":
-        try:
-            jax.devices("cuda")
-            return "cuda"
-        except RuntimeError:
-            return "rocm"
-    return name

@@ -15,8 +15,10 @@ import numpy as np
 from pallasite.backends.cpu.call import recording
 from pallasite.errors import PallasError, UnsupportedError
 from pallasite.language.arguments import Arguments
+from pallasite.placement import own_platform
 from pallasite.primitive import choose, recorded
 from pallasite.sites import Site
+from pallasite.target import GPU_PLATFORMS
 from pallasite.tools.analysis import analyse
 from pallasite.tools.device_events import device_events
 from pallasite.tools.measure import made_up
@@ -72,8 +74,8 @@ def run_recorded(
 
 
 def _platform() -> str:
-    platform = jax.default_backend()
-    if platform not in ("cpu", "gpu"):
+    platform = own_platform()
+    if platform not in ("cpu", *GPU_PLATFORMS):
         raise UnsupportedError(
             f"pl.profile does not support {platform}",
             fix="use pl.explain for its compiler's estimate, jax.profiler.trace for a "
@@ -91,7 +93,7 @@ def _by_key(
     for site in sites:
         name = site.call.kernel.name
         try:
-            chosen = choose(site.call, "cuda" if platform == "gpu" else "cpu")
+            chosen = choose(site.call, platform)
         except PallasError as error:
             unseen.append(f"{name} ({error.what})")
             continue

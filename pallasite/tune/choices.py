@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from pallasite import config, configured, target
-from pallasite.primitive import chip_for
+from pallasite.placement import chip_for
 from pallasite.tune import table as tables
 from pallasite.tune.space import Space
 from pallasite.tune.table import Config, Entry, Site, Table

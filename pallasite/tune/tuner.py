@@ -20,7 +20,8 @@ from pallasite.backends import base
 from pallasite.errors import CompileError, PerformanceWarning, SpecError, warn
 from pallasite.language.arguments import Arguments
 from pallasite.language.trace import user_location
-from pallasite.primitive import Call, chip_for, wants_emulation
+from pallasite.placement import chip_for, own_platform
+from pallasite.primitive import Call, wants_emulation
 from pallasite.runtime import aot
 from pallasite.sites import calls_in
 from pallasite.target import TPUS, Chip, Host, Tpu
@@ -114,7 +115,8 @@ class Tuner:
             )
         self.kernels = tuple(sorted(call.kernel.name for call in calls))
         tuned = Tuned(self.function, unit=self.unit)
-        with Workers(self.options.workers, self.options.limit, _platform()) as workers:
+        how = (self.options.workers, self.options.limit, own_platform())
+        with Workers(*how) as workers:
             for question in asked:
                 known = None if self.options.again else self._known(question)
                 if known is not None:
@@ -222,7 +224,7 @@ class Tuner:
         named = call.backend or knobs.get("backend")
         if named or isinstance(self.chip, Tpu):
             return (named or "tpu",)
-        return base.defaults(_platform(), call.kernel)
+        return base.defaults(own_platform(), call.kernel)
 
     def estimate(self, batch: Sequence[Candidate]) -> None:
         """Sums libtpu's estimated cycles over the kernels of each candidate."""
@@ -423,11 +425,6 @@ class _Interrupted(Exception):
 
 def _size(question: Question) -> int:
     return len(question.space.configs)
-
-
-def _platform() -> str:
-    """The platform JAX uses, as backends name it."""
-    return jax.default_backend().replace("gpu", "cuda")
 
 
 def _is_here(chip: Chip | Host) -> bool:

@@ -223,10 +223,11 @@ def _tried(call: Call) -> str:
     """Runs a call; returns what went wrong."""
     import jax
 
+    from pallasite.placement import own_platform
     from pallasite.primitive import bind_call, choose, wants_emulation
 
     try:
-        chosen = choose(call, jax.default_backend().replace("gpu", "cuda"))
+        chosen = choose(call, own_platform())
         if chosen.backend == "interpret" and not wants_emulation(call):
             raise CompileError(f"no native backend supports it: {chosen}")
         operands = [_made_up(p.ref.shape, p.ref.dtype.np) for p in call.kernel.inputs]

@@ -21,7 +21,7 @@ from pallasite.ir.nodes import walk
 from pallasite.ir.rewrite import users_of
 from pallasite.ir.types import BF16
 from pallasite.passes.normal import whole_loops
-from pallasite.primitive import chip_for
+from pallasite.placement import chip_for
 from pallasite.sites import calls_in, kernels_in
 from pallasite.target import AVX2, Host, Machine, chip
 from tests.backends.triton import harness

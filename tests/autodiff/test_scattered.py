@@ -344,3 +344,86 @@ def test_points_of_planes_and_volumes(shape):
     check(run, reference, image, places)
     turned = lambda f: lambda places, image: f(image, places)
     check(turned(run), turned(reference), places, image)
+
+
+def random_access(rng: np.random.Generator):
+    """A kernel that reads an array through a random index, and what it means."""
+    rank = int(rng.integers(1, 4))
+    shape = tuple(int(n) for n in rng.integers(3, 7, rank))
+    steps, named = 3, tuple(int(n) for n in rng.integers(1, 4, rng.integers(1, 3)))
+    kinds = [str(k) for k in rng.choice(["names", "slice", "whole", "one"], rank)]
+    kinds[int(rng.integers(rank))] = "names"
+    arrays = [n for n, kind in enumerate(kinds) if kind == "names"]
+    given = rng.integers(-1, 7, (steps, len(arrays), *named)).astype(np.int32)
+    masked = bool(rng.random() < 0.5)
+    whole = bool(rng.random() < 0.5)
+
+    def index(names, step):
+        found = []
+        for d, (kind, n) in enumerate(zip(kinds, shape, strict=True)):
+            if kind == "names":
+                found.append(names[arrays.index(d)])
+            elif kind == "whole":
+                found.append(slice(None))
+            elif kind == "slice":
+                found.append(pl.ds(step % (n - 1), 2))
+            else:
+                found.append(step % n)
+        return tuple(found)
+
+    def of_array(step):
+        """The same for an array: clamped, but negative ones count from its end."""
+        sizes = [shape[d] for d in arrays]
+        pairs = zip(given[step], sizes, strict=True)
+        names = [np.clip(np.where(g < 0, g + n, g), 0, n - 1) for g, n in pairs]
+        found = index(names, step)
+        plain = lambda e: slice(e.start, e.start + 2) if isinstance(e, pl.Slice) else e
+        return tuple(map(plain, found))
+
+    result = np.empty(shape)[of_array(0)].shape
+    keep = rng.random((steps, *result)) < 0.7
+
+    def kernel(x_ref, names_ref, keep_ref, o_ref):
+        names = names_ref[0]
+        at = index(names, pl.program_id(0))
+        if masked:
+            got = pl.load(x_ref, at, mask=keep_ref[0] != 0, other=0)
+        else:
+            got = x_ref[at]
+        o_ref[0] = jnp.cumsum(jnp.sin(got), axis=0)
+
+    def run(x):
+        block = lambda a: pl.BlockSpec(
+            (1, *a.shape[1:]), lambda i: (i, *(0 for _ in a.shape[1:]))
+        )
+        any_space = pl.BlockSpec(memory_space=pl.ANY)
+        return pl.pallas_call(
+            kernel,
+            jax.ShapeDtypeStruct((steps, *result), x.dtype),
+            grid=(steps,),
+            in_specs=[
+                pl.BlockSpec(shape, lambda i: (0,) * rank) if whole else any_space,
+                block(given),
+                block(keep),
+            ],
+            out_specs=block(keep),
+        )(x, given, keep.astype(np.int32))
+
+    def reference(x):
+        found = []
+        for step in range(steps):
+            got = x[of_array(step)]
+            got = jnp.where(keep[step], got, 0) if masked else got
+            found.append(jnp.cumsum(jnp.sin(got), axis=0))
+        return jnp.stack(found)
+
+    x = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return run, reference, x
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_places(seed: int):
+    """Index arrays in any dimensions, slices beside them, and masks."""
+    run, reference, x = random_access(np.random.default_rng(seed))
+    np.testing.assert_allclose(run(x), reference(x), rtol=1e-5, atol=1e-5)
+    check(run, reference, x)

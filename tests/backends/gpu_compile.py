@@ -1,6 +1,7 @@
-"""Kernels compiled for a GPU by XLA's own compiler, on a machine without one.
+"""Kernels compiled for a GPU by its own compiler, on a machine without one.
 
     make gpu                                                 # the zoo
+    make amd                                                 # all, for AMD's three
     python -m tests.backends.gpu_compile --kernels 500       # random kernels, too
     python -m tests.backends.gpu_compile softmax --change grad --chip a100
 
@@ -8,7 +9,11 @@ Nothing runs: this is what Triton, LLVM and ptxas, as a release of JAX ships the
 of the text that `triton` and `cuda` emit. The compiler is JAX's plugin for CUDA, which
 compiles for a chip it is given a description of. It must not be installed with JAX
 itself, which would try to use it as a device: it is in a folder of its own (`--plugin`,
-which `make gpu` fills). Exit code 1: something did not compile.
+which `make gpu` fills).
+
+JAX's plugin for ROCm does not load without ROCm. For AMD's chips, the `triton` package
+(extra `amd-compiler`) compiles the same text: see `amd.py`. Exit code 1: something did
+not compile, or takes more shared memory than there is.
 """
 
 import argparse
@@ -17,9 +22,12 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pallasite.target import GPUS
+from tests.backends import amd
 from tests.backends.processes import run_each, run_in_processes
 
 TARGET = """\
@@ -47,7 +55,8 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
 device_description_str: "{chip.device_kinds[0]}"
 """
-CHIPS = ("a100", "h100", "h200", "b200")
+AMD = ("mi300x", "mi355x", "r9700")
+CHIPS = ("a100", "h100", "h200", "b200", *AMD)
 CHANGES = ("none", "triton", "vmap", "grad", "jvp")
 
 
@@ -59,8 +68,6 @@ def sharding(name: str) -> Any:
     """The only device of a machine that is not here."""
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
-
-    from pallasite.target import GPUS
 
     chip = GPUS[name]
     major, minor = divmod(int(chip.arch.removeprefix("sm_")), 10)
@@ -78,6 +85,10 @@ def compile_for(chip: str, function: Callable, *args: Any) -> None:
     import jax
 
     from pallasite import config
+
+    if chip in AMD:
+        amd.compile_for(GPUS[chip], function, *args)
+        return
 
     def there(x: Any) -> Any:
         x = jax.typeof(x)
@@ -97,6 +108,8 @@ def run(chip: str, subject: str) -> str:
         warnings.simplefilter("always")
         if kind == "random":
             compile_random(chip, name, int(how))
+        elif kind == "library":
+            compile_operation(chip, name, how)
         else:
             compile_zoo(chip, name, how)
     told = [w for w in caught if issubclass(w.category, FallbackWarning)]
@@ -116,6 +129,16 @@ def compile_zoo(chip: str, name: str, change: str) -> None:
     elif change in ("grad", "jvp"):
         call = derivative(call, args, change)
     compile_for(chip, call, *args)
+
+
+def compile_operation(chip: str, name: str, change: str) -> None:
+    """A ready-made operation, at the sizes of real models."""
+    from tests.kernels.test_native_on_gpu import CASES, gradient
+
+    function, args = next(v for n, v in CASES.items() if n.replace(" ", "_") == name)
+    if change == "grad":
+        function, args = gradient(function, args)
+    compile_for(chip, lambda *args: function(*args), *args)
 
 
 def batched(call: Callable, args: Sequence[Any], axes: Any) -> tuple[Callable, list]:
@@ -167,12 +190,16 @@ def compile_random(chip: str, family: str, number: int) -> None:
 # --- all processes ---
 
 
-def subjects(changes: Sequence[str], kernels: int, seed: int) -> list[str]:
+def subjects(
+    changes: Sequence[str], kernels: int, seed: int, library: bool = False
+) -> list[str]:
     from tests.fuzz.generate import FAMILIES
     from tests.zoo import all_cases
 
     names = []
     for change in changes:
+        if library and change in ("none", "grad"):
+            names += operations(change)
         for case in all_cases():
             no_derivative = {"nograd", "nofloat"} & case.tags
             if change in ("grad", "jvp") and no_derivative:
@@ -184,6 +211,13 @@ def subjects(changes: Sequence[str], kernels: int, seed: int) -> list[str]:
         family = families[n % len(families)]
         names.append(f"random {family} {seed * 1_000_000 + n}")
     return names
+
+
+def operations(change: str) -> list[str]:
+    from tests.kernels.test_native_on_gpu import CASES, WITHOUT_GRADIENTS
+
+    names = [n for n in CASES if change == "none" or n not in WITHOUT_GRADIENTS]
+    return [f"library {name.replace(' ', '_')} {change}" for name in names]
 
 
 def environment(plugin: Path) -> dict[str, str]:
@@ -204,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="parts of names; default: all")
     parser.add_argument("--chip", choices=CHIPS, default="h200")
     parser.add_argument("--change", nargs="+", choices=CHANGES, default=["none"])
+    parser.add_argument("--library", action="store_true", help="and its operations")
     parser.add_argument("--kernels", type=int, default=0, help="random ones")
     parser.add_argument("--seed", type=int, default=1, help="of random kernels")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
@@ -215,9 +250,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.run:
         run_each(sys.stdin, partial(run, options.chip))
         return 0
-    if not (options.plugin / "jax_plugins").is_dir():
+    if options.chip in AMD:
+        if find_spec("triton") is None:
+            parser.error("no package triton: run `make amd`")
+        around = {"JAX_PLATFORMS": "cpu"}
+    elif (options.plugin / "jax_plugins").is_dir():
+        around = environment(options.plugin.resolve())
+    else:
         parser.error(f"no JAX plugin for CUDA in {options.plugin}: run `make gpu`")
-    all_names = subjects(options.change, options.kernels, options.seed)
+    given = (options.change, options.kernels, options.seed, options.library)
+    all_names = subjects(*given)
     parts = options.names or [""]
     names = [name for name in all_names if any(part in name for part in parts)]
     module = ("-m", "tests.backends.gpu_compile")
@@ -227,7 +269,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names,
         options.seconds,
         options.processes,
-        environment(options.plugin.resolve()),
+        around,
+        is_report=lambda line: line.startswith(amd.SAID),
     )
     found.tell(f"for {options.chip}")
     return 1 if found.unlike or found.not_reached else 0

@@ -155,7 +155,8 @@ def test_products_and_rows_ask_cuda_first_and_loops_triton():
     assert base.defaults("cuda", sums) == ("triton", "cuda")
     assert base.defaults("cuda", odd) == ("triton", "cuda")  # rows start anywhere
     assert base.defaults("cuda", products) == ("cuda", "triton")
-    assert base.defaults("cpu", rows) == ("cpu",) and base.defaults("rocm", rows) == ()
+    assert base.defaults("rocm", products) == ("triton",)
+    assert base.defaults("cpu", rows) == ("cpu",) and base.defaults("mps", rows) == ()
 
 
 def test_what_is_compiled_for_a_chip_is_not_the_default_where_there_is_none():

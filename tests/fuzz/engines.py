@@ -47,6 +47,7 @@ from pallasite.passes.optimise.unmasked_steps import unmasked_steps
 from pallasite.passes.schedule.choose_blocks import for_threads
 from pallasite.passes.schedule.merge_k_steps import merge_k_rounds, merge_k_steps
 from pallasite.passes.schedule.row_strips import row_strips
+from pallasite.passes.schedule.wide_steps import wide_steps
 from pallasite.primitive import Call, Checked, bind_call, choose
 from tests.backends.cpu.direct import Guarded, Memory
 from tests.backends.cuda import host as cuda
@@ -124,6 +125,7 @@ def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
             merge_k_steps, deepest=deepest, most_bytes=size() * 64
         ),
         "merge_k_rounds": partial(merge_k_rounds, most_bytes=size() * 64),
+        "wide_steps": partial(wide_steps, most_bytes=size()),
         "known_comparisons": known_comparisons,
         "scratch_values": scratch_values,
         "idle_windows": idle_windows,

@@ -350,6 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = "seconds to make a kernel that is wrong simple"
     parser.add_argument("--reduce", type=float, default=REDUCING_S, help=text)
     parser.add_argument("--folder", type=Path, default=Path("build/fuzz"))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     options = parser.parse_args(arguments)
     for given, known in ((options.engine, ENGINES), (options.family, EACH_FAMILY)):
         unknown = [name for name in given if name not in known]
@@ -359,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.kernel is not None:
         number = (options.kernel,)
         jobs = (Job(e, f, number) for f in options.family for e in options.engine)
-    hunt = Hunt(iter(jobs), options.seconds, options.folder)
+    hunt = Hunt(iter(jobs), options.seconds, options.folder, options.jobs)
     hunt.reducing_s = options.reduce
     hunt.run()
     print(hunt.report())

@@ -135,7 +135,7 @@ def test_running_softmax_is_in_base_two():
         store %o[:] = %flat""")
 
 
-@pytest.mark.parametrize("divisor", [3.0, -0.1, 1e-39, 0.0])
+@pytest.mark.parametrize("divisor", [3.0, -0.1, 1e-38, 1e-39, 0.0])
 def test_a_division_by_a_constant_takes_the_factor(divisor: float):
     """Unless its inverse times the factor is no number."""
     text = RUNNING.replace("%m, %s = for", "%m: f32[4,1], %s: f32[4,1] = for")
@@ -277,28 +277,34 @@ def test_rows_from_memory_are_multiplied():
     )
 
 
-def test_large_masks_beside_rows_from_memory():
-    """Such a mask is kept finite, but a row that equals it would not be."""
-    code = """
+LARGE = """
       %w: f32[64] = mul %v, %c
-      %masked: f32[64] = constant {value=-2.9999999501203574e+38}
-      %zero: f32[64] = constant {value=0.0}
-      %inside: bool[64] = lt %v, %zero
+      %masked: f32[64] = constant {value=MASK}
+      %column: i32[64] = iota {dim=0}
+      %half: i32[64] = constant {value=32}
+      %inside: bool[64] = lt %column, %half
       %z: f32[64] = select_n %inside, %masked, %w
-      %one: f32 = load %x[0]
+      %one: f32 = load %x[63]
       %m: f32[64] = broadcast_in_dim %one {shape=(64,), dims=()}
-      %y: f32[64] = sub %z, %m
-    """
+      %y: f32[64] = OP %z, %m
+"""
+
+
+@pytest.mark.parametrize("op", ["sub", "max"])
+@pytest.mark.parametrize("mask", [-1e30, -LARGEST, -np.inf])
+@pytest.mark.parametrize("row", [-1e30, -LARGEST, LARGEST, 1.0, np.inf, -np.inf])
+def test_large_numbers_from_memory(mask: float, row: float, op: str):
+    """A row that equals the mask still does; nothing finite becomes infinite."""
+    code = LARGE.replace("MASK", repr(float(np.float32(mask)))).replace("OP", op)
+    if op == "max":
+        code = code.replace("%y:", "%most:") + "  %y: f32[64] = sub %most, %m"
     kernel = pointwise(code)
-    assert fold_exp2(kernel) is kernel
-    assert (
-        fold_exp2(
-            pointwise(
-                code.replace("-2.9999999501203574e+38", "-1.0000000150474662e+30")
-            )
-        )
-        is not None
-    )
+    new = folded(kernel)
+    assert "exp" not in names(new)
+    x = np.linspace(-8, 8, 64, dtype=np.float32)
+    x[63] = row
+    (got,), (want,) = run(new, x), run(kernel, x)
+    np.testing.assert_allclose(got, want, rtol=2e-5)
 
 
 def test_through_columns_side_by_side():

@@ -7,6 +7,35 @@ from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.known_comparisons import known_comparisons
 from tests.passes.test_row_strips import code, kernel
 
+# Parts of a row of four, of which the last ends inside or past its end.
+MASKED = """
+%j: i32 = constant {{value={start}}}
+%at: i32 = add %i3, %j
+%j2: i32[2] = broadcast_in_dim %at {{shape=(2,), dims=()}}
+%l: i32[2] = iota {{dim=0, type=i32[2]}}
+%p: i32[2] = add %j2, %l
+%n: i32[2] = constant {{value={number}}}
+%m: bool[2] = lt %p, %n
+%zero: f32[2] = constant {{value=0.0}}
+%v: f32[2] = load %xb[0, %at:+2] mask %m other %zero
+%w: f32[2] = select_n %m, %zero, %v
+store %ob[0, %at:+2] = %w mask %m
+"""
+
+
+def test_masks_that_are_always_true():
+    new = known_comparisons(kernel(MASKED.format(start=1, number=4)))
+    verify(new)
+    assert "mask" not in code(new) and "select_n" not in code(new)
+
+
+@pytest.mark.parametrize("start, number", [(1, 3), (3, 9), (-1, 9)])
+def test_masks_of_edges_and_of_starts_outside_stay(start: int, number: int):
+    """Without a mask, the start would be clamped."""
+    new = known_comparisons(kernel(MASKED.format(start=start, number=number)))
+    assert code(new).count("mask") == 2
+
+
 # The grid has two steps, %i3 is 0 or 1.
 ASK = """
 %n: i32 = constant {{value={number}}}

@@ -452,6 +452,66 @@ def test_online_softmax(base2, start):
     assert np.isfinite(evaluate(kernel, arrays)[0]).all()
 
 
+LEAST = float(np.finfo(np.float32).min)
+
+
+def seen_maximum_kernel(x_ref, w_ref, top_ref, sum_ref, o_ref, m_ref, l_ref, a_ref):
+    """The statistics of a softmax whose maximum is itself a result."""
+
+    @first()
+    def _():
+        m_ref[...] = jnp.full_like(m_ref, -jnp.inf)
+        l_ref[...] = jnp.zeros_like(l_ref)
+        a_ref[...] = jnp.zeros_like(a_ref)
+
+    x, m = x_ref[...], m_ref[...]
+    new = jnp.maximum(m, x.max(axis=1, keepdims=True))
+    p = jnp.exp(x - new)
+    l_ref[...] = l_ref[...] * jnp.exp(m - new)[:, 0] + p.sum(axis=1)
+    a_ref[...] = a_ref[...] * jnp.exp(m - new).T + jnp.dot(w_ref[...], p.T)
+    m_ref[...] = new
+
+    @last()
+    def _():
+        top_ref[...] = m_ref[...][:, 0]
+        sum_ref[...] = l_ref[...]
+        o_ref[...] = a_ref[...]
+
+
+def test_the_least_number_as_the_maximum_of_all():
+    """A part starts there where the author's first step starts at minus infinity."""
+    call = pl.pallas_call(
+        seen_maximum_kernel,
+        out_shape=[jax.ShapeDtypeStruct(shape, F32) for shape in ((4,), (4,), (6, 4))],
+        grid=(5,),
+        in_specs=[
+            pl.BlockSpec((4, 8), lambda i: (0, i)),
+            pl.BlockSpec((6, 8), lambda i: (0, i)),
+        ],
+        out_specs=[
+            pl.BlockSpec((4,), lambda i: (0,)),
+            pl.BlockSpec((4,), lambda i: (0,)),
+            pl.BlockSpec((6, 4), lambda i: (0, 0)),
+        ],
+        scratch_shapes=[pltpu.VMEM(shape, F32) for shape in ((4, 1), (4,), (6, 4))],
+    )
+    given = [jax.ShapeDtypeStruct((n, 40), F32) for n in (4, 6)]
+    kernel = run(sites.kernels_in(call, *given)[0])
+    (state,) = states_of(kernel)
+    assert state.kind == "online softmax"
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=each.shape).astype(np.float32) for each in given)
+    x[0], x[1, 8:] = LEAST, LEAST  # a row without a score, and parts without one
+    x[2, :] = -np.inf
+    x[2, [3, 9, 17, 25, 33]] = LEAST  # one in every step
+    check(kernel, [x, w], state, rtol=1e-5, atol=1e-5)
+    for parts in (2, 5):  # nothing at all: only the maximum is a number
+        found = evaluate_program(
+            split(kernel, state, parts), [np.full_like(x, -np.inf), w]
+        )
+        assert (found[0] == -np.inf).all()
+
+
 def decayed_kernel(x_ref, o_ref, m_ref, l_ref):
     """Not an online softmax: the sum also decays."""
     m = m_ref[...]

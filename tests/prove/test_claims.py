@@ -313,16 +313,98 @@ def test_a_softmax_of_rows_is_invariant():
     assert "the same code for 32 and 64 rows" in found.reason
 
 
-def test_blocks_chosen_by_the_number_of_rows_are_unknown():
+def test_the_number_of_rows_may_choose_how_many_a_block_has():
     def kernel(x_ref, o_ref):
-        o_ref[...] = x_ref[...] * 2
+        summed = x_ref[...] - x_ref[...].sum(axis=1, keepdims=True)
+        zeros = jnp.zeros(x_ref.shape)
+        o_ref[...] = jax.lax.fori_loop(0, 3, lambda i, s: s * summed, zeros)
 
     def function(x):
         return rows(kernel, x, size=x.shape[0] // 4)
 
     found = claim(function, "batch", ROWS)
-    assert found.verdict == "unknown"
-    assert "for 64 rows" in found.reason
+    assert found.verdict == "proved", found
+
+
+@pytest.mark.parametrize("combined", ["sum", "dot", "sorted"])
+def test_the_number_of_rows_may_not_choose_what_a_row_is_made_of(combined):
+    def kernel(x_ref, o_ref):
+        ones = jnp.ones(x_ref.shape)
+        if combined == "sum":
+            o_ref[...] = x_ref[...] + ones.sum(axis=0, keepdims=True)
+        elif combined == "dot":
+            o_ref[...] = x_ref[...] + jnp.dot(ones.T, ones)[:1]
+        else:
+            o_ref[...] = x_ref[...] + jnp.cumsum(ones, axis=0)[-1:]
+
+    def function(x):
+        return rows(kernel, x, size=x.shape[0] // 4)
+
+    found = claim(function, "batch", ROWS)
+    assert found.verdict == "unknown", found
+
+
+def test_sums_so_far_of_equal_elements_differ_from_row_to_row():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + jnp.cumsum(jnp.ones(x_ref.shape), axis=0)
+
+    assert verdict(lambda x: rows(kernel, x), "batch", ROWS) == "refuted"
+
+
+def test_rows_may_stand_behind_parts():
+    """As in products whose sums are divided among programs."""
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...].sum(axis=1, keepdims=True)
+
+    def function(x):
+        n = x.shape[0]
+        spec = pl.BlockSpec((8, 8), lambda p, i: (i, p))
+        out = pl.BlockSpec((None, 8, 1), lambda p, i: (p, i, 0))
+        return call(kernel, (2, n, 1), (2, n // 8), [spec], out)(x)
+
+    found = claim(function, "batch", ROWS)
+    assert found.verdict == "proved", found
+    assert "rows of x_ref, o_ref (dimension 1)" in found.reason
+
+
+PAGES = {
+    "through the table": (lambda i, table: table[i, 1], "proved"),
+    "of the row before": (lambda i, table: table[jnp.maximum(i - 1, 0), 1], "refuted"),
+    "by its number": (lambda i, table: jnp.minimum(i, 5), "refuted"),
+}
+
+
+@pytest.mark.parametrize("place", PAGES)
+@pytest.mark.parametrize("where", ["block", "body"])
+def test_pages_that_rows_share(place, where):
+    """A row may find what is its own only in its row of the table."""
+    page, wanted = PAGES[place]
+
+    def kernel(table_ref, x_ref, pages_ref, o_ref):
+        i = pl.program_id(0)
+        mine = pages_ref[...] if where == "block" else pages_ref[page(i, table_ref)]
+        o_ref[...] = x_ref[...] * (jnp.sum(mine) + table_ref[i, 0])
+
+    def function(table, x, pages):
+        one = pl.BlockSpec((1, 16), lambda i, table_ref: (i, 0))
+        shared = (
+            pl.BlockSpec((1, 16), lambda i, table_ref: (page(i, table_ref), 0))
+            if where == "block"
+            else pl.BlockSpec((6, 16), lambda i, table_ref: (0, 0))
+        )
+        grid_spec = pltpu.PrefetchScalarGridSpec(
+            1, grid=x.shape[0], in_specs=[one, shared], out_specs=one
+        )
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(kernel, out_shape=out, grid_spec=grid_spec)(
+            table, x, pages
+        )
+
+    of = jax.ShapeDtypeStruct
+    operands = of((4, 2), jnp.int32), of((4, 16), jnp.float32), of((6, 16), jnp.float32)
+    proof = pl.prove(function, ("batch",), {"table_ref": range(6)})(*operands)
+    assert proof.kernels[0].batch.verdict == wanted, proof
 
 
 def test_the_number_of_rows_in_a_result_is_noticed():

@@ -8,7 +8,7 @@ those that the operands here give.
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from tests import conftest  # noqa: F401  sets the environment, before jax is imported
@@ -20,10 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallasite as pl
+from pallasite.interpret.checked import run_checked
 from pallasite.ir.nodes import Kernel
 from pallasite.primitive import call_p
 from pallasite.proofs.kernels import prove_kernel
-from pallasite.proofs.verdicts import CLAIMS, PROVED, Proof
+from pallasite.proofs.replay import NO_CHECKS
+from pallasite.proofs.rows import doubled
+from pallasite.proofs.verdicts import CLAIMS, PROVED, KernelProof, Proof
+from pallasite.sites import sites_in
 from tests.zoo import all_cases
 from tests.zoo.test_zoo import arguments
 
@@ -55,34 +59,36 @@ PROMISES: dict[str, dict[str | int, Any]] = {
 }
 
 
-@contextmanager
-def _collected() -> Iterator[dict[Kernel, list[np.ndarray]]]:
-    """The operands of every kernel called, whose results are zeros."""
-    found, run = dict[Kernel, list[np.ndarray]](), call_p.impl
+def _collected(function: Callable[..., Any], operands: Any) -> list[list[np.ndarray]]:
+    """The operands of every kernel called."""
+    found, run = list[list[np.ndarray]](), call_p.impl
 
     def collect(*operands: Any, call: Any) -> list[Any]:
-        found.setdefault(call.kernel, [np.asarray(x) for x in operands])
-        outputs = call.kernel.outputs
-        return [jnp.zeros(p.ref.shape, p.ref.dtype.np) for p in outputs]
+        found.append([np.asarray(x) for x in operands])
+        made = run_checked(
+            call.kernel, found[-1], replace(NO_CHECKS, orders=("early",))
+        )
+        return [jnp.asarray(x) for x in made]
 
     call_p.def_impl(collect)
     try:
         with jax.disable_jit():
-            yield found
+            function(*operands)
+        return found
     finally:
         call_p.def_impl(run)
 
 
 def as_given(function: Callable[..., Any], operands: Any, claims: Any) -> Proof:
     """Claims for all floats, and the integers that the operands lead to."""
-    with _collected() as calls:
-        function(*operands)
-    made = []
-    for kernel, arrays in calls.items():
-        integers = [n for n, x in enumerate(arrays) if x.dtype.kind in "iu"]
-        given = {n: arrays[n] for n in integers}
-        made.append(prove_kernel(kernel, claims, assume=given))
-    return Proof(tuple(made))
+    sites, given = sites_in(function, *operands), _collected(function, operands)
+    retrace, made = doubled(function, tuple(operands), {}), dict[Kernel, KernelProof]()
+    for number, (site, arrays) in enumerate(zip(sites, given, strict=True)):
+        kernel = site.call.kernel
+        if kernel not in made:
+            held = {n: x for n, x in enumerate(arrays) if x.dtype.kind in "iu"}
+            made[kernel] = prove_kernel(kernel, claims, number, retrace, held)
+    return Proof(tuple(made.values()))
 
 
 def proofs(claims: Any = CLAIMS) -> Iterator[Named]:

@@ -145,7 +145,7 @@ def test_without_nvrtc_or_a_gpu_nothing_is_called_compiled(monkeypatch):
     with config.override(cache_dir="off"):
         (kernel,) = pl.aot(scaled, X).compile("gpu:h200").kernels
     assert kernel.backend == "triton" and kernel.compiled is False
-    assert "only where there is an NVIDIA GPU" in kernel.note
+    assert "only where there is a GPU" in kernel.note
 
 
 def test_what_xla_refuses_on_the_device_itself_is_refused(monkeypatch):

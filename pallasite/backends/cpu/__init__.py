@@ -43,6 +43,7 @@ from pallasite.passes.run import Pass, run
 from pallasite.passes.schedule.choose_blocks import for_threads
 from pallasite.passes.schedule.merge_k_steps import merge_k_rounds, merge_k_steps
 from pallasite.passes.schedule.row_strips import row_strips
+from pallasite.passes.schedule.wide_steps import wide_steps
 from pallasite.target import Host
 
 DEEPEST = 1024  # most steps of k between reading and writing sums
@@ -59,10 +60,11 @@ def passes_for(host: Host, batch_invariant: bool = False) -> tuple[Pass, ...]:
         *same,
         Pass("matrix_units", write_out),
         Pass("own_inputs", own_inputs),
-        Pass("choose_blocks", blocks),
-        Pass("canonicalize", canonicalize, if_changed=True),
+        # Before blocks are chosen: what they are chosen by is what is left of the work.
         Pass("equal_factors", equal_factors),
         Pass("one_hots", one_hots),
+        Pass("canonicalize", canonicalize, if_changed=True),
+        Pass("choose_blocks", blocks),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
         Pass("guard_bounds", guard_bounds),
@@ -72,9 +74,9 @@ def passes_for(host: Host, batch_invariant: bool = False) -> tuple[Pass, ...]:
             partial(merge_k_steps, deepest=DEEPEST, most_bytes=computed),
         ),
         Pass("merge_k_rounds", partial(merge_k_rounds, most_bytes=computed)),
+        Pass("wide_steps", partial(wide_steps, most_bytes=computed)),
         # Merging steps and loops leaves constants to fold.
         Pass("known_comparisons", known_comparisons),
-        Pass("canonicalize", canonicalize, if_changed=True),
         Pass("scratch_values", scratch_values),
         Pass("legalize", partial(legalize, native=is_native, backend="cpu")),
         Pass("row_strips", partial(row_strips, most_bytes=strip)),

@@ -9,6 +9,7 @@ XLA embeds Triton's compiler, so neither the triton package nor any CUDA tool is
 from collections.abc import Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +62,7 @@ from pallasite.passes.schedule.ordered_sums import ordered_sums
 from pallasite.passes.schedule.previous_blocks import previous_blocks
 from pallasite.passes.schedule.shifted_parts import shifted_parts
 from pallasite.passes.schedule.whole_rows import whole_rows
-from pallasite.target import GPUS, Gpu
+from pallasite.target import GPU_PLATFORMS, Gpu, usual
 
 TARGET = "__gpu$xla.gpu.triton"
 
@@ -94,7 +95,7 @@ class TritonBackend:
     """See `backends/base.py` for what the members mean."""
 
     name = "triton"
-    platforms = ("cuda",)
+    platforms = GPU_PLATFORMS
     exports = True
     native = NATIVE_OPS
 
@@ -136,8 +137,9 @@ class TritonBackend:
         )
 
     def stages(self, options: Options) -> Sequence[Stage]:
-        shared = _chip(options).shared.bytes
-        make = partial(make_ttir, lines=options.lines, shared_bytes=shared)
+        chip = _chip(options)
+        what = {"shared_bytes": chip.shared.bytes, "amd": chip.is_amd}
+        make = partial(make_ttir, lines=options.lines, **what)
         return (Stage("ttir", make),)
 
     def launch(self, compiled: Compiled) -> Launch:
@@ -180,18 +182,18 @@ class TritonBackend:
         return "triton-1"
 
     def missing(self, has_device: bool) -> str:
-        text = "XLA compiles Triton's text only where there is an NVIDIA GPU"
+        text = "XLA compiles Triton's text only where there is a GPU"
         return "" if has_device else text
 
 
 def _chip(options: Options) -> Gpu:
     """The GPU compiled for; if unknown, one with much shared memory."""
-    return options.chip if isinstance(options.chip, Gpu) else GPUS["h100"]
+    return options.chip if isinstance(options.chip, Gpu) else usual("cuda")
 
 
-def make_ttir(scheduled: str, lines: bool = False, shared_bytes: int = 0) -> str:
-    """The TTIR module of a scheduled kernel."""
-    return emit.emit(scheduled_kernel(scheduled), lines, shared_bytes)
+def make_ttir(scheduled: str, **how: Any) -> str:
+    """The TTIR module of a scheduled kernel; arguments as `emit.emit`."""
+    return emit.emit(scheduled_kernel(scheduled), **how)
 
 
 BACKEND = TritonBackend()

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any, NoReturn
 
 from pallasite.backends.triton.text import (
+    FLOATS_OF_8_BITS,
     Val,
     Writer,
     element,
@@ -29,7 +30,8 @@ MAX_ELEMENTS = 1 << 20  # Triton rejects larger tensors
 MOST_SHUFFLED = 64  # elements of a row that a gather finds by shuffles
 MOST_WRITTEN_OUT = 1000  # lines of an expression that XLA may transpose at its leaves
 
-FLOAT_BITS = {"f8E4M3FN": 8, "f8E5M2": 8, "f16": 16, "bf16": 16, "f32": 32, "f64": 64}
+FLOAT_BITS = dict.fromkeys(FLOATS_OF_8_BITS, 8)
+FLOAT_BITS |= {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}
 
 
 class Core:
@@ -42,6 +44,7 @@ class Core:
         self.producers: dict[Value, Op] = {}
         self.rounded_away: frozenset[Value] = frozenset()  # see `analysis/rounding.py`
         self.gather_bytes = 0  # of shared memory that a gather may take
+        self.amd = False  # is it for an AMD GPU?
         self.several_from_if = False  # is there an `scf.if` with several results?
 
     def refuse(self, op: Op, why: str = "", fix: str = "") -> NoReturn:
@@ -118,7 +121,7 @@ class Core:
         return self.let(f"{name} {x}{extra} : {x.type} to {to}", x.shape, elem)
 
     def extern(self, symbol: str, *operands: Val, elem: str | None = None) -> Val:
-        """A function of NVIDIA's libdevice, applied to each element."""
+        """A function of the chip's library, applied to each element."""
         first = operands[0]
         elem = elem or first.elem
         names = ", ".join(v.name for v in operands)
@@ -127,6 +130,13 @@ class Core:
         to = type_text(first.shape, elem)
         text = f"tt.extern_elementwise {names} {attrs} : ({types}) -> {to}"
         return self.let(text, first.shape, elem)
+
+    def library(self, name: str, *operands: Val) -> Val:
+        """A function of floats: NVIDIA's libdevice and AMD's OCML have all of them."""
+        double = operands[0].elem == "f64"
+        if self.amd:
+            return self.extern(f"__ocml_{name}_f{64 if double else 32}", *operands)
+        return self.extern(f"__nv_{name}" if double else f"__nv_{name}f", *operands)
 
     def assembly(self, text: str, x: Val) -> Val:
         """A line of PTX from a tile of 32-bit integers to another, `$1` to `$0`."""

@@ -14,14 +14,14 @@ from math import prod
 
 from pallasite.backends.triton.core import FLOAT_BITS
 from pallasite.backends.triton.elementwise import cast_value
-from pallasite.backends.triton.text import Val
+from pallasite.backends.triton.text import FLOATS_OF_8_BITS, Val
 from pallasite.backends.triton.tiles import Tiles
 from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Dot, DotSide
 from pallasite.ir.types import DTYPES, F32, DType
 
 SMALLEST = 16
-BYTES = ("i8", "f8E4M3FN", "f8E5M2")  # tensor cores need a depth of 32 for these
+BYTES = ("i8", *FLOATS_OF_8_BITS)  # tensor cores need a depth of 32 for these
 # Below this many multiplications, operands are multiplied and summed elementwise.
 FEW_PRODUCTS = 1 << 14
 MOST_MULTIPLIED = 1 << 18  # elementwise, where there is no matrix instruction

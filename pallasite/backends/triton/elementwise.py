@@ -2,8 +2,8 @@
 
 `NATIVE` lists what this backend has; a row is a function of the emitter and the op that
 returns the result. Most are made by `arith` (one Triton op per kind of number) or
-`function` (libdevice). Narrow floats compute in f32 where Triton or the promised
-accuracy requires it, and round once at the end.
+`function` (of NVIDIA's libdevice or AMD's OCML). Narrow floats compute in f32 where
+Triton or the promised accuracy requires it, and round once at the end.
 """
 
 from collections.abc import Callable
@@ -115,16 +115,15 @@ def arith(
     return row
 
 
-def function(single: str, double: str, narrow: str | None = None) -> Row:
-    """A libdevice function; `narrow`: one accurate enough for 16-bit results."""
+def function(name: str, narrow: str | None = None) -> Row:
+    """A function of the chip's library; `narrow`: an op accurate enough for 16-bit
+    results."""
 
     def row(e: Elementwise, op: Op) -> Val:
         def compute(*operands: Val) -> Val:
-            if operands[0].elem == "f64":
-                return e.extern(double, *operands)
-            if narrow and e.is_rough(op):
+            if narrow and operands[0].elem != "f64" and e.is_rough(op):
                 return e.apply(narrow, *operands)
-            return e.extern(single, *operands)
+            return e.library(name, *operands)
 
         return e.widened(op, compute)
 
@@ -176,7 +175,7 @@ def _div(e: Elementwise, op: Op) -> Val:
 def _rem(e: Elementwise, op: Op) -> Val:
     dtype = _dtype(op)
     if dtype.is_float:
-        return function("__nv_fmodf", "__nv_fmod")(e, op)
+        return function("fmod")(e, op)
     x, y = e.operands(op)
     name = "arith.remsi" if dtype.is_signed_int else "arith.remui"
     if _is_plain_divisor(e, op):
@@ -214,7 +213,7 @@ def _neg(e: Elementwise, op: Op) -> Val:
     if _dtype(op).is_float:
         return arith(f="arith.negf")(e, op)
     (x,) = e.operands(op)
-    if x.shape and x.elem == "i32":
+    if x.shape and x.elem == "i32" and not e.amd:
         return e.assembly(NEGATED, x)
     return e.apply("arith.subi", e.like(0, x), x)
 
@@ -223,7 +222,7 @@ def _abs(e: Elementwise, op: Op) -> Val:
     if _dtype(op).is_float:
         return arith(f="math.absf")(e, op)
     (x,) = e.operands(op)
-    if x.shape and x.elem == "i32":
+    if x.shape and x.elem == "i32" and not e.amd:
         return e.assembly(ABSOLUTE, x)
     return arith(i="math.absi")(e, op)
 
@@ -311,8 +310,8 @@ def _integer_pow(e: Elementwise, op: Op) -> Val:
 
 def _round(e: Elementwise, op: Op) -> Val:
     if op.attrs["rounding_method"] == 1:
-        return function("__nv_rintf", "__nv_rint")(e, op)
-    return function("__nv_roundf", "__nv_round")(e, op)
+        return function("rint")(e, op)
+    return function("round")(e, op)
 
 
 def _is_finite(e: Elementwise, x: Val) -> Val:
@@ -328,11 +327,7 @@ def _sqrt(e: Elementwise, x: Val) -> Val:
 
 
 def _rsqrt(e: Elementwise, x: Val) -> Val:
-    return e.extern("__nv_rsqrt", x) if x.elem == "f64" else e.apply("math.rsqrt", x)
-
-
-def _exp(e: Elementwise, x: Val) -> Val:
-    return e.extern("__nv_exp" if x.elem == "f64" else "__nv_expf", x)
+    return e.library("rsqrt", x) if x.elem == "f64" else e.apply("math.rsqrt", x)
 
 
 def _logistic(e: Elementwise, op: Op) -> Val:
@@ -340,7 +335,7 @@ def _logistic(e: Elementwise, op: Op) -> Val:
 
     def compute(x: Val) -> Val:
         one, minus = e.like(1.0, x), e.apply("arith.negf", x)
-        power = e.apply("math.exp", minus) if rough else _exp(e, minus)
+        power = e.apply("math.exp", minus) if rough else e.library("exp", minus)
         bottom = e.apply("arith.addf", one, power)
         exact = x.elem == "f32" and not rough
         return e.apply("tt.precise_divf" if exact else "arith.divf", one, bottom)
@@ -359,8 +354,7 @@ def _pow(e: Elementwise, op: Op) -> Val:
     else:
         name = "arith.sitofp" if kind.is_signed_int else "arith.uitofp"
         y = e.convert(name, y, wide)
-    symbol = "__nv_pow" if wide == "f64" else "__nv_powf"
-    return e.to_float(e.extern(symbol, e.to_float(x, wide), y), x.elem)
+    return e.to_float(e.library("pow", e.to_float(x, wide), y), x.elem)
 
 
 # --- bits ---
@@ -391,15 +385,19 @@ def _sign_bits(e: Elementwise, x: Val) -> Val:
     return e.apply("arith.shrsi", x, e.like(int(x.elem[1:]) - 1, x))
 
 
-def _counted(single: str, double: str, leading: bool) -> Row:
-    """Bit counting: libdevice takes 32 or 64 bits and returns an i32."""
+def _counted(name: str, amd: str, leading: bool) -> Row:
+    """Bit counting: libdevice takes 32 or 64 bits and returns an i32, as does AMD's
+    OCKL, except for leading zeros of 64 bits."""
 
     def row(e: Elementwise, op: Op) -> Val:
         (x,) = e.operands(op)
         width = _dtype(op).bits
         if width == 64:
-            return e.convert("arith.extui", e.extern(double, x, elem="i32"), "i64")
-        count = e.extern(single, e.convert("arith.extui", x, "i32"))
+            symbol = f"__ockl_{amd}_u64" if e.amd else f"__nv_{name}ll"
+            count = e.extern(symbol, x, elem="i64" if e.amd and leading else "i32")
+            return e.convert("arith.extui", count, "i64")
+        symbol = f"__ockl_{amd}_u32" if e.amd else f"__nv_{name}"
+        count = e.extern(symbol, e.convert("arith.extui", x, "i32"))
         if leading and width < 32:
             count = e.apply("arith.subi", count, e.like(32 - width, count))
         return e.convert("arith.trunci", count, x.elem)
@@ -502,32 +500,32 @@ NATIVE: dict[str, Row] = {
     "pow": _pow,
     "sqrt": _float(_sqrt),
     "rsqrt": _float(_rsqrt),
-    "cbrt": function("__nv_cbrtf", "__nv_cbrt"),
+    "cbrt": function("cbrt"),
     # Triton's own exp is an approximation of 2**x: accurate enough only for 16 bits.
-    "exp": function("__nv_expf", "__nv_exp", narrow="math.exp"),
-    "exp2": function("__nv_exp2f", "__nv_exp2", narrow="math.exp2"),
-    "expm1": function("__nv_expm1f", "__nv_expm1"),
-    "log": function("__nv_logf", "__nv_log"),
-    "log1p": function("__nv_log1pf", "__nv_log1p"),
-    "log2": function("__nv_log2f", "__nv_log2"),
+    "exp": function("exp", narrow="math.exp"),
+    "exp2": function("exp2", narrow="math.exp2"),
+    "expm1": function("expm1"),
+    "log": function("log"),
+    "log1p": function("log1p"),
+    "log2": function("log2"),
     "logistic": _logistic,
-    "sin": function("__nv_sinf", "__nv_sin"),
-    "cos": function("__nv_cosf", "__nv_cos"),
-    "tan": function("__nv_tanf", "__nv_tan"),
-    "asin": function("__nv_asinf", "__nv_asin"),
-    "acos": function("__nv_acosf", "__nv_acos"),
-    "atan": function("__nv_atanf", "__nv_atan"),
-    "atan2": function("__nv_atan2f", "__nv_atan2"),
-    "sinh": function("__nv_sinhf", "__nv_sinh"),
-    "cosh": function("__nv_coshf", "__nv_cosh"),
-    "tanh": function("__nv_tanhf", "__nv_tanh"),
-    "asinh": function("__nv_asinhf", "__nv_asinh"),
-    "acosh": function("__nv_acoshf", "__nv_acosh"),
-    "atanh": function("__nv_atanhf", "__nv_atanh"),
-    "erf": function("__nv_erff", "__nv_erf"),
-    "erfc": function("__nv_erfcf", "__nv_erfc"),
-    "erf_inv": function("__nv_erfinvf", "__nv_erfinv"),
-    "lgamma": function("__nv_lgammaf", "__nv_lgamma"),
+    "sin": function("sin"),
+    "cos": function("cos"),
+    "tan": function("tan"),
+    "asin": function("asin"),
+    "acos": function("acos"),
+    "atan": function("atan"),
+    "atan2": function("atan2"),
+    "sinh": function("sinh"),
+    "cosh": function("cosh"),
+    "tanh": function("tanh"),
+    "asinh": function("asinh"),
+    "acosh": function("acosh"),
+    "atanh": function("atanh"),
+    "erf": function("erf"),
+    "erfc": function("erfc"),
+    "erf_inv": function("erfinv"),
+    "lgamma": function("lgamma"),
     "and": bits("arith.andi"),
     "or": bits("arith.ori"),
     "xor": bits("arith.xori"),
@@ -535,8 +533,8 @@ NATIVE: dict[str, Row] = {
     "shift_left": _shift("arith.shli", lambda e, x: e.like(0, x)),
     "shift_right_logical": _shift("arith.shrui", lambda e, x: e.like(0, x)),
     "shift_right_arithmetic": _shift("arith.shrsi", _sign_bits),
-    "population_count": _counted("__nv_popc", "__nv_popcll", leading=False),
-    "clz": _counted("__nv_clz", "__nv_clzll", leading=True),
+    "population_count": _counted("popc", "popcount", leading=False),
+    "clz": _counted("clz", "clz", leading=True),
     "eq": compare("oeq", "eq", "eq"),
     "ne": compare("une", "ne", "ne"),
     "lt": compare("olt", "slt", "ult"),

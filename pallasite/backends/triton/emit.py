@@ -81,15 +81,19 @@ def _allocs(kernel: Kernel) -> list[Op]:
     return [op for op in walk(kernel.body) if op.name == "alloc"]
 
 
-def emit(kernel: Kernel, lines: bool = False, shared_bytes: int = 0) -> str:
+def emit(
+    kernel: Kernel, lines: bool = False, shared_bytes: int = 0, amd: bool = False
+) -> str:
     """The TTIR module of a promoted kernel.
 
     Args:
         kernel: after all passes.
         lines: add source lines as comments.
         shared_bytes: what a program may have.
+        amd: whether it is for an AMD GPU.
     """
     emitter = Emitter(kernel, lines)
+    emitter.amd = amd
     names = {op.name for op in walk(kernel.body)}
     if "dot" not in names:  # matmuls need it all, loops half of it for loads in flight
         emitter.gather_bytes = shared_bytes // (2 if names & {"for", "while"} else 1)

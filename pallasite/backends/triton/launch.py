@@ -36,13 +36,13 @@ AGAIN = "triton.again"  # on a load that must not be merged with an earlier one
 COMFORTABLE = 128  # registers per thread with which two matmuls still overlap
 BUSY_WARPS = 16  # per SM, to hide the latency of arithmetic
 VECTOR_BYTES = 16  # of a thread's widest load
-MOST_STAGES = 4
 GOOD_STAGES = 3  # copies for two iterations in flight during a third
 WARPGROUP_ROWS = 64  # of a matmul that four warps compute together
 HOPPER = "sm_90"  # the chips whose warpgroups hold a matmul's result in registers
 WIDEST = 256  # columns of such a matmul
 # Registers of its threads besides the result. ptxas compiles 256 columns for 154.
 BESIDE_RESULT = 26
+PADDED = 24  # of so many bytes of a row there is one more, for AMD's chips, at most
 RESERVED = 1024  # bytes of shared memory for barriers and reductions
 
 
@@ -55,7 +55,7 @@ def schedule_launch(kernel: Kernel, params: Mapping[str, Any], chip: Gpu) -> Ker
     """
     need = Need.of(kernel)
     warps = chosen_warps(need, params, chip)
-    shared = SharedMemory(kernel, warps)
+    shared = SharedMemory(kernel, warps, chip.is_amd)
     if shared.bytes(stages=1) > chip.shared.bytes:
         raise _too_large(shared, chip)
     stages = params.get("num_stages") or _stages(need, shared, chip)
@@ -120,7 +120,7 @@ class Need:
 
     def registers(self, warps: int, chip: Gpu) -> int:
         """Registers per thread."""
-        return chip.overhead_registers + -(-self.words // (32 * warps))
+        return chip.overhead_registers + -(-self.words // (chip.wave * warps))
 
     def can_have(self, warps: int, chip: Gpu) -> bool:
         """Whether the widest matrix instruction fits a thread's registers.
@@ -136,7 +136,7 @@ class Need:
 
     def resident(self, warps: int, chip: Gpu, shared: int = 0) -> int:
         """Programs resident on an SM at the same time; at least one."""
-        threads = 32 * warps
+        threads = chip.wave * warps
         registers = min(self.registers(warps, chip), chip.registers_per_thread)
         rounded = -(-registers // 8) * 8
         limits = [
@@ -285,7 +285,7 @@ def _product_warps(need: Need, chip: Gpu) -> int:
 
 def _stream_warps(need: Need, chip: Gpu) -> int:
     """The fewest that keep memory busy, with the widest possible loads."""
-    per_warp = 32 * (VECTOR_BYTES // need.narrowest)
+    per_warp = chip.wave * (VECTOR_BYTES // need.narrowest)
     fewest = max(1, min(4, need.elements // per_warp))
     most = max(fewest, min(16, need.elements // per_warp))
     counts = [w for w in (1, 2, 4, 8, 16) if fewest <= w <= most]
@@ -308,15 +308,17 @@ def _stages(need: Need, shared: SharedMemory, chip: Gpu) -> int:
     if need.in_order or not shared.has_loads_ahead():
         return 1
     for programs in range(need.resident(shared.warps, chip), 0, -1):
-        found = _most_stages(shared, chip.shared.bytes // programs)
+        found = _most_stages(shared, chip, programs)
         if found >= GOOD_STAGES:
             return found
-    return _most_stages(shared, chip.shared.bytes)
+    return _most_stages(shared, chip)
 
 
-def _most_stages(shared: SharedMemory, available: int) -> int:
-    for stages in range(MOST_STAGES, 1, -1):
-        if shared.bytes(stages) + RESERVED <= available:
+def _most_stages(shared: SharedMemory, chip: Gpu, programs: int = 1) -> int:
+    for stages in range(chip.stages, 1, -1):
+        needed = shared.bytes(stages - chip.stages_in_registers)
+        needed += needed // PADDED if chip.is_amd else 0
+        if needed + RESERVED <= chip.shared.bytes // programs:
             return stages
     return 1
 

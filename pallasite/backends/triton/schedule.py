@@ -16,6 +16,7 @@ _KEEPS_FOUR_BITS |= {"broadcast_in_dim", "reshape", "transpose", "slice", "debug
 
 
 FIRST_E4M3 = 89  # sm_89; on chips before it, XLA ends the process
+AMD_FLOATS = ("f8e4m3fnuz", "f8e5m2fnuz")
 
 
 def check_types(kernel: Kernel, chip: Gpu) -> Kernel:
@@ -24,17 +25,20 @@ def check_types(kernel: Kernel, chip: Gpu) -> Kernel:
     Raises:
         UnsupportedError: it does not.
     """
-    if int(chip.arch.removeprefix("sm_")) >= FIRST_E4M3:
+    if chip.is_amd:
         return kernel
+    lacks = {name: "only AMD's GPUs convert it" for name in AMD_FLOATS}
+    if int(chip.arch.removeprefix("sm_")) < FIRST_E4M3:
+        lacks["f8e4m3fn"] = f"sm_{FIRST_E4M3} is the first to convert f8e4m3fn"
     for op in walk(kernel.body):
         tiles = [v.type for v in (*op.results, *op.operands) if not v.is_ref]
-        found = next((t for t in tiles if t.dtype.name == "f8e4m3fn"), None)
+        found = next((t for t in tiles if t.dtype.name in lacks), None)
         if found is not None:
             raise UnsupportedError(
                 f"backend 'triton' does not support {found} on {chip.name}",
                 [
                     ("op", print_op(op, regions=False)),
-                    ("why", f"sm_{FIRST_E4M3} is the first to convert f8e4m3fn"),
+                    ("why", lacks[found.dtype.name]),
                     ("chip", f"{chip.name}, {chip.arch}"),
                 ],
                 op.loc or kernel.loc,

@@ -41,11 +41,15 @@ class Peak(NamedTuple):
 
 
 class SharedMemory(LiveTiles):
-    """What one program takes, given its number of warps."""
+    """What one program takes, given its number of warps.
 
-    def __init__(self, kernel: Kernel, warps: int):
+    `direct`: results of matmuls are stored from the registers they are computed in, as
+    Triton does for AMD's chips.
+    """
+
+    def __init__(self, kernel: Kernel, warps: int, direct: bool = False):
         super().__init__(kernel)
-        self.warps = warps
+        self.warps, self.direct = warps, direct
         self.from_products = values_from_products(self.ops)
         self.operands = dict[Op, set[Value]]()  # of each matmul, in shared memory
         self.held = dict[Value, int]()  # and their bytes, as they are multiplied
@@ -137,7 +141,7 @@ class SharedMemory(LiveTiles):
             picked = picked_bytes(op)
             if picked:
                 return picked
-        if op.name in ("store", "atomic_rmw"):
+        if op.name == "atomic_rmw" or (op.name == "store" and not self.direct):
             tiles = [v for v in op.operands if v in self.from_products]
             return max((tile_bytes(v) for v in tiles if v.tile.rank > 1), default=0)
         return 0

@@ -17,6 +17,7 @@ import numpy as np
 
 from pallasite.ir.types import DType
 
+FLOATS_OF_8_BITS = ("f8E4M3FN", "f8E5M2", "f8E4M3FNUZ", "f8E5M2FNUZ")
 # MLIR's names of the element types that Triton has.
 ELEMENTS = {
     "bool": "i1",
@@ -26,8 +27,7 @@ ELEMENTS = {
     "u64": "i64",
     "i4": "i8",
     "u4": "i8",
-    "f8e4m3fn": "f8E4M3FN",
-    "f8e5m2": "f8E5M2",
+    **{n.lower(): n for n in FLOATS_OF_8_BITS},
     **{n: n for n in ("i8", "i16", "i32", "i64", "bf16", "f16", "f32", "f64")},
 }
 

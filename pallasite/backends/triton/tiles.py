@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from math import prod
 
+from pallasite.backends.triton.core import FLOAT_BITS
 from pallasite.backends.triton.elementwise import Elementwise
 from pallasite.backends.triton.flat_indices import MOST_GATHERED, held_bytes
 from pallasite.backends.triton.shared_memory import keeps_padding
@@ -341,7 +342,7 @@ class Tiles(Elementwise):
         """Accumulate narrow floats in f32 and bools in i32."""
         if x.elem == "i1":
             return self.convert("arith.extui", x, "i32"), "i1"
-        if x.elem in ("f16", "bf16", "f8E4M3FN", "f8E5M2"):
+        if FLOAT_BITS.get(x.elem, 32) < 32:
             return self.to_float(x, "f32"), x.elem
         return x, x.elem
 
@@ -411,6 +412,8 @@ class Tiles(Elementwise):
     def emit_inline_asm(self, op: Op) -> None:
         if not op.operands:
             self.refuse(op, "inline assembly without arguments")
+        if self.amd:
+            self.refuse(op, "PTX is for NVIDIA's GPUs", "use jnp or lax operations")
         layouts = [self.layout(v.tile, op) for v in op.results]
         operands = [self.env[v] for v in op.operands]
         attrs = (

@@ -14,6 +14,7 @@ from pallasite.passes.normal.guarded_updates import guarded_updates
 from pallasite.passes.normal.idle_clamps import idle_clamps
 from pallasite.passes.normal.joined_loops import joined_loops
 from pallasite.passes.normal.known_clamps import known_clamps
+from pallasite.passes.normal.known_comparisons import known_comparisons
 from pallasite.passes.normal.loop_axes import loop_axes
 from pallasite.passes.normal.masked_branches import masked_branches
 from pallasite.passes.normal.masks import masks
@@ -47,6 +48,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("affine_numbers", affine_numbers),
     ("positions", positions),
     ("known_clamps", known_clamps),
+    ("known_comparisons", known_comparisons),
     ("masks", masks),
     ("masked_branches", masked_branches),
     ("joined_loops", joined_loops),

@@ -12,6 +12,11 @@ arithmetic that rounds. Equal numbers stay equal and finite constants stay finit
 `exp(x - x)` is 1 for masked scores, however large the masking value. The error is that
 of rounding `c` once more. What is stored has its own base again, as the maxima that an
 attention has as results; constants among it, such as the masking value, are exact.
+
+Nothing becomes infinite by the factor: what comes from memory, such as a mask for each
+key, is kept finite as constants are. (Numbers beyond `LARGEST / log2(e)`, 2.4e38, may
+become equal.) Results of arithmetic are taken to be smaller than that, unless a
+constant of the author's made them large: `x / 1e-38` is left alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +34,7 @@ from pallasite.ir.types import F32
 
 LOG2_E, LN_2 = log2(e), log(2)
 LARGEST = float(np.finfo(np.float32).max)
+ORDINARY = 2.0**64  # factors up to which products are taken to be far from infinite
 
 # Ops that commute with a positive factor; for a select, its cases do.
 _COMMUTING = ("sub", "add", "neg", "max", "min", "select_n", "concatenate")
@@ -106,14 +112,27 @@ class _Code:
             return None
         if op.name == "div":
             divisor = number_of(self.makers, op.operands[1])
-            if not divisor or abs(LOG2_E / divisor) > LARGEST:
+            if not divisor or abs(divisor) * ORDINARY < 1:
                 return None
             return op.operands[0], 1 / divisor
         for x, y in (op.operands, op.operands[::-1]):
             factor = number_of(self.makers, y)
-            if factor is not None and abs(factor * LOG2_E) <= LARGEST:
+            if factor is not None and abs(factor) <= ORDINARY:
                 return x, factor
         return None
+
+    def is_arithmetic(self, value: Value) -> bool:
+        """Whether a value is a result of arithmetic that rounds."""
+        maker = self.makers.get(value)
+        return maker is not None and maker.name in (*_ROUNDING, "dot")
+
+    def may_be_large(self, value: Value) -> bool:
+        """Whether a constant of the author's may have made a value large."""
+        op = self.makers.get(value)
+        if op is None or op.name not in ("mul", "div") or self.product(value):
+            return False
+        factors = op.operands if op.name == "mul" else op.operands[1:]
+        return any(number_of(self.makers, v) is not None for v in factors)
 
     def scaled_value(self, use: _Use) -> Value | None:
         """The value that is scaled if this use is scaled."""
@@ -141,11 +160,7 @@ class _Group:
             for use in code.uses.get(value, ())
         ]
         costs += [self.leaf_cost(v, code) for v in self.leaves]
-        made = [v for v in self.leaves if number_of(code.makers, v) is None]
-        made = [v for v in made if code.product(v) is None]
-        cut = self.cut(code)
-        # A number kept finite here might be infinite where it comes from elsewhere.
-        if len(cut) > 1 or (cut and made):
+        if len(self.cut(code)) > 1 or any(map(code.may_be_large, self.leaves)):
             return False
         if any(cost is None for cost in costs):
             return False
@@ -178,9 +193,7 @@ class _Group:
         elsewhere = [u for u in code.uses[value] if not self.is_own(u, code)]
         if code.product(value) is not None and not elsewhere:
             return 0
-        maker = code.makers.get(value)
-        is_rounded = maker is not None and maker.name in (*_ROUNDING, "dot")
-        return value.tile.size * (1 if is_rounded else 2)
+        return value.tile.size * (1 if code.is_arithmetic(value) else 2)
 
     def use_cost(self, value: Value, use: _Use, code: _Code) -> int | None:
         """How many elements a use must unscale; None: it cannot be unscaled."""
@@ -314,7 +327,17 @@ class _Scaling:
                 made = b.mul(x, b.like(factor * LOG2_E, value))
             else:
                 made = b.mul(value, b.like(LOG2_E, value))
+                if not self.code.is_arithmetic(value):
+                    made = _finite_as(value, made, b)
             self.scaled[value] = made
+
+
+def _finite_as(value: Value, scaled: Value, b: Builder) -> Value:
+    """A scaled value that is finite where the value is."""
+    most, least = b.like(LARGEST, value), b.like(-LARGEST, value)
+    kept = b.min(b.max(scaled, least), most)
+    is_infinite = b.ne(value, b.min(b.max(value, least), most))
+    return b.select(is_infinite, value, kept)
 
 
 def _scaled_number(number: float) -> float:

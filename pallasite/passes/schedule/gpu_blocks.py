@@ -52,7 +52,6 @@ from pallasite.target import Gpu, Machine, physical
 SHARED_SHARE = 0.88  # of shared memory, for matmul operands
 LEAST_SIDE = 16  # of a matmul's tile
 LARGEST_SIDE = 256
-ENOUGH_STAGES = 4  # of operands, when choosing their depth
 MERGED_DEPTH = 128  # of a matmul along rows of several dimensions
 ROW_BYTES = 128  # of an operand along k: the swizzle width of shared memory
 # Measured: an m x n tile costs as much as one without edge effects that has this many
@@ -121,6 +120,12 @@ class Tiles:
     of_shared_thread: int | None = None
     fills: bool = False
 
+    @staticmethod
+    def of(chip: Gpu) -> "Tiles":
+        """As in Triton."""
+        stages = min(Tiles.stages, chip.stages_in_shared)
+        return Tiles(chip.share_of_results, stages, stages)
+
     def elements(self, shape: Sequence[int]) -> int:
         return prod(physical(shape) if self.padded else shape)
 
@@ -171,7 +176,7 @@ def for_gpu(
     Raises:
         ChipMemoryError: blocks do not fit and cannot be split.
     """
-    tiles = tiles or Tiles()
+    tiles = tiles or Tiles.of(chip)
     # What Triton makes of a tile of another shape is not known.
     free = not tiles.padded and adds_in_one_order(kernel)
     endless = batch_invariant and not free
@@ -198,7 +203,7 @@ def seconds_of_products(kernel: Kernel, chip: Gpu) -> tuple[float, float]:
     blocks = blocks_of(kernel)
     if blocks is None or not blocks.dots:
         return inf, inf
-    products = _products(blocks, chip, Tiles())
+    products = _products(blocks, chip, Tiles.of(chip))
     own = products.seconds({})
     return inf if own is None else own, products.best()
 
@@ -221,11 +226,11 @@ def may_fit(kernel: Kernel, chip: Gpu) -> bool:
     blocks = blocks_of(kernel)
     if blocks is None or not blocks.dots:
         return True
-    products = _WithProducts(blocks, chip, Tiles())
+    products = _WithProducts(blocks, chip, Tiles.of(chip))
     if products.seconds({}) is not None:
         return True
     blocks = with_uses_apart(_batches_apart(blocks))
-    return _WithProducts(blocks, chip, Tiles()).best() < inf
+    return _WithProducts(blocks, chip, Tiles.of(chip)).best() < inf
 
 
 def _joined(products: "_WithProducts") -> "_WithProducts | None":
@@ -493,7 +498,7 @@ class _WithProducts:
         fits = [n for n in depths if stages[n] >= self.tiles.stages]
         if self._is_summed_only(dim):
             # More, shallower stages hold as much and are filled sooner.
-            fits = [n for n in fits if stages[n] >= ENOUGH_STAGES] or fits
+            fits = [n for n in fits if stages[n] >= self.chip.stages_in_shared] or fits
         held = [n for n in fits if self._fits_registers(options[n])]
         return next(iter(held or fits), depths[-1])
 

@@ -132,23 +132,47 @@ def _online_body(
     read, written = blocks[: len(group)], blocks[len(group) :]
     maxima = b.load(read[0])
     most = b.op("reduce", maxima, kind="max", axes=(0,))
+    merged: list[Value] = []
     for state, source, target in zip(group[1:], read[1:], written[1:], strict=True):
         size = state.ref.ref.size
         if parts * size <= 2 * MERGE_ELEMENTS:
             all_most = b.broadcast(most, maxima.tile.shape)
             weights = _weights(b, maxima, all_most, state, lead=1)
             terms = b.mul(b.load(source), weights)
-            b.store(target, b.op("reduce", terms, kind="sum", axes=(0,)))
+            merged.append(b.op("reduce", terms, kind="sum", axes=(0,)))
         else:
-            b.store(target, _in_turn(b, parts, state, read[0], source, most))
+            merged.append(_in_turn(b, parts, state, read[0], source, most))
+        b.store(target, merged[-1])
     start = group[0].start
     finite = any(state.rate < inf for state in group[1:])
     if finite and (start is None or start == -inf):
-        # Parts start with a finite number instead.
-        low = b.like(_lowest(most.tile.dtype), most)
-        most = b.select(b.eq(most, low), b.like(-inf, most), most)
+        # Parts start with a finite number instead. Nothing else was as large where
+        # nothing was added, as what equals the maximum has the weight one; or no number
+        # was, to the first part, which starts as the author's does.
+        none = b.eq(most, b.like(_lowest(most.tile.dtype), most))
+        for state, total in zip(group[1:], merged, strict=True):
+            none = b.and_(none, _is_zero(b, total, state, most))
+        most = b.select(none, b.like(-inf, most), most)
     b.store(written[0], most)
     return b
+
+
+def _is_zero(b: Builder, total: Value, state: State, most: Value) -> Value:
+    """Whether no sum along the dimensions that the maximum does not have is a number
+    other than zero."""
+    some = b.and_(b.ne(total, b.like(0, total)), b.eq(total, total))
+    test = b.cast(some, T.I32)
+    own = [d for d, n in enumerate(most.tile.shape) if n > 1]
+    kept = [state.axes.index(d) for d in own]
+    others = tuple(d for d in range(len(total.tile.shape)) if d not in kept)
+    if others:
+        test = b.op("reduce", test, kind="max", axes=others)
+    if kept != sorted(kept):
+        perm = tuple(sorted(kept).index(d) for d in kept)
+        test = b.op("transpose", test, perm=perm)
+    if test.tile.shape != most.tile.shape:
+        test = b.op("reshape", test, shape=most.tile.shape)
+    return b.eq(test, b.like(0, test))
 
 
 def _in_turn(

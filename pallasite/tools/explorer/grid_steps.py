@@ -104,7 +104,7 @@ def _only_grid(kernel: Kernel) -> Op | None:
 def _order(
     kernel: Kernel, sizes: Sequence[int], compiled: Compiled | None, platform: str
 ) -> Order:
-    if platform == "cuda":
+    if platform in target.GPU_PLATFORMS:
         return _of_gpu(kernel, sizes, compiled)
     if platform == "cpu" and compiled is not None:
         sharing = Sharing.of(compiled.scheduled)

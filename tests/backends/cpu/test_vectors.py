@@ -320,3 +320,35 @@ def test_what_a_first_pass_has_fetched_is_not_fetched_again(width):
     assert text.count(fetch) == once.count(fetch) > 0
     want = x + x.sum(1, keepdims=True)
     np.testing.assert_allclose(compute(emit, x), want, rtol=1e-5, atol=1e-5)
+
+
+def test_dimensions_that_a_reshape_keeps_keep_their_lanes(width):
+    """Only what is regrouped is divided: indices of the first dimensions."""
+    x = np.arange(24 * 3 * 32, dtype=np.int32).reshape(24, 3, 32)
+
+    def emit(b, v):
+        at = b.op("iota", dim=1, type=TileType((24, 3, 32), I32))
+        shifted = b.reshape(b.mul(v, at), shape=(8, 9, 32))
+        return b.add(shifted, b.like(1, shifted))
+
+    kernel = tiles_kernel(emit, [x])
+    want = (x * np.arange(3)[:, None]).reshape(8, 9, 32) + 1
+    np.testing.assert_array_equal(run(kernel, x)[0], want)
+    text = llvm_of(kernel)
+    assert "gather" not in text and "div <" not in text and "rem <" not in text
+
+
+@pytest.mark.parametrize("shape", [(5, 64), (3, 4, 48), (7, 33), (64, 1), (2, 3, 1)])
+@pytest.mark.parametrize("kind", ["sum", "max"])
+def test_all_dimensions_at_once(width, shape, kind):
+    """Lanes are reduced once, after all rows."""
+    x = normal(*shape)
+    axes = range(len(shape))
+    got = compute(lambda b, v: reduce(b, b.mul(v, v), kind, *axes), x)
+    np.testing.assert_allclose(got, getattr(np, kind)(x * x), rtol=1e-5)
+
+
+def test_outer_and_last_dimension_at_once(width):
+    x = normal(6, 5, 64)
+    got = compute(lambda b, v: reduce(b, v, "sum", 0, 2), x)
+    np.testing.assert_allclose(got, x.sum((0, 2)), rtol=1e-5, atol=1e-5)

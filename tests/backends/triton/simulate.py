@@ -30,6 +30,8 @@ DTYPES = {
     "f64": np.dtype(np.float64),
     "f8E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "f8E4M3FN": np.dtype(ml_dtypes.float8_e4m3fn),
+    "f8E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "f8E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
 }
 
 
@@ -526,6 +528,7 @@ ASSEMBLY: dict[str, Callable[..., Any]] = {
     elementwise.NEGATED: np.negative,
 }
 _RENAMED = {"erfinv": "erf_inv", "popc": "population_count", "fmod": "rem"}
+_RENAMED["popcount"] = "population_count"
 _LIBDEVICE: dict[str, Callable[..., Any]] = {
     "rint": np.rint,
     "round": lambda x: table()["round"].meaning(x, rounding_method=0),
@@ -533,17 +536,17 @@ _LIBDEVICE: dict[str, Callable[..., Any]] = {
 
 
 def _external(symbol: str) -> Callable[..., Any]:
-    """libdevice's `__nv_tanf` means what our op `tan` means."""
-    name = symbol.removeprefix("__nv_")
+    """libdevice's `__nv_tanf` means what our op `tan` means, as `__ocml_tan_f32`."""
+    name = re.sub("^__(nv|ocml|ockl)_|_[fu](32|64)$", "", symbol)
     for end in ("", "f", "ll"):
         short = name.removesuffix(end) if end else name
         if short in _LIBDEVICE:
             return _LIBDEVICE[short]
         row = table().get(_RENAMED.get(short, short))
         if row is not None and row.meaning is not None:
-            counts = short in ("popc", "clz")
             meaning = row.meaning
-            if counts:
-                return lambda x: np.asarray(meaning(x)).astype(np.int32)
+            if short in ("popc", "popcount", "clz"):
+                to = np.int64 if symbol == "__ockl_clz_u64" else np.int32
+                return lambda x: np.asarray(meaning(x)).astype(to)
             return meaning
     raise KeyError(symbol)

@@ -7,6 +7,7 @@ from pallasite.backends.triton.elementwise import NATIVE
 from pallasite.backends.triton.text import element
 from pallasite.ir.opdef import OPS, table
 from pallasite.ir.types import BOOL, DTYPES, I32, DType, TileType
+from pallasite.target import GPUS, Chip
 from tests.backends.triton.harness import compiled, simulated, whole_kernel
 from tests.ops.sampling import attr_choices, samples, special_operands, ulp_error
 
@@ -26,7 +27,9 @@ def rows() -> list[tuple[str, str]]:
     ]
 
 
-def check(name: str, kind: DType, operands: list[np.ndarray]) -> None:
+def check(
+    name: str, kind: DType, operands: list[np.ndarray], chip: Chip | None = None
+) -> None:
     row, tile = OPS[name], TileType(operands[0].shape, kind)
     for attrs in attr_choices(name, kind):
         result = row.type_rule((tile,) * len(operands), attrs)[0]
@@ -35,7 +38,7 @@ def check(name: str, kind: DType, operands: list[np.ndarray]) -> None:
             [tile] * len(operands),
             result,
         )
-        (got,) = simulated(kernel, operands)
+        (got,) = simulated(kernel, operands, chip=chip)
         with np.errstate(all="ignore"):
             want = np.asarray(row.meaning(*operands, **attrs))  # type: ignore[misc]
         want = want.astype(result.dtype.np)
@@ -47,6 +50,15 @@ def check(name: str, kind: DType, operands: list[np.ndarray]) -> None:
 def test_op_means_what_the_table_says(name: str, dtype: str):
     row, kind = OPS[name], DTYPES[dtype]
     check(name, kind, samples(row, kind, COUNT))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [row for row in rows() if row[1] in ("f32", "f64", "i8", "i32", "i64")],
+)
+def test_op_means_the_same_on_amd(name: str, dtype: str):
+    row, kind = OPS[name], DTYPES[dtype]
+    check(name, kind, samples(row, kind, COUNT), GPUS["mi300x"])
 
 
 @pytest.mark.parametrize(

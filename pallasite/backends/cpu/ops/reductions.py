@@ -196,9 +196,42 @@ class _Reduction:
     def at(self, indices: Indices) -> Val:
         """One result, or several if an index has lanes."""
         places = dict(zip(self.kept, indices, strict=True))
+        outer = self._outside_lanes()
+        if outer:
+            lanes = self._over_lanes(outer, places, None)
+            return self._fold(places).horizontal(lanes)
         count = max((i.count for i in indices), default=0)
         start = self.e.f.splat(identity(self.kind, self.running), count)
         return self._over(self.axes, places, start)
+
+    def _outside_lanes(self) -> list[int]:
+        """The axes around the lanes' if these are reduced once, at the end.
+
+        That is where all rows are whole vectors.
+        """
+        if self.along not in self.axes or 0 in self.tile.shape:
+            return []
+        whole = self.tile.shape[self.along] % vector_loops.width() == 0
+        return [
+            d for d in self.axes if d < self.along and self.tile.shape[d] > 1
+        ] * whole
+
+    def _over_lanes(
+        self, axes: Sequence[int], places: dict[int, Val], total: Val | None
+    ) -> Val:
+        """The reduction of each lane."""
+        f, width = self.e.f, vector_loops.width()
+        if not axes:
+            assert self.along is not None
+            lanes = self._fold(places).lanes_of(self.tile.shape[self.along] // width)
+            return lanes if total is None else self._joined(total, lanes)
+        axis, *rest = axes
+        start = f.splat(identity(self.kind, self.running), width)
+        first = start if total is None else total
+        with f.loop(integer(self.tile.shape[axis]), [first]) as loop:
+            inner = {**places, axis: loop.index}
+            loop.carries = [self._over_lanes(rest, inner, loop.carries[0])]
+        return loop.carries[0]
 
     def _over(self, axes: tuple[int, ...], places: dict[int, Val], total: Val) -> Val:
         f = self.e.f

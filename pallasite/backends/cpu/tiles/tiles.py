@@ -5,8 +5,9 @@ elements. Shape ops on a buffer only change pointer and strides. `emit.py` decid
 a formula is forced into a buffer of the arena.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from pallasite.backends.cpu.llvm import scalars
 from pallasite.backends.cpu.llvm.writer import NULL, Function, Val, integer
@@ -474,13 +475,28 @@ def _insert_units(old: Sequence[int], places: Sequence[int], indices: Indices):
 
 
 def unravel(f: Function, old: Sequence[int], new: Sequence[int], indices: Indices):
-    """The index in a tile of shape `old` of an element of shape `new`."""
-    linear = f.inner(indices, row_major(new))
-    result = []
-    for n, step in zip(old, row_major(old), strict=True):
-        if n == 1:
-            result.append(integer(0))
-            continue
-        part = linear if step.constant == 1 else f.binary("udiv", linear, step)
-        result.append(f.binary("urem", part, integer(n)))
+    """The index in a tile of shape `old` of an element of shape `new`.
+
+    Dimensions are divided in groups of equal sizes; those that are the same in both
+    shapes keep their index, lanes too.
+    """
+    result = list[Val]()
+    for here, there in _groups(old, new):
+        linear = f.inner(indices[there], row_major(new[there]))
+        sizes = old[here]
+        for d, (n, step) in enumerate(zip(sizes, row_major(sizes), strict=True)):
+            part = linear if step.constant == 1 else f.binary("udiv", linear, step)
+            is_first = all(m == 1 for m in sizes[:d])
+            number = part if is_first else f.binary("urem", part, integer(n))
+            result.append(integer(0) if n == 1 else number)
     return result
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """The smallest runs of dimensions of both shapes that have as many elements."""
+    ends, others = ({prod(s[:d]): d for d in range(len(s) + 1)} for s in (old, new))
+    here = there = 0
+    for size, end in ends.items():
+        if size in others:
+            yield slice(here, end), slice(there, others[size])
+            here, there = end, others[size]
