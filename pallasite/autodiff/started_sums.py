@@ -4,16 +4,21 @@
 starts at zero: what `acc` was before does not matter. Then the loop only accumulates,
 its reverse needs no order, and a loop around it that handed on `acc` hands on nothing.
 
+The same goes for a value that the first iteration sets to a number before it is read,
+under tests that do not depend on the iteration: the loop starts with that number where
+they hold. Proof: what the value was is used only where they do not.
+
 A value that is zero before the loop and that at most one iteration sets, `where(k == n,
 x, acc)`, is the sum of `where(k == n, x, 0)`: the diagonal of a matrix that the loop
 goes through, the score of a label.
 """
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from pallasite.ir.build import Builder
+from pallasite.ir.build import Builder, Scalar
 from pallasite.ir.nodes import Block, Op, Value, walk
-from pallasite.ir.rewrite import producers_of, users_of, with_regions
+from pallasite.ir.rewrite import producers_of, substitute, users_of, with_regions
 from pallasite.ir.roles import Cond, Loop, number_of
 from pallasite.passes.lower.per_program import Program
 
@@ -22,6 +27,48 @@ def started_sums(program: Program) -> Program:
     """The program with such sums started before their loops."""
     body = _Walk(program.body).block(program.body)
     return program if body is program.body else program.with_body(body).simplified()
+
+
+_Path = tuple[tuple[Op, int], ...]  # the ops around a use, each with its region
+
+
+@dataclass(frozen=True)
+class _Reset:
+    """An op of the first iteration that sets a value to a number.
+
+    Attributes:
+        op: has the number as a result, or what the value was.
+        number: the number.
+        path: the branches that the op is in.
+    """
+
+    op: Op
+    number: Scalar
+    path: _Path
+
+    def start(self, b: Builder, init: Value) -> Value:
+        """What the loop starts with instead of an initial value."""
+        start = b.constant(self.number, init.tile)
+        for op, place in reversed(self.path):
+            ends = [Block((), (), (init,)) for _ in op.regions]
+            ends[place] = Block((), (), (start,))
+            (start,) = b.emit("cond", op.operands[0], regions=tuple(ends))
+        return start
+
+
+def _uses(block: Block, value: Value, path: _Path = ()) -> Iterator[_Path]:
+    """The places where a value is used: by the last op of a path."""
+    for op in block.ops:
+        yield from ((*path, (op, n)) for n, v in enumerate(op.operands) if v is value)
+        for n, region in enumerate(op.regions):
+            yield from _uses(region, value, (*path, (op, n)))
+    yield from (path for v in block.yields if v is value)
+
+
+def _is_elsewhere(path: _Path, other: _Path) -> bool:
+    """Whether a use is in another branch than those that a path goes through."""
+    pairs = zip(path, other, strict=False)
+    return any(a is b and m != n for (a, m), (b, n) in pairs)
 
 
 class _Walk:
@@ -45,6 +92,14 @@ class _Walk:
         b = Builder(loop.op.loc)
         inits, ops, yields = list(loop.inits), list(loop.body.ops), list(loop.yields)
         for n, carry in enumerate(loop.carried):
+            reset = self.reset(loop, carry)
+            if reset is not None:
+                inits[n] = reset.start(b, inits[n])
+                body = Block(loop.body.params, tuple(ops), tuple(yields))
+                body = substitute(body, {reset.op.result: carry})
+                self.made |= {v: op for op in b.ops for v in op.results}
+                new = loop.with_(inits=tuple(inits), body=body).to_op()
+                return [*b.ops, *self.loop(Loop.of(new))]
             total = Builder(loop.op.loc)
             share = self.share(loop, carry, yields[n])
             if share is None and number_of(self.made, inits[n]) == 0:
@@ -58,6 +113,28 @@ class _Walk:
             return [loop.op]
         body = Block(loop.body.params, tuple(ops), tuple(yields))
         return [*b.ops, loop.with_(inits=tuple(inits), body=body).to_op()]
+
+    def reset(self, loop: Loop, carry: Value) -> "_Reset | None":
+        """Where the first iteration sets a carried value before it is read."""
+        inside = {v for op in walk(loop.body) for v in op.results} | {loop.index}
+        uses = list(_uses(loop.body, carry))
+        for path in filter(None, uses):
+            op, _ = path[-1]
+            cases = op.operands[1:] if op.name == "select_n" else ()
+            if op.name == "cond" and len(op.results) == 1:
+                cases = tuple(region.yields[0] for region in op.regions)
+            if len(cases) != 2 or cases[0] is not carry:
+                continue
+            number, outer = number_of(self.made, cases[1]), path[:-1]
+            known = all(
+                o.name == "cond" and o.operands[0] not in inside for o, _ in outer
+            )
+            if number is None or not known or not self.is_first(loop, op.operands[0]):
+                continue
+            others = [other for other in uses if other is not path]
+            if all(_is_elsewhere(other, outer) for other in others):
+                return _Reset(op, number, outer)
+        return None
 
     def without_unread(self, loop: Loop) -> Loop:
         """The loop without carried values that neither it nor code after it reads."""

@@ -452,6 +452,45 @@ def test_online_softmax(base2, start):
     assert np.isfinite(evaluate(kernel, arrays)[0]).all()
 
 
+def scalar_softmax_kernel(x_ref, o_ref, m, l, a):
+    """The statistics of one row as scalars, and a sum of several rows beside them."""
+
+    @first()
+    def _():
+        m[0], l[0] = -jnp.inf, 0.0
+        a[...] = jnp.zeros_like(a)
+
+    old = m[0]
+    new = jnp.maximum(old, x_ref[0, :].max())
+    p = jnp.exp(x_ref[0, :] - new)
+    l[0] = l[0] * jnp.exp(old - new) + p.sum()
+    a[...] = a[...] * jnp.exp(old - new) + jnp.dot(x_ref[...], p)
+    m[0] = new
+
+    @last()
+    def _():
+        o_ref[...] = a[...] / l[0]
+
+
+def test_online_softmax_of_scalars():
+    call = pl.pallas_call(
+        scalar_softmax_kernel,
+        jax.ShapeDtypeStruct((3,), F32),
+        grid=(6,),
+        in_specs=[pl.BlockSpec((3, 4), lambda t: (0, t))],
+        out_specs=pl.BlockSpec((3,), lambda t: (0,)),
+        scratch_shapes=[
+            pltpu.SMEM((1,), F32),
+            pltpu.SMEM((1,), F32),
+            pltpu.VMEM((3,), F32),
+        ],
+    )
+    x = 3 * np.random.default_rng(0).normal(size=(3, 24)).astype(np.float32)
+    (state,) = states_of(kernel := run(sites.kernels_in(call, x)[0]))
+    assert state.kind == "online softmax"
+    check(kernel, [x], state, rtol=1e-5)
+
+
 LEAST = float(np.finfo(np.float32).min)
 
 
@@ -510,6 +549,84 @@ def test_the_least_number_as_the_maximum_of_all():
             split(kernel, state, parts), [np.full_like(x, -np.inf), w]
         )
         assert (found[0] == -np.inf).all()
+
+
+def place_of_largest(spelling: str, shape: tuple[int, ...], strict: bool = True):
+    """The largest of blocks of columns, and what belongs to the first such block."""
+
+    def kernel(x_ref, w_ref, o_ref, i_ref, v_ref, m, a, w):
+        t = pl.program_id(0)
+        at = (0,) * len(shape) if shape == (1,) else ...
+
+        @pl.when(t == 0)
+        def _():
+            m[at] = jnp.full_like(m[at], -jnp.inf)
+            a[at] = jnp.full_like(a[at], -1)
+            w[at] = jnp.full_like(w[at], 7.0)
+
+        x, beside = x_ref[...], w_ref[...].sum(axis=1, keepdims=True)
+        most = x.max(axis=1, keepdims=True)
+        place = jnp.argmax(x, axis=1, keepdims=True).astype(I32) + t * x.shape[1]
+        if shape == (1,):
+            most, place, beside = most[0, 0], place[0, 0], beside[0, 0]
+        old = m[at]
+        better = most > old if strict else most >= old
+        if spelling == "flipped":
+            better = old < most
+        if spelling == "guard":
+
+            @pl.when(better if shape == (1,) else jnp.any(better))
+            def _():
+                a[at], w[at], m[at] = place, beside, most
+        else:
+            a[at] = jnp.where(better, place, a[at])
+            w[at] = jnp.where(better, beside, w[at])
+            larger = jnp.maximum(old, most)
+            m[at] = larger if spelling == "max" else jnp.where(better, most, old)
+
+        @last()
+        def _():
+            o_ref[at], i_ref[at], v_ref[at] = m[at], a[at], w[at]
+
+    space = pltpu.SMEM if shape == (1,) else pltpu.VMEM
+    rows = shape[0]
+    out = pl.BlockSpec(shape, lambda t: (0,) * len(shape), memory_space=space)
+    return pl.pallas_call(
+        kernel,
+        [jax.ShapeDtypeStruct(shape, dtype) for dtype in (F32, I32, F32)],
+        grid=(6,),
+        in_specs=[pl.BlockSpec((rows, 4), lambda t: (0, t))] * 2,
+        out_specs=[out] * 3,
+        scratch_shapes=[space(shape, dtype) for dtype in (F32, I32, F32)],
+    )
+
+
+@pytest.mark.parametrize("shape", [(1,), (5, 1)], ids=str)
+@pytest.mark.parametrize("spelling", ["select", "flipped", "max", "guard"])
+def test_what_belongs_to_a_maximum(spelling: str, shape: tuple[int, ...]):
+    given = jax.ShapeDtypeStruct((shape[0], 24), F32)
+    call = place_of_largest(spelling, shape)
+    kernel = run(sites.kernels_in(call, given, given)[0])
+    (state,) = states_of(kernel)
+    if spelling == "guard" and shape != (1,):
+        assert state.reason  # rows that are not better are overwritten, too
+        return
+    assert state.kind == "max and what belongs to it"
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        x = rng.integers(-2, 3, given.shape).astype(np.float32)  # many are equal
+        x[rng.random(x.shape) < 0.3] = -np.inf
+        x[:, : 4 * rng.integers(0, 6)] = -np.inf
+        w = rng.choice([1.5, np.inf, -np.inf, 0.25], x.shape).astype(np.float32)
+        check(kernel, [x, w], state)
+
+
+def test_what_belongs_to_the_last_of_equal_maxima():
+    """Steps that see no number store their own; not what parts do."""
+    call = place_of_largest("select", (1,), strict=False)
+    given = jax.ShapeDtypeStruct((1, 24), F32)
+    (state,) = states_of(run(sites.kernels_in(call, given, given)[0]))
+    assert "carries values that do not merge" in state.reason
 
 
 def decayed_kernel(x_ref, o_ref, m_ref, l_ref):

@@ -25,7 +25,6 @@ state at the start of its part: `prefix`. `schedule/split_axis.py` makes the ker
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import Literal
 
 import numpy as np
@@ -43,9 +42,10 @@ from pallasite.ir.nodes import (
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import producers_of, users_of
 from pallasite.ir.roles import Loop, Pipeline
+from pallasite.passes.analysis.axis_maxima import Maxima, without_units
 from pallasite.passes.analysis.carried import carried_from, covers_whole
 from pallasite.passes.analysis.commuting import ATOMIC_MERGES, is_merge
-from pallasite.passes.analysis.exponents import Power, Powers
+from pallasite.passes.analysis.exponents import Powers
 from pallasite.passes.analysis.grid import GridInfo, WindowMoves, analyze, find_pipeline
 from pallasite.passes.analysis.memory import MAIN_MEMORY, Roots
 from pallasite.passes.analysis.old_elements import (
@@ -86,6 +86,7 @@ class State:
         rate: for a relative sum, the factor in the exponent; infinite: it counts what
             is equal to the maximum.
         axes: for a relative sum, for each of its dimensions that of the maximum.
+        first: it is no sum, but what belongs to the first of equal maxima: its index.
     """
 
     ref: Value
@@ -95,6 +96,7 @@ class State:
     scale: Value | None = None
     rate: float = 1.0
     axes: tuple[int | None, ...] = ()
+    first: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +128,10 @@ class AxisState:
         """In a word, for reports."""
         if self.reason:
             return "unknown"
-        if any(s.merge == RELATIVE for s in self.states):
+        if any(s.merge == RELATIVE and not s.first for s in self.states):
             return "online softmax"
+        if any(s.first for s in self.states):
+            return "max and what belongs to it"
         merges = " and ".join(dict.fromkeys(s.merge for s in self.states))
         return f"prefix {merges}" if self.prefix else merges or "nothing"
 
@@ -165,18 +169,22 @@ class _Path:
         sources: the states that decide whether it runs.
         in_loop: it may run more than once in a step.
         gated: it may also not run, depending on something else than position.
+        test: the only test of states that decides whether it runs, if it holds.
+        outer: where that test is.
     """
 
     may: frozenset[object]
     sources: Sources = frozenset()
     in_loop: bool = False
     gated: bool = False
+    test: Value | None = None
+    outer: "_Path | None" = None
 
 
 _STARTED = (frozenset[object]({FIRST}), frozenset[object]({MIDDLE, LAST}))
 
 
-class _Search:
+class _Search(Maxima):
     def __init__(self, kernel: Kernel, axis: int, info: GridInfo):
         self.kernel, self.axis, self.info = kernel, axis, info
         self.pipeline = Pipeline.of(find_pipeline(kernel))
@@ -202,6 +210,7 @@ class _Search:
         self.wanted: list[tuple[Op, Sources]] = []
         self.counted: dict[Value, Value] = {}
         self.each = False
+        self.idle = set[Op]()
         self.dry = 0
 
     def result(self) -> AxisState:
@@ -234,17 +243,22 @@ class _Search:
         op, relative = self.relatives[ref]
         scale, version = self.scales[relative.old]
         updates = [o for o in self.roles if o.operands[0] is scale]
-        updates = [o for o in updates if self.roles[o] == UPDATE]
+        updates = [o for o in updates if self.roles[o] == UPDATE and o not in self.idle]
         # Both are updated in the same steps, and once in each.
         again = self.versions.get(ref) != 1 or self.versions.get(scale) != 1
         stored = [o.operands[1] for o in updates if self.where[o] == self.where[op]]
         both_scratch = output is None and self.states[scale] is None
-        if again or version or stored != [relative.new] or not both_scratch:
+        same = stored == [relative.new]
+        if relative.first and len(stored) == 1 and not same:
+            made = self.powers.made.get(stored[0])
+            same = made is not None and self.is_larger(made, relative)
+        if again or version or not same or not both_scratch:
             raise _Unknown(f"{_name(ref)} is rescaled in another way", op)
         whole = covers_whole(scale.ref.shape, updates[0].attrs["index"])
         if not whole or updates[0].attrs["mask"] or op.attrs["mask"]:
             raise _Unknown(f"{_name(ref)} is rescaled in part", op)
-        return State(ref, merge, output, None, scale, relative.rate, relative.axes)
+        how = relative.rate, relative.axes, relative.first
+        return State(ref, merge, output, None, scale, *how)
 
     # --- what may carry ---
 
@@ -365,7 +379,11 @@ class _Search:
                 may.add(name)
                 decided &= low == high
         gated = path.gated or not decided
-        return _Path(frozenset(may), path.sources | sources, path.in_loop, gated)
+        test = self.powers.made.get(which) if sources and number == 1 else None
+        alone = test is not None and test.name == "cast" and not path.sources
+        only = (test.operands[0], path) if test is not None and alone else (None, None)
+        sources |= path.sources
+        return _Path(frozenset(may), sources, path.in_loop, gated, *only)
 
     # --- the walk ---
 
@@ -380,10 +398,6 @@ class _Search:
         self.relatives: dict[Value, tuple[Op, Relative]] = {}
         self.starts: dict[Value, float | None] = {}
         self.block(self.body, _Path(frozenset(self.scenarios)))
-
-    def sources(self, value: Value) -> Sources:
-        found = self.values.get(value)
-        return frozenset() if found is None else found.sources
 
     def block(self, block: Block, path: _Path) -> None:
         for op in block.ops:
@@ -413,7 +427,7 @@ class _Search:
         if not any(known):
             return
         self.powers.op(op)
-        found = self.started(op, known) or computed(op, known)
+        found = self.started(op, known) or self.larger(op, known) or computed(op, known)
         found = found or self.rescaled(op, known) or self.of_equal(op, known)
         if found is None:
             sources = Sources()
@@ -456,81 +470,6 @@ class _Search:
             low, high = (min(max(n, 0), count - 1) for n in (fact.low, fact.high))
             found |= set(range(int(low), int(high) + 1))
         return found
-
-    def rescaled(self, op: Op, known: Sequence[Abstract | None]) -> Old | None:
-        """A sum times `exp(m - new m)`, or that plus something relative to `new m`."""
-        olds = [k for k in known if isinstance(k, Old) and not self.is_scale(k)]
-        pairs = zip(op.operands, known, strict=True)
-        others = [v for v, k in pairs if k not in olds]
-        if op.name not in ("mul", "add") or len(olds) != 1 or len(others) != 1:
-            return None
-        (old,), power = olds, self.powers.of(others[0])
-        if old.relative and op.name == "add" and old.relative.rate == inf:
-            return old if self.counted.get(others[0]) is old.relative.new else None
-        if not isinstance(power, Power) or not power.is_factor:
-            return None
-        powers = dict(power.powers)
-        relative = old.relative
-        if op.name == "add":
-            if relative is None or powers != {relative.new: -relative.rate}:
-                return None
-            used = {ref for ref, _ in self.sources(others[0])}
-            same = used == {self.scales[relative.old][0]}
-            return old if same and power.axes == relative.axes else None
-        if old.merge is not None or not power.is_pure or len(powers) != 2:
-            return None
-        before = [s for s in powers if s in self.scales]
-        after = [s for s in powers if s not in self.scales]
-        if len(before) != 1 or len(after) != 1 or power.total:
-            return None
-        (loaded,), (new,) = before, after
-        rate = powers[loaded]
-        if not self.is_next(loaded, new) or rate <= 0:
-            return None
-        relative = Relative(loaded, new, rate, power.axes)
-        return replace(old, merge=RELATIVE, relative=relative)
-
-    def is_next(self, loaded: Value, new: Value) -> bool:
-        """Whether a value is the maximum of one that was loaded and something free."""
-        value = self.values.get(new)
-        maximum = isinstance(value, Old) and value.merge == "max"
-        maximum |= isinstance(value, Tainted)  # once it is stored
-        refs = {ref for ref, _ in self.sources(new)}
-        return maximum and self.scales[loaded][0] in refs
-
-    def of_equal(self, op: Op, known: Sequence[Abstract | None]) -> Old | None:
-        """A count, and what is added to it, where something equals the next maximum.
-
-        `exp(rate * (x - new m))` is one there and zero elsewhere for an infinite rate:
-        such a count is a relative sum. What is more than `m` of its part is not more
-        than that of all, so that only what equals the last `m` counts in either.
-        """
-        made = self.powers.made
-        test = made.get(op.operands[0]) if op.name == "select_n" else None
-        if test is None or test.name != "eq" or len(op.operands) != 3:
-            return None
-        x, new = test.operands
-        none, value = op.operands[1:]
-        most = made.get(new)
-        same = new.tile.shape == value.tile.shape
-        same &= most is not None and most.name == "max" and x in most.operands
-        if not same or known[1] is not None or self.powers.number(none) != 0:
-            return None
-        if self.values.get(x) is None and known[2] is None:
-            self.counted[op.result] = new
-            return None
-        old = known[2]
-        if not isinstance(old, Old) or (old.merge, old.relative) != (None, None):
-            return None
-        if x not in self.scales or not self.is_next(x, new):
-            return None
-        axes = tuple(d if n > 1 else None for d, n in enumerate(new.tile.shape))
-        relative = Relative(x, new, inf, axes)
-        return replace(old, merge=RELATIVE, relative=relative)
-
-    def is_scale(self, known: Old) -> bool:
-        """Whether a value is a running maximum rather than a sum."""
-        return known.merge == "max"
 
     def opaque(self, op: Op, path: _Path) -> None:
         """Loops of unknown length: nothing is known of what they carry."""
@@ -661,7 +600,11 @@ class _Search:
         shape = op.result.tile.shape
         place = place_of(access)
         whole = covers_whole(ref.ref.shape, access.index) and place is None
-        if whole and shape == ref.ref.shape and ref.ref.dtype.is_float:
+        if (
+            whole
+            and without_units(shape) == without_units(ref.ref.shape)
+            and ref.ref.dtype.is_float
+        ):
             self.powers.add_scale(op.result)
             self.scales[op.result] = ref, version
         if place is None:
@@ -680,7 +623,12 @@ class _Search:
         sources = others | path.sources | self.sources(value)
         if ref in self.states:
             is_update = not (others | path.sources) and self.updates(access)
-            self.write_state(op, path, sources, is_update)
+            known = self.values.get(value)
+            if is_update and isinstance(known, Old) and known.merge is None:
+                self.idle.add(op)  # what is there anyway
+            elif (now := self.guarded(access, path.test)) is not None and path.outer:
+                known, path, is_update = now, path.outer, ref not in self.finished
+            self.write_state(op, path, sources, is_update, known)
         elif ref in self.last:
             self.write_last(op, path, sources)
         elif ref in self.own:
@@ -702,10 +650,13 @@ class _Search:
         path: _Path,
         sources: Sources,
         is_update: bool,
+        known: Abstract | None = None,
     ) -> None:
         ref = op.operands[0]
-        if is_update and ref not in self.finished:
-            self.update(op, path)
+        if is_update and ref not in self.finished and op in self.idle:
+            self.record(op, UPDATE, path)
+        elif is_update and ref not in self.finished:
+            self.update(op, path, known)
         elif not path.may & {MIDDLE, LAST}:
             self.record(op, INIT, path)
             self.starts[ref] = self.start_of(op) if ref not in self.starts else None
@@ -724,9 +675,8 @@ class _Search:
             return None
         return made.attrs["value"] if made and made.name == "constant" else None
 
-    def update(self, op: Op, path: _Path) -> None:
+    def update(self, op: Op, path: _Path, known: Abstract | None) -> None:
         ref, value = op.operands[:2]
-        known = self.values.get(value)
         if op.name == "atomic_rmw":
             merge = ATOMIC_MERGES[op.attrs["kind"]]
         else:
@@ -741,7 +691,8 @@ class _Search:
         whole = covers_whole(ref.ref.shape, op.attrs["index"])
         plain = op.name == "store" and whole and not op.attrs["mask"]
         everywhere = not path.gated and path.may == frozenset(self.scenarios)
-        if plain and everywhere and not path.in_loop:
+        guarded = known is not self.values.get(value)
+        if plain and everywhere and not path.in_loop and not guarded:
             # From here on the value is the state.
             self.aliases[op] = value
             self.values[value] = Tainted(frozenset({(ref, self.versions[ref])}))

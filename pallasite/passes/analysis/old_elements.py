@@ -30,12 +30,14 @@ class Relative:
         rate: the factor in the exponent; infinite: the sum is `u` where the maximum
             is the same, and zero elsewhere.
         axes: for each dimension of the sum, that of the maximum, if it has one.
+        first: it is no sum, but what belongs to the first of equal maxima.
     """
 
     old: Value
     new: Value
     rate: float
     axes: tuple[int | None, ...]
+    first: bool = False
 
 
 RELATIVE = "relative"

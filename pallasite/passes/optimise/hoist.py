@@ -35,7 +35,7 @@ def hoist(kernel: Kernel) -> Kernel:
     def rewrite(op: Op, builder: Rewriter) -> Sequence[Value] | None:
         if op.name != "for":
             return None
-        loop = _HoistedLoop(op, builder, readable)
+        loop = _HoistedLoop(op, builder, readable, not kernel.aliases)
         loop.move_invariants()
         loop.move_first_step()
         after = loop.take_last_steps()
@@ -50,8 +50,11 @@ def hoist(kernel: Kernel) -> Kernel:
 class _HoistedLoop:
     """One `for` being hoisted from and peeled."""
 
-    def __init__(self, op: Op, builder: Rewriter, readable: frozenset[Value]):
+    def __init__(
+        self, op: Op, builder: Rewriter, readable: frozenset[Value], apart: bool
+    ):
         self.loop, self.builder, self.readable = Loop.of(op), builder, readable
+        self.apart = apart  # whether each ref has memory of its own
         self.producers = dict(builder.producers)
         self.producers |= producers_of(self.body)
 
@@ -227,13 +230,24 @@ class _HoistedLoop:
         bounds = self.bounds()
         if bounds is None:
             return None
+        stored = set[Value]()  # by the code behind it, which must not see the move
         for op in reversed(self.body.ops):
             if self.is_step(op, bounds[1]) and not op.results:
+                if not self.roots(op).isdisjoint(stored):
+                    return None
                 known = dict(zip(self.body.yields, self.loop.results, strict=True))
                 return self.cut(op, _Replay(self, bounds[1], known))
-            if op.regions or not (self.is_pure(op) or self.is_stable(op)):
+            if op.name == "store" and self.apart:
+                stored |= self.roots(op)
+            elif op.regions or not (self.is_pure(op) or self.is_stable(op)):
                 break
         return None
+
+    def roots(self, op: Op) -> set[Value]:
+        """The memory that an op may access."""
+        inside = [v for each in walk(Block((), (op,))) for v in each.operands]
+        made = self.producers | producers_of(Block((), (op,)))
+        return {root_among(made, v) for v in inside if v.is_ref}
 
     def cut(self, op: Op, plan: "_Replay") -> Callable[[Builder], None] | None:
         """Remove the code of one iteration; returns a function to emit it outside."""

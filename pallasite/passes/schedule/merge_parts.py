@@ -135,7 +135,9 @@ def _online_body(
     merged: list[Value] = []
     for state, source, target in zip(group[1:], read[1:], written[1:], strict=True):
         size = state.ref.ref.size
-        if parts * size <= 2 * MERGE_ELEMENTS:
+        if state.first:
+            merged.append(_of_first(b, maxima, most, b.load(source)))
+        elif parts * size <= 2 * MERGE_ELEMENTS:
             all_most = b.broadcast(most, maxima.tile.shape)
             weights = _weights(b, maxima, all_most, state, lead=1)
             terms = b.mul(b.load(source), weights)
@@ -155,6 +157,20 @@ def _online_body(
         most = b.select(none, b.like(-inf, most), most)
     b.store(written[0], most)
     return b
+
+
+def _of_first(b: Builder, maxima: Value, most: Value, source: Value) -> Value:
+    """What belongs to the first of equal maxima."""
+    shape = maxima.tile.shape
+    number = b.op("iota", type=maxima.tile.with_dtype(T.I32), dim=0)
+    equal = b.eq(maxima, b.broadcast(most, shape))
+    place = b.select(equal, number, b.like(shape[0], number))
+    first = b.op("reduce", place, kind="min", axes=(0,))
+    mine = b.eq(number, b.broadcast(first, shape))
+    if shape != source.tile.shape:
+        mine = b.op("reshape", mine, shape=source.tile.shape)
+    chosen = b.select(mine, source, b.like(0, source))
+    return b.op("reduce", chosen, kind="sum", axes=(0,))
 
 
 def _is_zero(b: Builder, total: Value, state: State, most: Value) -> Value:
