@@ -85,7 +85,8 @@ TPUS: dict[str, Tpu] = {
 }  # fmt: skip
 
 # A compute unit has 64 KiB of shared memory (LDS) or more, all of which one block may
-# take. Only gfx950 loads into it without registers between. With results of matmuls in
+# take. Only gfx950 loads into it without registers between. TF32 is gfx942's alone: the
+# others multiply f32, which their "f32" below is. With results of matmuls in
 # more registers than this, LLVM spills operands.
 CDNA = dict[str, Any](
     wave=64, stages=2, registers=131072, registers_per_thread=512, share_of_results=0.25
@@ -134,8 +135,15 @@ GPUS: dict[str, Gpu] = {
             matrix=(32, 32, 8), stages_in_registers=1, clock=2.1e9, **CDNA,
         ),
         _gpu(
+            "mi325x", (256, 6000), 32, 64,
+            {"f64": 163.4 * T, "f32": 653.7 * T, "bf16": 1307.4 * T, "f16": 1307.4 * T,
+             "f8e4m3fnuz": 2614.9 * T, "f8e5m2fnuz": 2614.9 * T, "i8": 2614.9 * T},
+            device_kinds=("AMD Instinct MI325X",), cores=304, arch="gfx942",
+            matrix=(32, 32, 8), stages_in_registers=1, clock=2.1e9, **CDNA,
+        ),
+        _gpu(
             "mi355x", (288, 8000), 32, 160,
-            {"f64": 78.6 * T, "bf16": 2516.6 * T, "f16": 2516.6 * T,
+            {"f64": 78.6 * T, "f32": 157.3 * T, "bf16": 2516.6 * T, "f16": 2516.6 * T,
              "f8e4m3fn": 5033.2 * T, "f8e5m2": 5033.2 * T, "f4e2m1fn": 10066.3 * T,
              "i8": 5033.2 * T},
             device_kinds=("AMD Instinct MI355X",), cores=256, arch="gfx950",
@@ -143,14 +151,14 @@ GPUS: dict[str, Gpu] = {
         ),
         _gpu(
             "r9700", (32, 640), 8, 64,
-            {"bf16": 191 * T, "f16": 191 * T, "f8e4m3fn": 383 * T, "f8e5m2": 383 * T,
-             "i8": 383 * T},
+            {"f32": 47.8 * T, "bf16": 191 * T, "f16": 191 * T, "f8e4m3fn": 383 * T,
+             "f8e5m2": 383 * T, "i8": 383 * T},
             device_kinds=("AMD Radeon AI PRO R9700",), clock=2.92e9, **RDNA4,
         ),
         _gpu(
             "rx9070xt", (16, 640), 8, 64,
-            {"bf16": 195 * T, "f16": 195 * T, "f8e4m3fn": 389 * T, "f8e5m2": 389 * T,
-             "i8": 389 * T},
+            {"f32": 48.7 * T, "bf16": 195 * T, "f16": 195 * T, "f8e4m3fn": 389 * T,
+             "f8e5m2": 389 * T, "i8": 389 * T},
             device_kinds=("AMD Radeon RX 9070 XT",), clock=2.97e9, **RDNA4,
         ),
     )

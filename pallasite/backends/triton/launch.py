@@ -55,7 +55,7 @@ def schedule_launch(kernel: Kernel, params: Mapping[str, Any], chip: Gpu) -> Ker
     """
     need = Need.of(kernel)
     warps = chosen_warps(need, params, chip)
-    shared = SharedMemory(kernel, warps, chip.is_amd)
+    shared = SharedMemory(kernel, warps, chip)
     if shared.bytes(stages=1) > chip.shared.bytes:
         raise _too_large(shared, chip)
     stages = params.get("num_stages") or _stages(need, shared, chip)
@@ -316,7 +316,7 @@ def _stages(need: Need, shared: SharedMemory, chip: Gpu) -> int:
 
 def _most_stages(shared: SharedMemory, chip: Gpu, programs: int = 1) -> int:
     for stages in range(chip.stages, 1, -1):
-        needed = shared.bytes(stages - chip.stages_in_registers)
+        needed = shared.bytes(stages)
         needed += needed // PADDED if chip.is_amd else 0
         if needed + RESERVED <= chip.shared.bytes // programs:
             return stages

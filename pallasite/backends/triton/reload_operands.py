@@ -33,7 +33,7 @@ def reload_operands(kernel: Kernel, params: Mapping[str, Any], chip: Gpu) -> Ker
     tried = set[Value | Op]()
     while True:
         warps = chosen_warps(Need.of(kernel), params, chip)
-        shared = SharedMemory(kernel, warps, chip.is_amd)
+        shared = SharedMemory(kernel, warps, chip)
         size, op, kept = shared.peak(stages=1)
         if size <= available or op is None:
             return kernel

@@ -25,7 +25,7 @@ from pallasite.backends.triton.flat_indices import MOST_GATHERED, held_bytes
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.roles import Dot, DotSide
 from pallasite.passes.analysis.live_tiles import LiveTiles
-from pallasite.target.chip import physical
+from pallasite.target.chip import Gpu, physical
 
 WARP_ROWS = 16  # of a matmul that one warp computes
 MOVES = frozenset({"slice", "dynamic_slice", "dynamic_update_slice", "concatenate"})
@@ -43,13 +43,14 @@ class Peak(NamedTuple):
 class SharedMemory(LiveTiles):
     """What one program takes, given its number of warps.
 
-    `direct`: results of matmuls are stored from the registers they are computed in, as
-    Triton does for AMD's chips.
+    For AMD's chips, results of matmuls are stored from the registers they are computed
+    in, and are not multiplied from there.
     """
 
-    def __init__(self, kernel: Kernel, warps: int, direct: bool = False):
+    def __init__(self, kernel: Kernel, warps: int, chip: Gpu | None = None):
         super().__init__(kernel)
-        self.warps, self.direct = warps, direct
+        self.warps, self.is_amd = warps, chip is not None and chip.is_amd
+        self.in_registers = chip.stages_in_registers if chip is not None else 0
         self.from_products = values_from_products(self.ops)
         self.operands = dict[Op, set[Value]]()  # of each matmul, in shared memory
         self.held = dict[Value, int]()  # and their bytes, as they are multiplied
@@ -121,10 +122,8 @@ class SharedMemory(LiveTiles):
 
     def buffer_bytes(self, load: Op, stages: int) -> int:
         """Bytes a load has in flight; if it is multiplied, including that."""
-        size = tile_bytes(load.result)
-        if load.result in self.held:
-            return (stages - 1) * size + self.held[load.result]
-        return (stages - 1) * size
+        waiting = (stages - 1 - self.in_registers) * tile_bytes(load.result)
+        return waiting + self.held.get(load.result, 0)
 
     def scratch_bytes(self, op: Op) -> int:
         """What an op takes while it runs."""
@@ -141,7 +140,7 @@ class SharedMemory(LiveTiles):
             picked = picked_bytes(op)
             if picked:
                 return picked
-        if op.name == "atomic_rmw" or (op.name == "store" and not self.direct):
+        if op.name == "atomic_rmw" or (op.name == "store" and not self.is_amd):
             tiles = [v for v in op.operands if v in self.from_products]
             return max((tile_bytes(v) for v in tiles if v.tile.rank > 1), default=0)
         return 0
@@ -165,6 +164,8 @@ class SharedMemory(LiveTiles):
     def stays_in_registers(self, side: DotSide) -> bool:
         """Whether a left operand is multiplied by the warps that have its rows."""
         tile = side.value.tile
+        if self.is_amd:
+            return False
         is_transposed = side.contract != (tile.rank - 1,)
         rows = prod(side.sizes(side.free))
         if is_transposed or tile.dtype.bits > 16 or rows < WARP_ROWS * self.warps:

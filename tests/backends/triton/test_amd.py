@@ -15,10 +15,10 @@ from pallasite.backends import base
 from pallasite.errors import UnsupportedError
 from pallasite.ir.types import DTYPES, TileType
 from pallasite.passes.run import run
-from pallasite.sites import kernels_in
+from pallasite.sites import calls_in, kernels_in
 from pallasite.target import GPUS
 from pallasite.triton import elementwise_inline_asm
-from tests.backends import gpu_compile
+from tests.backends import amd, gpu_compile
 from tests.backends.triton.harness import BACKEND, simulated, whole_kernel
 from tests.xla import put
 from tests.zoo import all_cases
@@ -122,6 +122,40 @@ def test_a_chip_is_found_by_its_name_and_its_instructions(chip: str):
     with config.override(target=f"gpu:{row.arch}"):
         found = placement.accelerator("rocm")
     assert found is not None and found.platform == "rocm"
+
+
+def test_tools_know_the_target():
+    def double(x_ref, o_ref):
+        o_ref[...] = 2 * x_ref[...]
+
+    call = pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct((4096,), jnp.float32))
+    x = jax.ShapeDtypeStruct((4096,), jnp.float32)
+    said = str(pl.explain(call, target="gpu:gfx950")(x))
+    assert "gpu:mi355x" in said and "triton: the default" in said
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "instruction"),
+    [
+        ("mi300x", "float8_e4m3fnuz", "v_mfma_f32_32x32x16_fp8_fp8"),
+        ("mi300x", "float8_e4m3fn", "v_mfma_f32_32x32x8_f16"),  # converted
+        ("mi355x", "float8_e5m2", "v_mfma_f32_32x32x64_f8f6f4"),
+        ("r9700", "float8_e4m3fn", "v_wmma_f32_16x16x16_fp8_fp8"),
+    ],
+)
+def test_what_multiplies_narrow_floats(chip: str, dtype: str, instruction: str):
+    pytest.importorskip("triton")
+
+    def product(x_ref, y_ref, o_ref):
+        o_ref[...] = jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.float32)
+
+    call = pl.pallas_call(
+        product, out_shape=jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    )
+    (made,) = calls_in(call, *[jax.ShapeDtypeStruct((64, 64), dtype)] * 2)
+    launch = primitive.choose(made, "rocm", chip=GPUS[chip]).launch
+    assert launch is not None
+    assert instruction in amd.assemble(launch, GPUS[chip]).text
 
 
 @pytest.mark.parametrize("chip", gpu_compile.AMD)
