@@ -277,7 +277,11 @@ def _run(
         for x, ref, parts in zip(results, step.results, step.parts, strict=True)
     ]
     found: dict[Value, Any] = {}
-    for ref, x in zip(step.results, whole, strict=True):
+    starts = step.starts or ((),) * len(whole)
+    for ref, x, start in zip(step.results, whole, starts, strict=True):
+        if x.shape != ref.ref.shape:
+            sizes = zip(start, x.shape, ref.ref.shape, strict=True)
+            x = jnp.pad(x, [(first, n - size - first) for first, size, n in sizes])
         # An operand that is added to in two places, or by two stages, gets both sums.
         before = found.get(ref, None if ref in step.changing else arrays.get(ref))
         found[ref] = x if before is None else before + x

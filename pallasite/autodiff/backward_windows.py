@@ -48,6 +48,7 @@ class Placement:
     kept: tuple[bool, ...]  # dimensions divided into blocks by grid indices
     own: frozenset[int]  # those grid axes: other steps access other blocks
     changes: bool = False  # it has an initial value other than zero
+    start: tuple[int, ...] = ()  # where in an array it is, if it is a part of one
 
 
 # Sequential axes split into parallel parts, each with its own sums: how many parts.
@@ -171,31 +172,60 @@ def apart(
 
 
 def _by_place(program: Program, ref: Value) -> tuple[Program, list[Placement]] | None:
-    """A result for each block that a program adds to, if the grid divides them all."""
-    code, parts = IndexCode(program.body), dict[Key, Value]()
-    views, shown = dict[Op, Value](), set[Value]()
+    """A result for each block that a program adds to, if the grid divides them all.
+
+    Blocks from a fixed one on (keys and values that follow queries in one array) divide
+    the part of the array that they are; the rest of it gets nothing from them.
+    """
+    code, parts = IndexCode(program.body), dict[Key, tuple[Value, tuple[int, ...]]]()
+    views, shown = dict[Op, tuple[Value, tuple[int, ...]]](), set[Value]()
     for op in walk(program.body):
         if ref in op.operands:
             keys = tuple(map(code.key, op.operands[1:]))
             if op.name != "block_view" or None in keys:
                 return None
             key = (op.attrs["window"].dims, keys)
-            views[op] = parts.setdefault(key, Value(ref.ref, ref.name))
+            views[op] = parts.setdefault(key, _part_shown(program, code, op))
             shown.add(op.result)
         elif not shown.isdisjoint(op.operands) and not _adds(op):
             return None
-    if len(parts) < 2:
+    if len(parts) < 2 and all(part.ref == ref.ref for part, _ in parts.values()):
         return None
 
     def rewrite(op: Op, b: Rewriter) -> Sequence[Value] | None:
         if op not in views:
             return None
-        b.ops.append(op.with_(operands=(views[op], *op.operands[1:])))
+        part, first = views[op]
+        pairs = zip(op.operands[1:], first, strict=True)
+        indices = [b.sub(v, b.like(n, v)) if n else v for v, n in pairs]
+        b.ops.append(op.with_(operands=(part, *indices)))
         return op.results
 
     new = program.with_body(map_ops(program.body, rewrite))
-    placed = [place(new, part) for part in parts.values()]
+    placed = list[Placement]()
+    for op, (part, first) in views.items():
+        dims = zip(op.attrs["window"].dims, first, strict=True)
+        start = tuple(n * (dim.size if dim.kind == "blocked" else 1) for dim, n in dims)
+        if all(part is not each.ref for each in placed):
+            placed.append(replace(place(new, part), start=start))
     return (new, placed) if all(all(each.kept) for each in placed) else None
+
+
+def _part_shown(
+    program: Program, code: IndexCode, view: Op
+) -> tuple[Value, tuple[int, ...]]:
+    """The part of an array that views show blocks of, and its first block."""
+    ref, shape, first = view.operands[0], list[int](), list[int]()
+    dims = zip(view.operands[1:], view.attrs["window"].dims, ref.ref.shape, strict=True)
+    for index, dim, n in dims:
+        form, size = code.forms.of(index), dim.size if dim.kind == "blocked" else 1
+        steps = prod(program.sizes[a] for a in form.axes)
+        affine = form.affine if form.axes and block_count(dim, n) is not None else None
+        number = affine.const if affine is not None else None
+        is_part = number is not None and 0 <= number <= n // size - steps
+        first.append(number if number is not None and is_part else 0)
+        shape.append(steps * size if is_part else n)
+    return Value(ref.ref.with_shape(tuple(shape)), ref.name), tuple(first)
 
 
 def _adds(op: Op) -> bool:
@@ -228,6 +258,7 @@ class Built:
     steps: Sorting | Reaching | None = None  # makes operands before the kernel runs
     typical: Kernel | None = None  # the kernel to estimate, if loops depend on data
     whole: Kernel | None = None  # without parts, which are for programs, not for XLA
+    starts: tuple[tuple[int, ...], ...] = ()  # per result: where in its array it is
 
     def taking(self, refs: Collection[Value]) -> tuple[int, ...]:
         """The operands that are among some refs."""
@@ -516,6 +547,7 @@ class _Build:
             tuple(p.own for p in self.placed.values()),
             tuple(a for a in self.order if sizes[a] > 1),
             changing,
+            starts=tuple(p.start for p in self.placed.values()),
         )
 
 

@@ -157,3 +157,64 @@ def test_blocks_that_no_axis_numbers_stay_together():
 
     x = operand((32, 4))
     check(run, lambda x: x * jnp.concatenate([x[8:], x[24:]]), x)
+
+
+def packed(count: int, first: tuple[int, ...], block: int = 8):
+    """Products of blocks that follow one another in an array, by index maps."""
+
+    def kernel(*refs):
+        *given, w_ref, o_ref = refs
+
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        total = 1.0
+        for n, ref in enumerate(given):
+            total = total * jnp.sin(ref[...] + n)
+        o_ref[...] += total @ w_ref[...]
+
+    def at(start):
+        return pl.BlockSpec((block, block), lambda i, j: (i, j + start))
+
+    def call(x, w):
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype),
+            grid=(x.shape[0] // block, count),
+            in_specs=[
+                *map(at, first),
+                pl.BlockSpec((block, w.shape[1]), lambda i, j: (j, 0)),
+            ],
+            out_specs=pl.BlockSpec((block, w.shape[1]), lambda i, j: (i, 0)),
+        )(*[x] * len(first), w)
+
+    def reference(x, w):
+        total, width = 1.0, count * block
+        for n, start in enumerate(first):
+            total = total * jnp.sin(x[:, start * block :][:, :width] + n)
+        return total @ w
+
+    return call, reference
+
+
+@pytest.mark.parametrize("target", ["gpu:h200", "cpu"])
+@pytest.mark.parametrize(
+    "first",
+    [(0, 3), (3, 0, 6), (1,), (0, 2), (5, 5)],
+    ids=lambda f: "_".join(map(str, f)),
+)
+def test_parts_of_one_array(first, target):
+    """Gate and up, or queries, keys and values, that follow one another in an array.
+
+    They may overlap; elements that no program reads have a cotangent of zero.
+    """
+    call, reference = packed(3, first)
+    x, w = operand((40, 10 * 8)), operand((24, 16))
+    with config.override(target=target):
+        check(call, reference, x, w, tolerance=1e-4)
+        steps = steps_of(call, x, w)
+    shapes = {ref.ref.shape for step in steps for ref in step.kernel.outputs}
+    assert (40, 24) in shapes  # and no sum of all of the array
+    assert (40, 80) not in shapes
+    assert all(parallel(step.kernel) for step in steps)
