@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import importlib
 import inspect
+import itertools
 import textwrap
 import types
 from collections.abc import Iterator
@@ -281,6 +282,12 @@ def other(item: Name) -> str:
     return f"`{item.value!r}`."
 
 
+def in_reading_order(items: list[Name]) -> Iterator[Name]:
+    """Of each file, operations before their configurations."""
+    for _, group in itertools.groupby(items, lambda item: item.home):
+        yield from sorted(group, key=lambda item: item.name.endswith("Config"))
+
+
 def subject(item: Name) -> str:
     return next(title for home, title in SUBJECTS.items() if item.home.startswith(home))
 
@@ -289,7 +296,7 @@ def page(name: str) -> str:
     """The text of one page."""
     module_name, usage = PAGES[name]
     module = importlib.import_module(module_name)
-    items = public(module)
+    items = list(in_reading_order(public(module)))
     lines = [f"# {module_name}", "", inspect.getdoc(module) or "", ""]
     lines += ["```py", usage, "```", ""]
     if name != "pallasite":

@@ -201,10 +201,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def check_count(operation: str, name: str, value: Any, least: int, fix: str) -> None:
-    """Checks that an option is an integer known at trace time, `least` or more."""
+def check_count(
+    operation: str, name: str, value: Any, least: int, fix: str, most: float = math.inf
+) -> None:
+    """Checks that an option is an integer known at trace time, from `least` on."""
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_integer or value < least:
+    if not is_integer or not least <= value <= most:
         what = repr(value) if jaxcompat.is_concrete(value) else "a traced value"
         raise SpecError(f"{operation}: {name} is {what}", fix=fix)
 
@@ -292,6 +294,13 @@ def check_shape(operation: str, name: str, x: Any, wanted: Sequence[int]) -> Non
 def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     if len(shape) > 1 and shape == (*wanted[:-2], *wanted[-2:][::-1]):
         return f"pass jnp.swapaxes({name}, -2, -1), of shape {wanted}"
+    if len(shape) == len(wanted) > 1 and shape[-1] == wanted[-1] == wanted[-2]:
+        # How many columns are wanted may have been read from the operand itself.
+        turned = (*shape[:-2], *shape[-2:][::-1])
+        return (
+            f"pass jnp.swapaxes({name}, -2, -1), of shape {turned}, if it is "
+            f"transposed; else {name} with shape {wanted}"
+        )
     return f"pass {name} with shape {wanted}"
 
 

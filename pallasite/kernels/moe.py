@@ -60,8 +60,10 @@ def route(
         logits: (tokens, experts), floating point.
         normalise: whether a token's weights sum to 1; else they are probabilities.
     """
-    common.check_rank("route", "logits", logits, "tokens, experts")
+    _, among = common.check_rank("route", "logits", logits, "tokens, experts")
     common.check_floats("route", logits=logits)
+    fix = f"pass a number of experts from 0 to {among}"
+    common.check_count("route", "top_k", top_k, 0, fix, most=among)
     how: Any = {"implementation": implementation}
     probabilities = softmax(logits, **how)
     weights, experts = top_k_rows(probabilities, top_k, **how)

@@ -19,6 +19,7 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import PallasError, one_of
 from pallasite.ir.nodes import Loc
+from pallasite.language.trace import user_location
 
 S = jax.ShapeDtypeStruct
 TABLE = jnp.array([1, 0])
@@ -769,3 +770,11 @@ def test_a_warning_where_no_code_of_the_user_runs_names_the_given_line():
         thread.join()
     (found,) = caught
     assert (found.filename, found.lineno) == ("train.py", 7)
+
+
+def test_the_script_that_pip_installs_for_our_commands_is_no_line_of_the_user():
+    script = compile("found = user_location()", "/usr/bin/pallasite", "exec")
+    names = {"__name__": "__main__", "user_location": user_location}
+    exec(script, names)
+    found = names["found"]
+    assert isinstance(found, Loc) and Path(found.file).name == Path(__file__).name

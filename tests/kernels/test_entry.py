@@ -48,6 +48,19 @@ HEADS = zeros(1, 64, 2, 16)
             lambda: kernels.matmul(zeros(8, 4), zeros(4, 6), gate=zeros(6, 4)),
             "pass jnp.swapaxes(gate, -2, -1), of shape (4, 6)",
         ),
+        (
+            lambda: kernels.linear_softmax_cross_entropy_loss(
+                zeros(8, 32), jnp.zeros(8, int), zeros(100, 32)
+            ),
+            "pass jnp.swapaxes(weights, -2, -1), of shape (32, 100), if",
+        ),
+        (
+            lambda: kernels.grouped_matmul(
+                zeros(8, 32), zeros(2, 16, 32), jnp.array([4, 4])
+            ),
+            "pass jnp.swapaxes(y, -2, -1), of shape (2, 32, 16), if",
+        ),
+        (lambda: kernels.route(zeros(8, 4), 9), "route: top_k is 9"),
         (lambda: kernels.rms_norm(zeros(4, 8), eps=1e-5), "pass epsilon="),
         (
             lambda: kernels.attention(HEADS, HEADS, HEADS, is_causal=True),
