@@ -39,8 +39,8 @@ def accelerator(*platforms: str) -> Chip | None:
     else the one present."""
     if config.get("target"):
         found = named(config.get("target"))
-        fits = found.platform in platforms and isinstance(found.chip, Chip)
-        return found.chip if fits else None
+        chip = found.chip if found.platform in platforms else None
+        return chip if isinstance(chip, Chip) else None
     for platform in platforms:
         try:
             return chip_of_device(jax.devices(platform)[0].device_kind)

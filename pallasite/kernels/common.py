@@ -291,7 +291,7 @@ def check_shape(operation: str, name: str, x: Any, wanted: Sequence[int]) -> Non
         )
 
 
-def _shape_fix(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+def _shape_fix(name: str, shape: Sequence[int], wanted: tuple[int, ...]) -> str:
     if len(shape) > 1 and shape == (*wanted[:-2], *wanted[-2:][::-1]):
         return f"pass jnp.swapaxes({name}, -2, -1), of shape {wanted}"
     if len(shape) == len(wanted) > 1 and shape[-1] == wanted[-1] == wanted[-2]:

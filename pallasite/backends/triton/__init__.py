@@ -188,7 +188,9 @@ class TritonBackend:
 
 def _chip(options: Options) -> Gpu:
     """The GPU compiled for; if unknown, one with much shared memory."""
-    return options.chip if isinstance(options.chip, Gpu) else usual("cuda")
+    chip = options.chip if isinstance(options.chip, Gpu) else usual("cuda")
+    assert isinstance(chip, Gpu)
+    return chip
 
 
 def make_ttir(scheduled: str, **how: Any) -> str:

@@ -30,7 +30,7 @@ MAX_ELEMENTS = 1 << 20  # Triton rejects larger tensors
 MOST_SHUFFLED = 64  # elements of a row that a gather finds by shuffles
 MOST_WRITTEN_OUT = 1000  # lines of an expression that XLA may transpose at its leaves
 
-FLOAT_BITS = dict.fromkeys(FLOATS_OF_8_BITS, 8)
+FLOAT_BITS: dict[str, int] = dict.fromkeys(FLOATS_OF_8_BITS, 8)
 FLOAT_BITS |= {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}
 
 
