@@ -40,7 +40,7 @@ from pallasite.passes.optimise.idle_windows import idle_windows
 from pallasite.passes.optimise.join_branches import join_branches
 from pallasite.passes.optimise.join_products import join_products
 from pallasite.passes.optimise.one_hots import one_hots
-from pallasite.passes.optimise.scratch_values import scratch_values
+from pallasite.passes.normal.scratch_values import scratch_values
 from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.optimise.stagger_products import stagger_products
 from pallasite.passes.optimise.unmasked_steps import unmasked_steps
