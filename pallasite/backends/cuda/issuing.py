@@ -29,7 +29,7 @@ class Issuing(SingleThread):
         self.started = dict[Sums, Value]()  # whether there is something to add to
         self.waited_for = set[Group]()
         b = Builder()
-        for part in (*tensors.sums, *tensors.given.values()):
+        for part in tensors.parts:
             self.track(part, b)
         for sums in (s for s in tensors.sums if s.loop is not None):
             self.started[sums] = alloc(b, SCALAR, "started")
@@ -113,10 +113,10 @@ class Issuing(SingleThread):
         if is_first and sums.loop is None:
             self.wait_for_sums(sums, b)
         lhs, rhs = (self.side(product, side, b) for side in product.sides)
-        adds = b.constant(not is_first or sums.starts, TileType((), BOOL))
+        adds = b.constant(not is_first or sums.part.starts, TileType((), BOOL))
         if is_first and sums.loop is not None:
             adds = b.ne(b.load(self.started[sums]), b.index(0))
-        view = sums.view(b, self.at[sums])
+        view = sums.part.view(b, self.at[sums])
         contract = tuple((side.contract,) for side in product.sides)
         b.emit("tensor_mma", view, lhs, rhs, adds, contract=contract, axes=ONE_BLOCK)
         if is_first and sums.loop is not None:
@@ -125,23 +125,24 @@ class Issuing(SingleThread):
             self.pass_on(sums, b)
 
     def wait_for_sums(self, sums: Sums, b: Builder) -> None:
-        assert sums.ready is not None
-        slot, parity = self.advance(sums, b)
+        part = sums.part
+        assert part.ready is not None
+        slot, parity = self.advance(part, b)
         # What is stored there is an arrival of this use, what is taken of the next one.
-        phase = parity if sums.starts else b.sub(b.index(1), parity)
-        b.emit("barrier_wait", self.barrier(b, sums.ready, slot), phase)
+        phase = parity if part.starts else b.sub(b.index(1), parity)
+        b.emit("barrier_wait", self.barrier(b, part.ready, slot), phase)
         self.at[sums] = slot
 
     def pass_on(self, sums: Sums, b: Builder) -> None:
-        assert sums.done is not None
-        done = self.barrier(b, sums.done, self.at.pop(sums))
+        assert sums.part.done is not None
+        done = self.barrier(b, sums.part.done, self.at.pop(sums))
         b.emit("tensor_commit", done, axes=ONE_BLOCK)
 
     def add_up(self, loop: Loop, b: Builder) -> None:
         found = self.tensors.added_in(loop)
         for sums in found:
             self.wait_for_sums(sums, b)
-            b.store(self.started[sums], b.index(int(sums.starts)))
+            b.store(self.started[sums], b.index(int(sums.part.starts)))
         self.loop(loop, b)
         for sums in found:
             self.pass_on(sums, b)

@@ -155,7 +155,8 @@ class Plan:
             self.refuse(dot, f"{rows} rows, at most half of the {SHORT_TILE} of wgmma")
         widths = [p.result.tile.shape[1] for p in self.products]
         widths += [p.lhs.value.tile.shape[1] for p in self.products if not p.lhs.load]
-        groups = self.set.warpgroups(rows, widths)
+        words, apart = self.bytes_of_a_step // 4, not self.reduces_rows
+        groups = self.set.warpgroups(rows, widths, words, apart)
         for each in self.products:
             columns = each.result.tile.shape[1]
             if self.held(each.result.tile) // (groups * WARPGROUP) > MOST_SUMS:
@@ -615,6 +616,11 @@ class Plan:
     @property
     def registers_of_a_step(self) -> int:
         """Per thread, for accumulators and computed left operands of a block."""
+        return self.bytes_of_a_step // 4 // self.threads
+
+    @property
+    def bytes_of_a_step(self) -> int:
+        """Of accumulators and computed left operands of a block."""
         bytes_ = dict[Block, int]()
         for product in self.products:
             block = self.home[id(product.dot)]
@@ -626,7 +632,7 @@ class Plan:
                 )
             held = sum(self.held(t) * n for t, n in tiles)
             bytes_[block] = bytes_.get(block, 0) + held
-        return max(bytes_.values()) // 4 // self.threads
+        return max(bytes_.values())
 
     def try_stages(self, available: int, least: int) -> bool:
         """Assign stages to rings; whether `least` of them fit where loads repeat.
@@ -656,18 +662,30 @@ class Plan:
 
     @property
     def summed_bytes(self) -> int:
-        """Shared memory for reductions over rows across warps and warpgroups."""
+        """Shared memory for reductions across warps and warpgroups."""
         rounds = 1 + (self.warpgroups > 1)
-        return sum(
+        reductions = [op for op in walk(self.program) if op.name == "reduce"]
+        over_rows = sum(
             rounds * 4 * (self.threads // WARP) * op.result.tile.size
-            for op in walk(self.program)
-            if op.name == "reduce" and self.is_over_rows(op)
+            for op in reductions
+            if self.is_over(op, 0)
         )
+        # Where warpgroups share rows, each thread has one number of its row.
+        if self.warpgroups == 1 or self.set.held_rows(self.rows) > self.set.rows:
+            return over_rows
+        over_columns = sum(self.is_over(op, 1) for op in reductions)
+        return over_rows + 4 * self.threads * over_columns
 
-    def is_over_rows(self, op: Op) -> bool:
-        """Whether a reduction is over the rows of a tile shaped like a matmul's."""
+    @property
+    def reduces_rows(self) -> bool:
+        """Whether rows of a tile shaped like a matmul's are reduced."""
+        ops = (op for op in walk(self.program) if op.name == "reduce")
+        return any(self.is_over(op, 1) for op in ops)
+
+    def is_over(self, op: Op, axis: int) -> bool:
+        """Whether a reduction is along an axis of a tile shaped like a matmul's."""
         shape = op.operands[0].tile.shape
-        return 0 in op.attrs["axes"] and any(
+        return axis in op.attrs["axes"] and any(
             shape == product.result.tile.shape for product in self.products
         )
 

@@ -25,6 +25,8 @@ from pallasite.target import GPUS
 from pallasite.target.chip import Memory
 from tests.backends.cuda import host, kernels
 from tests.backends.cuda.kernels import bf16, f32
+from tests.backends.cuda.test_host import gradients
+from tests.xla import pull_back
 
 needs_compiler = pytest.mark.skipif(
     host.compiler() is None, reason="g++, which compiles the emitted text, is missing"
@@ -32,6 +34,7 @@ needs_compiler = pytest.mark.skipif(
 needs_nvrtc = pytest.mark.skipif(
     not nvrtc.is_available(), reason="NVRTC is not installed (nvidia-cuda-nvrtc)"
 )
+TF32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
 e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
@@ -59,6 +62,7 @@ PRODUCTS = {
     "few rows": dict(m=100, n=72, k=96, dtype=jnp.float16, block=(64, 64, 64)),
     "turned": dict(m=128, n=136, k=128, left="km", right="nk", out=bf16),
     "i8": dict(m=128, n=64, k=256, dtype=jnp.int8, right="nk", block=(128, 64, 128)),
+    "tf32": dict(m=128, n=64, k=64, dtype=f32, right="nk", precision=TF32),
     "e4m3": dict(m=128, n=96, k=256, dtype=e4m3, right="nk", block=(128, 32, 128)),
     "e5m2": dict(m=130, n=64, k=256, dtype=e5m2, right="nk", block=(128, 64, 128)),
 }
@@ -176,6 +180,30 @@ def test_other_spellings(tmp_path):
     (got,) = host.run(kernel, operands, tmp_path, timings=timings)
     want = jnp.maximum(x.astype(f32) @ y.astype(f32), 0).astype(bf16)
     assert kernels.error(got, want) < 1e-2
+
+
+@needs_compiler
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("style", ["grid", "loop"])
+def test_attention(style, causal, tmp_path):
+    """Scores are taken from tensor memory, and their exponentials given through it."""
+    q, k, v = (kernels.normal(2, 192, 64, dtype=bf16, seed=n) for n in range(3))
+    how = dict(style=style, causal=causal, block=(64, 64))
+    kernel = kernel_of(partial(kernels.attention, **how), q, k, v)
+    operands, timings = [np.asarray(x) for x in (q, k, v)], tuple(host.TIMINGS)
+    (got,) = host.run(kernel, operands, tmp_path, timings=timings)
+    assert kernels.error(got, kernels.attention_reference(q, k, v, causal)) < 2e-2
+
+
+@needs_compiler
+def test_gradient_of_attention(tmp_path):
+    *operands, seed = (kernels.normal(1, 256, 64, dtype=bf16, seed=n) for n in range(4))
+    run = partial(kernels.attention, causal=True, block=(128, 128))
+    got = gradients(run, operands, (seed,), tmp_path)
+    reference = partial(kernels.attention_reference, causal=True)
+    want = pull_back(reference, (x.astype(f32) for x in operands), seed.astype(f32))
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == bf16 and kernels.error(x, y) < 1e-2
 
 
 @needs_compiler
