@@ -7,6 +7,7 @@ analysis (`grid.py`) uses them for block indices and store indices.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 
 import numpy as np
@@ -174,6 +175,12 @@ def fold_scalar(op: Op, operands: Sequence[int | bool | None]) -> int | bool | N
     """The integer or bool result of an elementwise scalar op, if known."""
     if op.name not in ("and", "or") and None in operands:
         return None
+    return _folded(op, tuple(operands))
+
+
+# The same numbers are asked for again: once per ref, axis and candidate of a schedule.
+@lru_cache(maxsize=4096)
+def _folded(op: Op, operands: tuple[int | bool | None, ...]) -> int | bool | None:
     row = table().get(op.name)
     if row is None or not row.elementwise or row.meaning is None or not op.operands:
         return None
@@ -184,7 +191,7 @@ def fold_scalar(op: Op, operands: Sequence[int | bool | None]) -> int | bool | N
         return False
     if op.name == "or" and True in operands and op.result.tile.dtype.is_bool:
         return True
-    if any(n is None for n in operands):
+    if None in operands:
         return None
     arrays = [
         np.asarray(n).astype(v.tile.dtype.np)
