@@ -442,21 +442,22 @@ class Plan:
         self, groups: Sequence[tuple[list[Op], Block]]
     ) -> Iterator[tuple[list[Op], Block]]:
         """Copy the lines and boxes that each iteration loads together with its first
-        operands."""
+        operands; boxes that are transposed also where nothing is repeated."""
         taken = {id(op) for loads, _ in groups for op in loads}
         for loads, block in groups:
-            found = list[Op]()
-            if block is not self.program:
-                boxes = self.boxes(block)
-                rest = (op for op in block.ops if id(op) not in taken)
-                found = [op for op in rest if id(op) in boxes or self.is_line(op)]
+            copied, repeats = self.boxes(block), block is not self.program
+            if repeats:
+                copied |= {id(op) for op in block.ops if self.is_line(op)}
+            found = [op for op in block.ops if id(op) in copied - taken]
             taken |= {id(op) for op in found}
             yield self.in_order([*loads, *found]), block
 
     def boxes(self, block: Block) -> set[int]:
         """The loads of a block from which alone it computes left operands of matmuls.
 
-        Loads used next to other matmuls have the duration of those to arrive.
+        Loads used next to other matmuls have the duration of those to arrive. Outside
+        loops threads load tiles themselves, unless these are transposed: then they
+        would load element by element.
         """
         here = {v: op for op in block.ops for v in op.results}
         found = set[int]()
@@ -469,6 +470,9 @@ class Plan:
                     reached[id(op)] = op
                     pending += [here[v] for v in op.operands if v in here]
             ops = reached.values()
+            is_transposed = any(op.name == "transpose" for op in ops)
+            if block is self.program and not is_transposed:
+                continue
             if not any(op.name == "dot" or op.regions for op in ops):
                 boxes = {id(op) for op in ops if self.is_box(op)}
                 self.prepared |= reached.keys() if boxes else set()
