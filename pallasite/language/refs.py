@@ -183,9 +183,9 @@ def _access_primitive(name: str, num_values: int, writes: bool) -> jaxcompat.Pri
                     user_location(),
                     "broadcast or cast the value first",
                 )
-        effects = {jaxcompat.read_effect(0)}
+        effects = {jaxcompat.ref_effect(0)}
         if writes:
-            effects.add(jaxcompat.write_effect(0))
+            effects.add(jaxcompat.ref_effect(0, writes=True))
         return jax.core.ShapedArray(shape, dtype), effects
 
     primitive.def_effectful_abstract_eval(abstract)
@@ -452,8 +452,8 @@ sem_read_p = kernel_primitive("semaphore_read")
 def ref_effects(args: tuple[Any, ...]) -> set[Any]:
     """The effects of a primitive that may read and write the refs in its operands."""
     refs = [n for n, a in enumerate(args) if isinstance(a, jax.ref.AbstractRef)]
-    reads = {jaxcompat.read_effect(n) for n in refs}
-    return reads | {jaxcompat.write_effect(n) for n in refs}
+    reads = {jaxcompat.ref_effect(n) for n in refs}
+    return reads | {jaxcompat.ref_effect(n, writes=True) for n in refs}
 
 
 copy_p.def_effectful_abstract_eval(lambda *a, **_: ([], ref_effects(a)))

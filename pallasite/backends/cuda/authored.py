@@ -12,6 +12,11 @@ from dataclasses import replace
 from math import prod
 
 from pallasite.backends.cuda.clusters import CLUSTER
+from pallasite.backends.cuda.instruction_sets import (
+    BLACKWELL,
+    BLACKWELL_ULTRA,
+    HOPPER,
+)
 from pallasite.backends.cuda.layouts import WARPGROUP
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -22,12 +27,14 @@ from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.live_tiles import LiveTiles
 from pallasite.target import Gpu
 
-HOPPER = "sm_90"
 WARPGROUP_OPS = {"barrier_wait", "copy_start", "wgmma", "bulk_wait", "set_registers"}
 WARPGROUP_OPS |= {"cluster_barrier", "tensor_mma", "warps"}
 WARPGROUP_OPS |= {"sem_signal", "sem_wait", "sem_reach", "sem_read"}
-# The first generation of chips that has an op, for ops that not all have.
-ONLY_ON = {"wgmma": "sm_90", "tensor_mma": "sm_100"}
+# The chips that have an op, for ops that not all have.
+ONLY_ON = {
+    "wgmma": (HOPPER.arch,),
+    "tensor_mma": (BLACKWELL.arch, BLACKWELL_ULTRA.arch),
+}
 PROGRAMS = 2  # that share an SM
 FEWEST_REGISTERS = 24  # per thread
 OTHER_REGISTERS = 32  # of a multiplying thread, besides its tiles
@@ -52,8 +59,9 @@ def one_role(kernel: Kernel, chip: Gpu) -> Kernel:
     pipeline = Pipeline.of(find_pipeline(kernel))
     names = {op.name: op for op in walk(pipeline.body)}
     explicit = [names[name] for name in sorted(WARPGROUP_OPS & names.keys())]
-    needed = next((ONLY_ON[name] for name in ONLY_ON if name in names), HOPPER)
-    if explicit and chip.arch != needed:
+    chips = next((ONLY_ON[name] for name in ONLY_ON if name in names), (HOPPER.arch,))
+    if explicit and chip.arch not in chips:
+        needed = " or ".join(chips)
         op = next((names[n] for n in ONLY_ON if n in names), explicit[0])
         raise UnsupportedError(
             f"backend 'cuda' supports {op.name} only on {needed}, the chip is "

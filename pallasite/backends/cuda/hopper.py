@@ -299,6 +299,11 @@ COPIES = {
         '[%0], {%1, %2, %3, %4};"\n'
         '    :: "r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");\n}\n'
     ),
+    "put_vector": (
+        "DEVICE void put_vector(u32 at, const u32* x) {\n"
+        '  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"'
+        ' :: "r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");\n}\n'
+    ),
     "put_shared": (
         "DEVICE void put_shared(u32 at, u32 x) {\n"
         '  asm volatile("st.shared.b32 [%0], %1;" :: "r"(at), "r"(x) : "memory");\n}\n'

@@ -1,6 +1,6 @@
 """Shared memory and barriers of the rings through which roles pass tiles."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -25,12 +25,13 @@ class Ring:
     lefts: frozenset[int] = frozenset()  # tiles whose rows are a matmul's
     deeps: frozenset[int] = frozenset()  # tiles whose rows a matmul contracts
     stages: int = 1
+    unit: int = SHORT_TILE  # rows that an instruction reads
 
     def held(self, number: int) -> tuple[int, ...]:
         """The shape of a tile's memory: an instruction reads whole blocks of rows."""
         *rows, columns = self.tiles[number].shape
         if number in self.lefts:
-            return (whole(prod(rows), SHORT_TILE), columns)
+            return (whole(prod(rows), self.unit), columns)
         return (
             (self.depth(number), columns) if number in self.deeps else (*rows, columns)
         )
@@ -72,7 +73,8 @@ class Group:
 class RingMemory:
     """Shared memory and barriers of all rings."""
 
-    def __init__(self, rings: Sequence[Ring], warpgroups: int):
+    def __init__(self, rings: Sequence[Ring], arrivals: Callable[[Ring], int]):
+        """`arrivals`: how many tell that a slot of a ring is free."""
         b = Builder()
         self.buffers: dict[Ring, tuple[Value, ...]] = {}
         self.full: dict[Ring, Value] = {}
@@ -81,9 +83,8 @@ class RingMemory:
             types = [_slots(ring, n) for n in range(len(ring.tiles))]
             self.buffers[ring] = tuple(alloc(b, t, "ring") for t in types)
         for ring in rings:
-            warps = 4 * warpgroups
             self.full[ring] = alloc(b, _barriers(ring.stages, 1), "full")
-            self.empty[ring] = alloc(b, _barriers(ring.stages, warps), "empty")
+            self.empty[ring] = alloc(b, _barriers(ring.stages, arrivals(ring)), "empty")
         self.ops = b.ops
 
     def zeros_after_rows(self, b: Builder) -> None:

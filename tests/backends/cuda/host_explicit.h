@@ -64,6 +64,10 @@ inline void put_matrices(u32 at, const u32* x) {
     memcpy(shared + row + lane % 4 * 4, x + n, 4);
   }
 }
+inline void put_vector(u32 at, const u32* x) {
+  host::check(at % 16 == 0, "a vector is not aligned");
+  memcpy(shared + at, x, 16);
+}
 inline void put_shared(u32 at, u32 x) { memcpy(shared + at, &x, 4); }
 inline void put_shared(u32 at, float x, float y) {
   memcpy(shared + at, &x, 4);
