@@ -24,6 +24,7 @@ from pallasite.passes.schedule.gpu_tiles import narrow_steps
 from pallasite.passes.schedule.joined_windows import joined_windows
 from pallasite.passes.schedule.previous_blocks import previous_blocks
 from pallasite.passes.schedule.whole_rows import whole_rows
+from pallasite.passes.schedule.wide_programs import wide_programs
 from pallasite.passes.transform.unaliased import unaliased
 from pallasite.target import Machine
 
@@ -42,6 +43,8 @@ def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     if kernel is not normal:
         kernel = run(kernel, NORMAL)  # rules for scratch apply to these, too
     kernel = whole_rows(kernel, machine.gpu, endless=machine.endless)
+    if machine.tpu is not None and not machine.endless:
+        kernel = wide_programs(kernel, machine.tpu)
     if machine.gpu is not None:
         if not machine.endless:
             kernel = narrow_steps(kernel, machine.gpu)

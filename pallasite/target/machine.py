@@ -87,6 +87,7 @@ class Machine:
         base_two: whether its exponentials have base two.
         sums_in_memory: slowdown of programs that accumulate in main memory.
         gpu: the chip, if it is a GPU: tiles should fit into its registers.
+        tpu: the chip, if it is a TPU: steps should be large.
         enough_programs: with this many in parallel, no sum is split into parts.
         endless: whether choices must be those of any number of rows.
     """
@@ -112,6 +113,7 @@ class Machine:
     base_two: bool = False
     sums_in_memory: float = 1.0
     gpu: Gpu | None = field(default=None, hash=False)
+    tpu: Tpu | None = field(default=None, hash=False)
     enough_programs: int = 16
     endless: bool = False
     f32: Mapping[str, tuple[str, int]] = field(default_factory=dict, hash=False)
@@ -256,6 +258,7 @@ def _peak_tpu(chip: Tpu) -> Machine:
         product=chip.product_seconds,
         launch=chip.launch_seconds,
         on_chip=chip.scoped_vmem,
+        tpu=chip,
         must_fit=True,
     )
 

@@ -1,0 +1,79 @@
+"""wide_programs: larger blocks and steps for a kernel whose reverse a TPU will run.
+
+A TPU runs programs one after another, and each waits for its own matmuls and
+reductions. `tpu_blocks.py` makes the most of a kernel's blocks, but a reverse adds to
+cotangents in order: its steps and loops are those of the forward kernel. So that one is
+resized before: a loop of matmuls is an axis, steps of a running softmax are merged
+(`widen_steps.py`), and programs along free dimensions, also those of which a branch
+skips some (`reblock.py`, `fills`).
+"""
+
+from math import prod
+
+from pallasite.ir.nodes import Kernel
+from pallasite.passes.analysis.loop_dims import LoopDim
+from pallasite.passes.normal.loop_steps import loop_steps
+from pallasite.passes.normal.resized_code import CannotReblock
+from pallasite.passes.schedule.choose_blocks import Blocks, blocks_of
+from pallasite.passes.schedule.widen_steps import widen_steps
+from pallasite.target import Tpu
+
+WIDE_STEP = 256  # elements along a step that is merged from several
+MOST_ROWS = 1024  # of a program with matmuls
+# Of on-chip memory, for the largest tile: a reverse has several at a time, and
+# cotangents of whole operands.
+TILE_SHARE = 1 / 32
+MORE_WORK = 1.5  # that merged programs may do, because they skip less
+
+
+def wide_programs(kernel: Kernel, chip: Tpu) -> Kernel:
+    """The kernel with larger blocks and steps, as far as they fit."""
+    try:
+        wide = widen_steps(loop_steps(kernel), WIDE_STEP)
+    except CannotReblock:
+        wide = kernel
+    blocks = blocks_of(wide, fills=True)
+    if blocks is None or not blocks.dots or blocks.is_sized_at_run_time:
+        return kernel
+    return _with_more_rows(blocks, chip)
+
+
+def _with_more_rows(blocks: Blocks, chip: Tpu) -> Kernel:
+    """Programs merged along the dimensions that are rows or columns of matmuls."""
+    own = _work(blocks)
+    for dim in [d for d in blocks.free if _is_in_products(blocks, d)]:
+        place = dim.windows[0]
+        while (dim := blocks.found.at(place)) is not None:
+            try:
+                wider = blocks_of(blocks.rewritten({dim: 2 * dim.size}), fills=True)
+            except CannotReblock:
+                break
+            if wider is None or not _suits(wider, place, chip, own):
+                break
+            blocks = wider
+    return blocks.kernel
+
+
+def _suits(blocks: Blocks, place: tuple[int, int], chip: Tpu, own: float) -> bool:
+    dim = blocks.found.at(place)
+    largest = max(prod(v.tile.shape) * v.tile.dtype.bytes for v in blocks.tiles)
+    return (
+        dim is not None
+        and dim.size <= MOST_ROWS
+        and largest <= TILE_SHARE * chip.scoped_vmem
+        and blocks.programs({}) >= chip.cores
+        and _work(blocks) <= MORE_WORK * own
+    )
+
+
+def _is_in_products(blocks: Blocks, dim: LoopDim) -> bool:
+    """Whether it is rows of a matmul's left operand or columns of its right one."""
+    sides = (side for dot in blocks.dots for side in dot.sides)
+    return any(dim.members.get(side.value) in side.free for side in sides)
+
+
+def _work(blocks: Blocks) -> float:
+    """Operations of matmuls in all steps, as far as it is known which are skipped."""
+    runs = blocks.runs
+    each = (runs.get(d.op, 1.0) * d.op.result.tile.size * d.depth for d in blocks.dots)
+    return sum(each) * prod(n or 1 for n in blocks.found.pipeline.grid)
