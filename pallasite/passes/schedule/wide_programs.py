@@ -4,8 +4,9 @@ A TPU runs programs one after another, and each waits for its own matmuls and
 reductions. `tpu_blocks.py` makes the most of a kernel's blocks, but a reverse adds to
 cotangents in order: its steps and loops are those of the forward kernel. So that one is
 resized before: a loop of matmuls is an axis, steps of a running softmax are merged
-(`widen_steps.py`), and programs along free dimensions, also those of which a branch
-skips some (`reblock.py`, `fills`).
+(`widen_steps.py`), a program of one row has a block of one row (`row_tiles.py`), and
+programs are merged along free dimensions, also those of which a branch skips some
+(`reblock.py`, `fills`).
 """
 
 from math import prod
@@ -14,7 +15,8 @@ from pallasite.ir.nodes import Kernel
 from pallasite.passes.analysis.loop_dims import LoopDim
 from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.normal.resized_code import CannotReblock
-from pallasite.passes.schedule.choose_blocks import Blocks, blocks_of
+from pallasite.passes.schedule.choose_blocks import Blocks, blocks_of, is_last
+from pallasite.passes.schedule.row_tiles import row_tiles
 from pallasite.passes.schedule.widen_steps import widen_steps
 from pallasite.target import Tpu
 
@@ -31,17 +33,19 @@ def wide_programs(kernel: Kernel, chip: Tpu) -> Kernel:
     try:
         wide = widen_steps(loop_steps(kernel), WIDE_STEP)
     except CannotReblock:
-        wide = kernel
+        wide = row_tiles(kernel)
     blocks = blocks_of(wide, fills=True)
-    if blocks is None or not blocks.dots or blocks.is_sized_at_run_time:
+    if blocks is None or blocks.is_sized_at_run_time:
         return kernel
-    return _with_more_rows(blocks, chip)
+    more = _with_more_rows(blocks, chip)
+    return wide if more is blocks else more.kernel
 
 
-def _with_more_rows(blocks: Blocks, chip: Tpu) -> Kernel:
-    """Programs merged along the dimensions that are rows or columns of matmuls."""
+def _with_more_rows(blocks: Blocks, chip: Tpu) -> Blocks:
+    """Programs merged along the dimensions that are rows or columns of matmuls; without
+    matmuls, along rows."""
     own = _work(blocks)
-    for dim in [d for d in blocks.free if _is_in_products(blocks, d)]:
+    for dim in [d for d in blocks.free if _is_of_rows(blocks, d)]:
         place = dim.windows[0]
         while (dim := blocks.found.at(place)) is not None:
             try:
@@ -51,12 +55,13 @@ def _with_more_rows(blocks: Blocks, chip: Tpu) -> Kernel:
             if wider is None or not _suits(wider, place, chip, own):
                 break
             blocks = wider
-    return blocks.kernel
+    return blocks
 
 
 def _suits(blocks: Blocks, place: tuple[int, int], chip: Tpu, own: float) -> bool:
     dim = blocks.found.at(place)
-    largest = max(prod(v.tile.shape) * v.tile.dtype.bytes for v in blocks.tiles)
+    sizes = (prod(v.tile.shape) * v.tile.dtype.bytes for v in blocks.tiles)
+    largest = max(sizes, default=0)
     return (
         dim is not None
         and dim.size <= MOST_ROWS
@@ -66,8 +71,10 @@ def _suits(blocks: Blocks, place: tuple[int, int], chip: Tpu, own: float) -> boo
     )
 
 
-def _is_in_products(blocks: Blocks, dim: LoopDim) -> bool:
+def _is_of_rows(blocks: Blocks, dim: LoopDim) -> bool:
     """Whether it is rows of a matmul's left operand or columns of its right one."""
+    if not blocks.dots:
+        return not is_last(blocks, dim)
     sides = (side for dot in blocks.dots for side in dot.sides)
     return any(dim.members.get(side.value) in side.free for side in sides)
 
