@@ -7,7 +7,7 @@ the rest of the program with tiles in registers.
 from collections.abc import Sequence
 from typing import Any
 
-from pallasite.backends.cuda.products import AFTER_LOADS, Product
+from pallasite.backends.cuda.products import AFTER_LOADS, PAIRED, Product
 from pallasite.backends.cuda.rings import Group, RingMemory
 from pallasite.backends.cuda.roles import Role
 from pallasite.backends.cuda.tensor_sums import Part, Sums, TensorPlan
@@ -25,7 +25,7 @@ class Finishing(Role):
         self.pending = dict[Value, Sums]()  # results that are not yet taken
         self.stored = dict[Sums, tuple[Value, Value]]()  # slot and parity
         b = Builder()
-        for part in (*tensors.sums, *tensors.given.values()):
+        for part in tensors.parts:
             self.track(part, b)
         self.states = [*self.states, *b.ops]
 
@@ -83,7 +83,7 @@ class Finishing(Role):
     def give(self, product: Product, b: Builder) -> None:
         """What a matmul needs of this role; its result can be taken later."""
         sums = self.tensors.of[product]
-        if product is sums.products[0] and sums.loop is None and sums.starts:
+        if product is sums.products[0] and sums.loop is None and sums.part.starts:
             self.store_start(sums, b)
         given = self.tensors.given.get(product)
         if given is not None:
@@ -96,20 +96,28 @@ class Finishing(Role):
     def store_start(self, sums: Sums, b: Builder) -> None:
         assert sums.start is not None
         self.take([sums.start], b)
-        self.stored[sums] = slot, _ = self.advance(sums, b)
-        self.store(sums, slot, b.cast(self.value(sums.start), sums.dtype), b)
+        part, start = sums.part, self.value(sums.start)
+        self.stored[sums] = slot, _ = self.advance(part, b)
+        self.store(part, slot, b.cast(start, part.dtype), b)
 
     def store(self, part: Part, slot: Value, tile: Value, b: Builder) -> None:
         assert part.ready is not None
         b.store(part.view(b, slot), tile)
         b.emit("tensor_wait", what="stores")
-        b.emit("barrier_arrive", self.barrier(b, part.ready, slot))
+        self.make_ready(self.barrier(b, part.ready, slot), b)
+
+    def make_ready(self, barrier: Value, b: Builder) -> None:
+        """Tell the thread that multiplies, which may be another thread block's."""
+        if self.plan.is_paired:
+            b.emit("cluster_arrive", barrier, axes=PAIRED, to="first")
+        else:
+            b.emit("barrier_arrive", barrier)
 
     def without_sums(self, loop: Loop, b: Builder) -> None:
         """The loop without the tiles that are added up in tensor memory."""
         found = self.tensors.added_in(loop)
         for sums in found:
-            if sums.starts:
+            if sums.part.starts:
                 self.store_start(sums, b)
         places = {sums.place for sums in found}
         kept = [n for n in range(len(loop.results)) if n not in places]
@@ -134,13 +142,14 @@ class Finishing(Role):
         """Wait for those of the values that matmuls compute, and load them."""
         for value in [v for v in self.pending if v in values]:
             sums = self.pending.pop(value)
-            assert sums.done is not None and sums.ready is not None
-            slot, parity = self.stored.pop(sums, None) or self.advance(sums, b)
-            b.emit("barrier_wait", self.barrier(b, sums.done, slot), parity)
-            tile = b.load(sums.view(b, slot))
+            part = sums.part
+            assert part.done is not None and part.ready is not None
+            slot, parity = self.stored.pop(sums, None) or self.advance(part, b)
+            b.emit("barrier_wait", self.barrier(b, part.done, slot), parity)
+            tile = b.load(part.view(b, slot))
             b.emit("tensor_wait", what="loads")
-            if not sums.starts:
-                b.emit("barrier_arrive", self.barrier(b, sums.ready, slot))
+            if not part.starts:
+                self.make_ready(self.barrier(b, part.ready, slot), b)
             self.new[value] = b.cast(tile, value.tile.dtype)
 
     def take_all(self, b: Builder) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pallasite.passes.schedule import gpu_blocks
-from pallasite.passes.schedule.gpu_blocks import SHORT_TILE, whole
+from pallasite.passes.schedule.gpu_blocks import SHORT_TILE, WARPGROUP, whole
 from pallasite.target import Gpu
 
 Registers = tuple[int, int] | None
@@ -57,18 +57,30 @@ class InstructionSet:
         """Rows of a matmul with those that fill the last instruction."""
         return whole(rows, self.rows)
 
-    def warpgroups(self, rows: int, widths: Sequence[int]) -> int:
-        """How many warpgroups have a part of each tile of these widths."""
+    def warpgroups(
+        self, rows: int, widths: Sequence[int], words: int, shares_rows: bool
+    ) -> int:
+        """How many warpgroups have a part of each tile.
+
+        Args:
+            rows: of all tiles.
+            widths: their columns.
+            words: that the threads of one warpgroup would have in registers.
+            shares_rows: whether two may have parts of a row, which they cannot reduce
+                without each other.
+        """
         if not self.has_tensor_memory:
             return gpu_blocks.warpgroups(rows)
         blocks = self.held_rows(rows) // self.rows
         if blocks > 1:  # each has some of the rows, else some of the columns
             return next((n for n in (2, 3) if blocks % n == 0), 1)
         shared = all(width % (2 * self.columns) == 0 for width in widths)
-        return 2 if shared and max(widths) > WIDE else 1
+        many = max(widths) > WIDE or (shares_rows and words > MANY * WARPGROUP)
+        return 2 if shared and many else 1
 
 
 WIDE = 128  # columns of a row that threads share, so that registers suffice
+MANY = 128  # registers of a thread for tiles, from which two warpgroups share them
 _FLOATS = ("bf16", "f16", "f8e4m3fn", "f8e5m2")
 _TURNED = ("bf16", "f16")
 # The thread that copies has just enough. Without the few more of `full_registers`,
@@ -85,7 +97,7 @@ BLACKWELL = InstructionSet(
     tensor_columns=512,
     registers={(1, 1): None, (2, 1): (40, 232), (3, 1): (32, 160)},
 )  # fmt: skip
-# Without integers, whose matmuls NVIDIA has left out of these chips.
+# ptxas has no matmul of integers for these chips.
 BLACKWELL_ULTRA = InstructionSet(
     "sm_103", "sm_103a", "tensor_mma", 128, 16, 16, (*_FLOATS, "f32"), _TURNED,
     tensor_columns=512, registers=BLACKWELL.registers,

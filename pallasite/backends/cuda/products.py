@@ -48,6 +48,7 @@ TF32 = ("tf32", "tf32_tf32_f32")  # precisions that round f32 to 19 bits
 ROUNDED = "cuda.rounded"  # note on copies of f32: to the bits that are multiplied
 AFTER_LOADS = "cuda.after_loads"  # note on arrivals: threads have loaded released data
 BEFORE_PRODUCTS = "cuda.before_products"  # note on waits of the thread that multiplies
+PAIRED = (-1,)  # the axis of the grid along which pairs of thread blocks multiply
 # Notes on matmuls: warpgroups issue them in turn; the next one's turn starts when the
 # matmul that ends the turn is issued.
 IN_TURN, ENDS_TURN = "cuda.in_turn", "cuda.ends_turn"
@@ -125,6 +126,7 @@ class Plan:
         self.group_of = {id(op): g for g in self.groups for op in g.loads}
         self.per_core = 1  # concurrent programs per SM
         self.repeats = False  # an SM runs several programs in turn
+        self.is_paired = False  # programs multiply with another thread block
         self.choose_stages()
 
     def place_of(self, product: Product) -> Op:
@@ -155,7 +157,8 @@ class Plan:
             self.refuse(dot, f"{rows} rows, at most half of the {SHORT_TILE} of wgmma")
         widths = [p.result.tile.shape[1] for p in self.products]
         widths += [p.lhs.value.tile.shape[1] for p in self.products if not p.lhs.load]
-        groups = self.set.warpgroups(rows, widths)
+        words, apart = self.bytes_of_a_step // 4, not self.reduces_rows
+        groups = self.set.warpgroups(rows, widths, words, apart)
         for each in self.products:
             columns = each.result.tile.shape[1]
             if self.held(each.result.tile) // (groups * WARPGROUP) > MOST_SUMS:
@@ -441,21 +444,22 @@ class Plan:
         self, groups: Sequence[tuple[list[Op], Block]]
     ) -> Iterator[tuple[list[Op], Block]]:
         """Copy the lines and boxes that each iteration loads together with its first
-        operands."""
+        operands; boxes that are transposed also where nothing is repeated."""
         taken = {id(op) for loads, _ in groups for op in loads}
         for loads, block in groups:
-            found = list[Op]()
-            if block is not self.program:
-                boxes = self.boxes(block)
-                rest = (op for op in block.ops if id(op) not in taken)
-                found = [op for op in rest if id(op) in boxes or self.is_line(op)]
+            copied, repeats = self.boxes(block), block is not self.program
+            if repeats:
+                copied |= {id(op) for op in block.ops if self.is_line(op)}
+            found = [op for op in block.ops if id(op) in copied - taken]
             taken |= {id(op) for op in found}
             yield self.in_order([*loads, *found]), block
 
     def boxes(self, block: Block) -> set[int]:
         """The loads of a block from which alone it computes left operands of matmuls.
 
-        Loads used next to other matmuls have the duration of those to arrive.
+        Loads used next to other matmuls have the duration of those to arrive. Outside
+        loops threads load tiles themselves, unless these are transposed: then they
+        would load element by element.
         """
         here = {v: op for op in block.ops for v in op.results}
         found = set[int]()
@@ -468,6 +472,9 @@ class Plan:
                     reached[id(op)] = op
                     pending += [here[v] for v in op.operands if v in here]
             ops = reached.values()
+            is_transposed = any(op.name == "transpose" for op in ops)
+            if block is self.program and not is_transposed:
+                continue
             if not any(op.name == "dot" or op.regions for op in ops):
                 boxes = {id(op) for op in ops if self.is_box(op)}
                 self.prepared |= reached.keys() if boxes else set()
@@ -615,6 +622,11 @@ class Plan:
     @property
     def registers_of_a_step(self) -> int:
         """Per thread, for accumulators and computed left operands of a block."""
+        return self.bytes_of_a_step // 4 // self.threads
+
+    @property
+    def bytes_of_a_step(self) -> int:
+        """Of accumulators and computed left operands of a block."""
         bytes_ = dict[Block, int]()
         for product in self.products:
             block = self.home[id(product.dot)]
@@ -626,7 +638,7 @@ class Plan:
                 )
             held = sum(self.held(t) * n for t, n in tiles)
             bytes_[block] = bytes_.get(block, 0) + held
-        return max(bytes_.values()) // 4 // self.threads
+        return max(bytes_.values())
 
     def try_stages(self, available: int, least: int) -> bool:
         """Assign stages to rings; whether `least` of them fit where loads repeat.
@@ -656,18 +668,30 @@ class Plan:
 
     @property
     def summed_bytes(self) -> int:
-        """Shared memory for reductions over rows across warps and warpgroups."""
+        """Shared memory for reductions across warps and warpgroups."""
         rounds = 1 + (self.warpgroups > 1)
-        return sum(
+        reductions = [op for op in walk(self.program) if op.name == "reduce"]
+        over_rows = sum(
             rounds * 4 * (self.threads // WARP) * op.result.tile.size
-            for op in walk(self.program)
-            if op.name == "reduce" and self.is_over_rows(op)
+            for op in reductions
+            if self.is_over(op, 0)
         )
+        # Where warpgroups share rows, each thread has one number of its row.
+        if self.warpgroups == 1 or self.set.held_rows(self.rows) > self.set.rows:
+            return over_rows
+        over_columns = sum(self.is_over(op, 1) for op in reductions)
+        return over_rows + 4 * self.threads * over_columns
 
-    def is_over_rows(self, op: Op) -> bool:
-        """Whether a reduction is over the rows of a tile shaped like a matmul's."""
+    @property
+    def reduces_rows(self) -> bool:
+        """Whether rows of a tile shaped like a matmul's are reduced."""
+        ops = (op for op in walk(self.program) if op.name == "reduce")
+        return any(self.is_over(op, 1) for op in ops)
+
+    def is_over(self, op: Op, axis: int) -> bool:
+        """Whether a reduction is along an axis of a tile shaped like a matmul's."""
         shape = op.operands[0].tile.shape
-        return 0 in op.attrs["axes"] and any(
+        return axis in op.attrs["axes"] and any(
             shape == product.result.tile.shape for product in self.products
         )
 

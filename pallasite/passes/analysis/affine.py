@@ -7,6 +7,7 @@ analysis (`grid.py`) uses them for block indices and store indices.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 from typing import Any
 
@@ -175,6 +176,12 @@ def fold_scalar(op: Op, operands: Sequence[int | bool | None]) -> int | bool | N
     """The integer or bool result of an elementwise scalar op, if known."""
     if op.name not in ("and", "or") and None in operands:
         return None
+    return _folded(op, tuple(operands))
+
+
+# The same numbers are asked for again: once per ref, axis and candidate of a schedule.
+@lru_cache(maxsize=4096)
+def _folded(op: Op, operands: tuple[int | bool | None, ...]) -> int | bool | None:
     if op.name in ("and", "or") and op.result.tile.dtype.is_bool:
         decides = op.name == "or"
         if any(n is decides for n in operands):

@@ -189,6 +189,8 @@ class _Reader:
 
     def step(self, op: Op, state: _State) -> bool:
         """Process one op; True if it may read what an earlier step left."""
+        if op.regions and self.refs.isdisjoint(_used_in(op)):
+            return False
         handler = _HANDLERS.get(op.name)
         if handler is not None:
             return handler(self, op, state)
@@ -404,6 +406,19 @@ def _mattering(block: Block) -> tuple[Op, ...]:
     found = _found.get(block)
     if found is None:
         found = _found[block] = tuple(filter(_matters, block.ops))
+    return found
+
+
+_used: WeakKeyDictionary[Op, frozenset[Value]] = WeakKeyDictionary()
+
+
+def _used_in(op: Op) -> frozenset[Value]:
+    """What an op and the ops in its regions have as operands."""
+    found = _used.get(op)
+    if found is None:
+        found = _used[op] = frozenset(
+            v for o in walk(Block((), (op,))) for v in o.operands
+        )
     return found
 
 

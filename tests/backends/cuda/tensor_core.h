@@ -109,11 +109,7 @@ static void touch(TensorMemory& t, int first, int columns, int quarter, int who,
 
 static float tensor_number(const char* p, int kind, int type) {
   if (kind == 0) return number(p, type == 1 ? 0 : 1);  // f16 or bf16
-  if (kind == 1) {                                     // tf32: 19 bits
-    u32 bits;
-    memcpy(&bits, p, 4);
-    return __uint_as_float(bits & 0xffffe000);
-  }
+  if (kind == 1) return number(p, 2);                  // copies have rounded it to 19 bits
   const unsigned char byte = *(const unsigned char*)p;
   if (kind == 3) return type == 1 ? (float)(signed char)byte : (float)byte;
   const int fraction_bits = type == 0 ? 3 : 2, bias = type == 0 ? 7 : 15;
