@@ -54,7 +54,8 @@ class Shown:
 
     def block_shape(self) -> tuple[Any, Any]:
         if self.kind == "elements":
-            rows, columns = (pl.Element(n, (self.padding,) * 2) for n in BLOCK)
+            padding = self.padding, self.padding
+            rows, columns = (pl.Element(n, padding) for n in BLOCK)
             return rows, columns
         if self.kind == "bounded rows":
             return pl.BoundedSlice(ROWS), COLUMNS
