@@ -149,6 +149,20 @@ def ref_and_transforms(x: Any) -> tuple[Any, tuple[Any, ...]]:
     return x, ()
 
 
+def transformed_ref(x: Any, transform: Any) -> Any:
+    """A view of a ref, or of a view, through one more view transform."""
+    from jax._src.state.types import TransformedRef
+
+    ref, seen = ref_and_transforms(x)
+    return TransformedRef(ref, (*seen, transform))
+
+
+def view_transform() -> type:
+    from jax._src.state import types
+
+    return types.Transform  # whose subclasses JAX can print
+
+
 def _with_pytree_indices(transform: Any) -> Any:
     indices = getattr(transform, "indices", ())
     if not any(hasattr(i, "transforms") for i in indices):
@@ -277,16 +291,10 @@ def polynomial_lowest_first(primitive: Any) -> bool:
     return value == 21
 
 
-def read_effect(position: int) -> Any:
+def ref_effect(position: int, writes: bool = False) -> Any:
     from jax._src.state import types
 
-    return types.ReadEffect(position)
-
-
-def write_effect(position: int) -> Any:
-    from jax._src.state import types
-
-    return types.WriteEffect(position)
+    return (types.WriteEffect if writes else types.ReadEffect)(position)
 
 
 def staged_equations() -> list[Any]:

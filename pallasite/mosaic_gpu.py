@@ -4,12 +4,14 @@
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from pallasite import config, missing
 from pallasite.calls.gpu_kernel import Mesh as Mesh
 from pallasite.calls.gpu_kernel import kernel as kernel
 from pallasite.calls.gpu_pipeline import BlockSpec as BlockSpec
+from pallasite.calls.gpu_pipeline import PipelinePipeline as PipelinePipeline
 from pallasite.calls.gpu_pipeline import emit_pipeline as emit_pipeline
 from pallasite.calls.gpu_pipeline import (
     emit_pipeline_warp_specialized as emit_pipeline_warp_specialized,
@@ -24,9 +26,11 @@ from pallasite.language.gpu import WarpMesh as WarpMesh
 from pallasite.language.gpu import async_copy_smem_to_tmem as async_copy_smem_to_tmem
 from pallasite.language.gpu import async_load_tmem as async_load_tmem
 from pallasite.language.gpu import async_prefetch as async_prefetch
+from pallasite.language.gpu import async_store_smem as async_store_smem
 from pallasite.language.gpu import async_store_tmem as async_store_tmem
 from pallasite.language.gpu import barrier_arrive as barrier_arrive
 from pallasite.language.gpu import barrier_arrive_and_wait as barrier_arrive_and_wait
+from pallasite.language.gpu import barrier_test as barrier_test
 from pallasite.language.gpu import barrier_wait as barrier_wait
 from pallasite.language.gpu import broadcasted_iota as broadcasted_iota
 from pallasite.language.gpu import commit_smem as commit_smem
@@ -49,6 +53,7 @@ from pallasite.language.gpu import query_cluster_cancel as query_cluster_cancel
 from pallasite.language.gpu import set_max_registers as set_max_registers
 from pallasite.language.gpu import tcgen05_commit_arrive as tcgen05_commit_arrive
 from pallasite.language.gpu import tcgen05_mma as tcgen05_mma
+from pallasite.language.gpu import transform_ref as transform_ref
 from pallasite.language.gpu import transpose_ref as transpose_ref
 from pallasite.language.gpu import try_cluster_cancel as try_cluster_cancel
 from pallasite.language.gpu import wait_load_tmem as wait_load_tmem
@@ -98,6 +103,12 @@ from pallasite.language.gpu_semaphores import (
 from pallasite.language.gpu_semaphores import semaphore_wait as semaphore_wait
 from pallasite.language.memory_spaces import MemorySpace as MemorySpace
 from pallasite.language.memory_spaces import SemaphoreType as SemaphoreType
+from pallasite.language.peers import PeerMemRef as PeerMemRef
+from pallasite.language.peers import cluster_ref as cluster_ref
+from pallasite.language.peers import multicast_ref as multicast_ref
+from pallasite.language.peers import multimem_load_reduce as multimem_load_reduce
+from pallasite.language.peers import multimem_store as multimem_store
+from pallasite.language.peers import remote_ref as remote_ref
 
 GMEM = MemorySpace.GMEM
 SMEM = SharedMemory()
@@ -120,17 +131,16 @@ def set_gpu_interpret_mode(params: Any = None) -> None:
     config.keep("interpret", given)
 
 
+def as_torch_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with kernels for tensors of PyTorch: `pallasite.torch.wrap(fn)`."""
+    from pallasite import torch
+
+    return torch.wrap(fn)
+
+
 __getattr__ = missing.names(
     "pallasite.mosaic_gpu",
-    missing.hints("transform_ref", "use ref.transpose(...), ref.reshape(...)")
-    | missing.hints(
-        "PipelinePipeline", "start one emit_pipeline after the other has ended"
-    )
-    | missing.hints("as_torch_kernel", "call the kernel with arrays from jax.dlpack")
-    | missing.hints(
-        "barrier_test", "plgpu.barrier_wait; no backend polls barriers, only waits"
-    )
-    | missing.hints("im2col_ref", "copy a window's rows, one copy_gmem_to_smem each")
+    missing.hints("im2col_ref", "copy a window's rows, one copy_gmem_to_smem each")
     | missing.hints(
         "inline_mgpu",
         "its code is for upstream's compiler, which does not run here: use jnp, lax "
@@ -142,10 +152,8 @@ __getattr__ = missing.names(
         "later ones plgpu.wgmma, and copies with barriers",
     )
     | missing.hints(
-        "PeerMemRef alloc_semaphore async_store_smem cluster_ref multicast_ref "
-        "multimem_load_reduce multimem_store remote_ref",
-        "let blocks and devices exchange values through main memory, between two "
-        "kernels",
+        "alloc_semaphore",
+        "pl.get_global(plgpu.SemaphoreType.REGULAR), or scratch_shapes=",
     )
     | missing.hints(
         "async_copy_scales_to_tmem async_copy_sparse_metadata_to_tmem "

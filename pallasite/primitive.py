@@ -540,7 +540,7 @@ def check_platform(call: Call, platforms: Sequence[str]) -> None:
             f"backend {call.backend!r} does not run on {'/'.join(platforms)}",
             [("kernel", call.kernel.name)],
             call.kernel.loc,
-            f"remove backend=, or pass operands on {'/'.join(usable)}",
+            f"remove backend=, or pass operands on {' or '.join(usable)}",
         )
 
 

@@ -208,10 +208,24 @@ def test_lower_high_level_removes_high_level_primitives():
 def test_effects_are_ref_effects():
     effects = traced_kernel().jaxpr.effects
     kinds = {type(e) for e in effects}
-    assert type(jaxcompat.read_effect(0)) in kinds
-    assert type(jaxcompat.write_effect(0)) in kinds
+    assert type(jaxcompat.ref_effect(0)) in kinds
+    assert type(jaxcompat.ref_effect(0, writes=True)) in kinds
     printed = jax.make_jaxpr(lambda: jax.debug.print("x"))()
     assert type(jaxcompat.debug_effect()) in {type(e) for e in printed.effects}
+
+
+def test_a_view_transform_of_ours_is_one_of_jax():
+    from pallasite.language.peers import MulticastRef
+
+    found = []
+
+    def body(ref):
+        view = jaxcompat.transformed_ref(ref.at[1:3], MulticastRef(("x",)))
+        found.append((view.shape, view.transforms[-1].pretty_print(None)))
+
+    jax.make_jaxpr(lambda x: body(jax.new_ref(x)))(jax.numpy.zeros((4, 8)))
+    ((shape, printed),) = found
+    assert shape == (2, 8) and "MulticastRef" in str(printed)
 
 
 def test_staged_equations_are_those_traced_so_far():

@@ -46,9 +46,12 @@ def _rule(primitive: str) -> Callable[[Rule], Rule]:
 PARITIES = 32  # bits of a word
 SWIZZLED_ROWS = 8  # rows that a chip swizzles together
 WARPS = 4  # of a warpgroup
+WARPGROUP = 128  # threads
+MEETING = 15  # the named barrier at which all warpgroups meet
+ONCE = ("cond", "custom")  # ops whose regions run at most once
 # What blocks of a cluster may do to each other, if it has axes.
 IN_CLUSTER = ("cluster_copy", "cluster_arrive", "tensor_mma", "tensor_copy")
-IN_CLUSTER = (*IN_CLUSTER, "tensor_commit")
+IN_CLUSTER = (*IN_CLUSTER, "tensor_commit", "peer_block")
 
 
 @dataclass
@@ -66,6 +69,7 @@ class Threads:
     parities: dict[int, dict[Value, Value]] = field(
         default_factory=dict[int, dict[Value, Value]]
     )
+    count: int = 1  # of warpgroups
     number: int = 0  # of the current warpgroup
     warp: int = -1
 
@@ -74,6 +78,8 @@ class Threads:
     ) -> Value:
         """Memory of all warpgroups, the same for each that allocates it, or of one."""
         variable = (variable, self.number if own else None)
+        if self.count > 1 and not own:
+            self._meet(im)
         if variable not in self.memory:
             held = [v.ref for v in self.memory.values()]
             checks.room(im, held, type_)
@@ -83,6 +89,17 @@ class Threads:
             self.shared.loc = before
             self.memory[variable] = ref
         return self.memory[variable]
+
+    def _meet(self, im: Importer) -> None:
+        """All warpgroups allocate together: what was there before is no longer used.
+
+        Once for what is allocated at once; `_only_again` removes the first time.
+        """
+        last = im.builder.ops[-1] if im.builder.ops else None
+        if last is None or not _is_meeting(last):
+            threads = self.count * WARPGROUP
+            attrs: Any = dict(id=MEETING, threads=threads, arrive_only=False)
+            im.builder.emit("named_barrier", **attrs)
 
     def semaphore(self, im: Importer, variable: Any, type_: T.RefType) -> Value:
         """Semaphores of all programs, of one, or of one of its warpgroups."""
@@ -171,7 +188,7 @@ def import_threads(
     """Import a body once per warpgroup, as concurrent roles."""
     ids = im.grid.ids
     axes = {name: ids.index(im.mesh_axes[name]) - len(ids) for name in cluster}
-    im.threads = threads = Threads(im.builder, iter(scratch), name, axes)
+    im.threads = threads = Threads(im.builder, iter(scratch), name, axes, count=count)
     regions = []
     for number in range(count):
         threads.own, threads.parities = Builder(im.where), {}
@@ -181,7 +198,8 @@ def import_threads(
                 im.mesh_axes[name] = builder.index(number)
             import_body()
             block = builder.block()
-        regions.append(Block((), (*threads.own.ops, *block.ops)))
+        ops = _only_again(block.ops)
+        regions.append(Block((), (*threads.own.ops, *ops)))
     im.threads = None
     # Nothing may reach a block before it has started, nor after it has ended.
     ops = [op for region in regions for op in walk(region)]
@@ -200,6 +218,21 @@ def import_threads(
         )
     if meets:
         im.builder.emit("cluster_barrier")
+
+
+def _is_meeting(op: Op) -> bool:
+    return op.name == "named_barrier" and op.attrs["id"] == MEETING
+
+
+def _only_again(ops: Sequence[Op]) -> tuple[Op, ...]:
+    """Without the meetings for memory that nothing was in before: not in a loop."""
+    kept = (op for op in ops if not _is_meeting(op))
+    return tuple(_not_first(op) if op.name in ONCE else op for op in kept)
+
+
+def _not_first(op: Op) -> Op:
+    regions = tuple(replace(r, ops=_only_again(r.ops)) for r in op.regions)
+    return op if regions == op.regions else op.with_(regions=regions)
 
 
 def _parts(im: Importer, eqn: Any, first: int = 0) -> list[tuple[Value, Any]]:
@@ -241,9 +274,54 @@ def _barrier_arrive(im: Importer, eqn: Any, *_: Value) -> None:
 
 @_rule("barrier_wait")
 def _barrier_wait(im: Importer, eqn: Any, *_: Value) -> None:
+    barrier, parity, flip = _phase(im, eqn)
+    im.builder.emit("barrier_wait", barrier, parity)
+    flip(None)
+
+
+@_rule("barrier_test")
+def _barrier_test(im: Importer, eqn: Any, *_: Value) -> Value:
+    """It is the wait for the phase if that is over."""
+    barrier, parity, flip = _phase(im, eqn)
+    is_over = im.builder.op("barrier_test", barrier, parity)
+    flip(im.builder.cast(is_over, T.I32))
+    return is_over
+
+
+def _phase(
+    im: Importer, eqn: Any
+) -> tuple[Value, Value, Callable[[Value | None], None]]:
+    """A barrier, the parity of the phase to wait for, and how to note that its end was
+    seen: always, or where a value is 1."""
     ((ref, transforms),) = _parts(im, eqn)
     b, barrier = im.builder, _barrier(im, ref, transforms)
     assert im.threads is not None
+    _look_at_waits(im, ref, barrier)
+    kept, number = im.threads.parity(ref), _number(b, ref, barrier)
+    parities = b.load(kept)
+    parity = b.op("and", b.op("shift_right_logical", parities, number), b.index(1))
+
+    def flip(times: Value | None) -> None:
+        bit = b.op("shift_left", b.index(1) if times is None else times, number)
+        b.store(kept, b.op("xor", parities, bit))
+
+    return barrier, parity, flip
+
+
+def _look_at_waits(im: Importer, ref: Value, barrier: Value) -> None:
+    """Reject waits for another block's barrier, and for too many barriers."""
+    made = {op.result: op for op in im.builder.ops if op.name in VIEWS}
+    step: Value | None = barrier
+    while step is not None and step is not ref:
+        if made[step].name == "peer_block":
+            raise KernelTypeError(
+                "a thread block can wait for its own barriers only",
+                [("kernel", im.kernel_name), ("barrier", ref.type)],
+                im.where,
+                "wait in the block whose barrier it is; arrive at this block's from "
+                "there",
+            )
+        step = made[step].operands[0]
     if ref.ref.size > PARITIES:
         raise KernelTypeError(
             f"waiting for an array of more than {PARITIES} barriers is not supported",
@@ -251,12 +329,8 @@ def _barrier_wait(im: Importer, eqn: Any, *_: Value) -> None:
             im.where,
             "allocate several smaller arrays",
         )
+    assert im.threads is not None
     im.threads.check_waits(im, ref)
-    kept, number = im.threads.parity(ref), _number(b, ref, barrier)
-    parities = b.load(kept)
-    parity = b.op("and", b.op("shift_right_logical", parities, number), b.index(1))
-    b.emit("barrier_wait", barrier, parity)
-    b.store(kept, b.op("xor", parities, b.op("shift_left", b.index(1), number)))
 
 
 def _number(b: Builder, barriers: Value, one: Value) -> Value:
@@ -386,8 +460,10 @@ def _box(im: Importer, ref: Value, transforms: Any) -> Value:
     """
     b, before = im.builder, len(im.builder.ops)
     found = view(im, ref, transforms)
-    made = {op.result: op for op in b.ops[before:] if op.name in VIEWS}
-    chain = [op for op in made.values() if op.name == "subview"]
+    made = [op for op in b.ops[before:] if op.name in VIEWS]
+    if made and made[0].name == "peer_device":
+        ref = made.pop(0).result
+    chain = [op for op in made if op.name == "subview"]
     if ref.ref.space != "gmem" or len(made) < 2 or len(chain) < len(made):
         return found
     index: list[At | Span] = [Span(0, n) for n in found.ref.shape]
@@ -437,6 +513,15 @@ def _plus(
     left = b.index(x or 0) if dynamic_x is None else dynamic_x
     right = b.index(y or 0) if dynamic_y is None else dynamic_y
     return None, b.add(left, b.mul(right, b.index(step)))
+
+
+@_rule("async_store_smem")
+def _async_store(im: Importer, eqn: Any, value: Value, *_: Value) -> None:
+    (ref, transforms), barrier = _parts(im, eqn, 1)
+    target, counted = view(im, ref, transforms), _barrier(im, *barrier)
+    checks.store(im, value, target)
+    atomic = eqn.params["atomic"]
+    im.builder.emit("async_store", value, target, counted, atomic=atomic)
 
 
 @_rule("wait_smem_to_gmem")

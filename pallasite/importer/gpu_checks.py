@@ -89,6 +89,21 @@ def ends(im: Any, spaces: tuple[str, str], source: Value, target: Value) -> None
         )
 
 
+def store(im: Any, value: Value, target: Value) -> None:
+    """Reject an async store to another memory space, or of another type."""
+    problem = None
+    if target.ref.space != "smem":
+        problem = "async_store_smem stores to shared memory (SMEM)"
+    elif value.tile.shape != target.ref.shape or value.tile.dtype != target.ref.dtype:
+        problem = "the value and the ref of async_store_smem have different types"
+    if problem is not None:
+        facts = [("value", value.type), ("ref", target.type)]
+        fix = "slice the ref with .at[...], and .astype the value"
+        raise KernelTypeError(
+            problem, [("kernel", im.kernel_name), *facts], im.where, fix
+        )
+
+
 def product(
     im: Any, sums: Value, left: tuple[Value, bool], right: tuple[Value, bool]
 ) -> None:

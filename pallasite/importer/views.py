@@ -1,6 +1,6 @@
 """Views of refs and indices into them: JAX's view transforms become IR."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from pallasite.importer.importer import Importer
 from pallasite.ir import types as T
 from pallasite.ir.nodes import At, Gather, Index, Span, Value, full_index
 from pallasite.language.trace import negative_size, non_integer_index
+from pallasite.passes.analysis.memory import MAIN_MEMORY
 
 
 class Picked:
@@ -155,9 +156,12 @@ def view(
     place for each of them, in order).
     """
     b, pending = im.builder, iter(places)
-    for t in transforms:
+    # What is at another place has the same shape: the order makes no difference.
+    for t in sorted(transforms, key=lambda t: type(t).__name__ not in _PLACES):
         kind = type(t).__name__
-        if kind == "NDIndexer":
+        if kind in _PLACES:
+            ref = _PLACES[kind](im, ref, t)
+        elif kind == "NDIndexer":
             if _repeats(t):
                 raise _one_place(
                     im,
@@ -181,6 +185,49 @@ def view(
                 im.where,
             )
     return ref
+
+
+def _on_device(im: Importer, ref: Value, transform: Any) -> Value:
+    if ref.ref.space not in MAIN_MEMORY:
+        raise KernelTypeError(
+            "other devices reach main memory (GMEM) only",
+            [("kernel", im.kernel_name), ("ref", f"{ref.name or 'ref'}: {ref.type}")],
+            im.where,
+            "copy it to an array in main memory; signal a semaphore with device_id=",
+        )
+    return im.builder.op("peer_device", ref, im.value(transform.device_id))
+
+
+def _in_block(im: Importer, ref: Value, transform: Any) -> Value:
+    if im.threads is None or ref.ref.space not in ("smem", "mbarrier"):
+        raise KernelTypeError(
+            "blocks of a cluster reach each other's shared memory and barriers only",
+            [("kernel", im.kernel_name), ("ref", f"{ref.name or 'ref'}: {ref.type}")],
+            im.where,
+            "plgpu.SMEM or plgpu.Barrier in scratch_shapes of plgpu.kernel; main "
+            "memory is that of all blocks",
+        )
+    names, numbers = transform.dims, transform.idxs
+    axes = im.threads.axes_of(im, names)
+    pairs = zip(names, numbers, strict=True)
+    places = [im.value(n) for name, n in pairs if im.threads.cluster[name] in axes]
+    return im.builder.op("peer_block", ref, *places, axes=axes) if axes else ref
+
+
+def _on_all(im: Importer, ref: Value, transform: Any) -> Value:
+    raise KernelTypeError(
+        "a multicast ref is only for copy_smem_to_gmem",
+        [("kernel", im.kernel_name), ("ref", f"{ref.name or 'ref'}: {ref.type}")],
+        im.where,
+        "plgpu.multimem_store(value, ref, axes), plgpu.multimem_load_reduce(ref, ...)",
+    )
+
+
+_PLACES: dict[str, Callable[[Importer, Value, Any], Value]] = {
+    "PeerMemRef": _on_device,
+    "ClusterRefTransform": _in_block,
+    "MulticastRef": _on_all,
+}
 
 
 def _index(

@@ -135,7 +135,6 @@ class CheckedWalker(TensorWalker):
         # The program that last wrote each element of an output.
         self.writers: dict[Value, np.ndarray] = {}
         self.unwritten: dict[Value, int] = {}  # the code of untouched elements
-        self.touched: Elements | None = None  # represents the elements of a view
         self.atomic = False
         self._allocs: dict[Block, tuple[Value, ...]] = {}
 
@@ -405,7 +404,7 @@ class CheckedWalker(TensorWalker):
 
     def take(self, root: Value, picks: Picks, mask=None, other=None) -> Array:
         value = super().take(root, picks, mask, other)
-        if self.quiet:
+        if self.quiet or root in self.elsewhere:
             return value
         self._watch(root, "reads", picks, mask)
         if root in self.races.memories:
@@ -420,12 +419,13 @@ class CheckedWalker(TensorWalker):
         return value
 
     def put(self, root: Value, picks: Picks, value: Array, mask=None) -> None:
-        if not self.quiet:
+        if not self.quiet and root not in self.elsewhere:
             self._watch(root, "writes", picks, mask, value)
         super().put(root, picks, value, mask)
 
     def rmw(self, root: Value, picks: Picks, kind: str, value: Array, mask) -> Array:
-        self._watch(root, "updates", picks, mask)
+        if root not in self.elsewhere:
+            self._watch(root, "updates", picks, mask)
         return super().rmw(root, picks, kind, value, mask)
 
     def _watch(

@@ -5,6 +5,7 @@ uses the memory that the other one has in the same place.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -114,6 +115,27 @@ class ClusterWalker(GpuWalker):
         blocks = enumerate(self.cores)
         return [k for k, b in blocks if all(b.place[a] == n for a, n in fixed)]
 
+    def steps_peer_block(self, op: Op) -> Steps:
+        ref, *numbers = op.operands
+        context, view = self.schedule.current, self.env[ref]
+        assert context is not None and context.core is not None
+        wanted = dict(context.place)
+        for axis, number in zip(op.attrs["axes"], numbers, strict=True):
+            found = self.numbers.certain(self.env[number], "a block's position")
+            wanted[axis] = int(found)
+        same = (n for n, block in enumerate(self.cores) if block.place == wanted)
+        block = next(same, None)
+        if block is None:
+            facts = [("ref", self.monitor.describe(ref))]
+            facts += [("position", ", ".join(map(str, wanted.values())))]
+            fix = "wrap it: lax.rem(position + 1, lax.axis_size(axis))"
+            what = "a ref of a thread block that is not in the cluster"
+            self.monitor.report("copies", what, facts, fix)
+            return (view,)
+        root = self._on_core(view.root, block, "ref")
+        return (view if root is None else replace(view, root=root),)
+        yield
+
     def end_at(self, end: End, block: int) -> End:
         """The same place in the memory of another block."""
         root = self._on_core(end.root, block, "copy to a ref")
@@ -162,6 +184,7 @@ class ClusterWalker(GpuWalker):
         "cluster_barrier": steps_cluster_barrier,
         "cluster_arrive": steps_cluster_arrive,
         "cluster_copy": steps_cluster_copy,
+        "peer_block": steps_peer_block,
     }
 
 

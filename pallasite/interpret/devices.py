@@ -2,10 +2,12 @@
 
 Each device has a walker with its own memory; they share one schedule and the clocks. A
 copy to another device is two halves in flight: one reads the source here, the other,
-some time later, writes the destination there.
+some time later, writes the destination there. Memory of another device that is accessed
+directly (`peer_device`) has a stand-in here, a root whose accesses are done there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -18,7 +20,9 @@ from pallasite.interpret.views import View
 from pallasite.interpret.waits import WaitingWalker
 from pallasite.ir.nodes import Block, Op, Value, walk
 
-REMOTE = ("remote_copy_start", "sem_signal_device", "barrier_semaphore")
+REMOTE = ("remote_copy_start", "sem_signal_device", "barrier_semaphore", "peer_device")
+# Ops that give others access to memory: to which operand's.
+SHARING = {"remote_copy_start": 1, "peer_device": 0, "peer_block": 0}
 
 
 def talks_to_devices(block: Block) -> bool:
@@ -51,6 +55,12 @@ class DeviceWalker(WaitingWalker):
     devices: Sequence["DeviceWalker"]  # all of them, including this one, by number
     ended = False  # the kernel has, on this device
 
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        # Stand-ins for memory of other devices: whose it is, and its root there.
+        self.elsewhere: dict[Value, tuple[DeviceWalker, Value]] = {}
+        self._stand_ins: dict[tuple[int, Value], Value] = {}
+
     def begin(self, inputs: Sequence[Any]) -> None:
         super().begin(inputs)
         for root in self.barriers_of_devices():
@@ -72,10 +82,12 @@ class DeviceWalker(WaitingWalker):
 
     @cached_property
     def _watched(self) -> set[Value]:
-        """Roots that copies from other devices write, where races are looked for."""
-        ops = [o for o in walk(self.kernel.body) if o.name == "remote_copy_start"]
+        """Roots that other devices or blocks access, where races are looked for."""
+        ops = [o for o in walk(self.kernel.body) if o.name in SHARING]
+        refs = [op.operands[SHARING[op.name]] for op in ops]
+        refs = [ref for ref in refs if ref.ref.space != "mbarrier"]
         races = self.monitor.options.races
-        return {self.roots.of(op.operands[1]) for op in ops} if races else set()
+        return {self.roots.of(ref) for ref in refs} if races else set()
 
     def barriers_of_devices(self) -> list[Value]:
         """The barrier semaphore, identified by the first op that returns it."""
@@ -108,7 +120,8 @@ class DeviceWalker(WaitingWalker):
         count = len(self.devices)
         if not 0 <= found < count:
             facts = [("device number", found), ("devices", count)]
-            what = "a copy or a signal to a device that does not exist"
+            used = "ref of" if op.name == "peer_device" else "copy or a signal to"
+            what = f"a {used} a device that does not exist"
             fix = (
                 f"devices are numbered 0 to {count - 1}: wrap with lax.rem(i + 1, size)"
             )
@@ -116,25 +129,32 @@ class DeviceWalker(WaitingWalker):
         return self.devices[min(max(found, 0), count - 1)]
 
     def _root_there(
-        self, other: "DeviceWalker", root: Value, core: int | None
-    ) -> Value | None:
-        """Another device's counterpart of `root`; None: not allocated yet."""
+        self, other: "DeviceWalker", root: Value, core: int | None = None
+    ) -> Callable[[], Value | None]:
+        """Finds another device's counterpart of `root`; None: not allocated yet.
+
+        Whichever context runs when it is called.
+        """
         context, name = self.schedule.current, self._named(root)
         if context is None or context.memory is None or name is root:
-            return root if root in other.memory else None
+            return lambda: root if root in other.memory else None
         place = context.core if core is None else core
-        cores = other.cores
-        if place is None or not 0 <= place < len(cores):
-            return None
-        found = (cores[place].memory or {}).get(name)
-        return found if found in other.memory else None
+
+        def find() -> Value | None:
+            if place is None or not 0 <= place < len(other.cores):
+                return None
+            found = (other.cores[place].memory or {}).get(name)
+            return found if found in other.memory else None
+
+        return find
 
     def _ends_there(
         self, op: Op, other: "DeviceWalker", refs: Sequence[Value], core: int | None
     ) -> Any:
         """The ends of a copy or a signal on another device, once they are allocated."""
         ends = [self._end(ref) for ref in refs]
-        find = lambda: [self._root_there(other, e.root, core) for e in ends]
+        each = [self._root_there(other, e.root, core) for e in ends]
+        find = lambda: [find_one() for find_one in each]
         if None in find():
             yield Arrival(op, other, lambda: None not in find())
         self._look_at_device(other, ends)
@@ -161,6 +181,71 @@ class DeviceWalker(WaitingWalker):
                 "one's (pltpu.get_barrier_semaphore)"
             )
             self.monitor.report("copies", what, facts, fix)
+
+    # --- memory of another device, accessed directly ---
+
+    def steps_peer_device(self, op: Op) -> Steps:
+        other, view = self._device(op, op.operands[1]), self.env[op.operands[0]]
+        if other is self:
+            return (view,)
+        find = self._root_there(other, view.root)
+        if find() is None:
+            yield Arrival(op, other, lambda: find() is not None)
+        root = find() or view.root
+        key = self.devices.index(other), root
+        if key not in self._stand_ins:
+            made = self._stand_ins[key] = Value(root.type, root.name)
+            self.elsewhere[made] = other, root
+            self.races.elsewhere[made] = other.races, root
+            self.monitor.stand_for(made, view.root)
+        return (replace(view, root=self._stand_ins[key]),)
+
+    @contextmanager
+    def there(self, stand_in: Value) -> Iterator[tuple["DeviceWalker", Value]]:
+        """Accesses of the other device's memory, by what runs here."""
+        other, root = self.elsewhere[stand_in]
+        if other.ended:
+            what = "an access to memory of a device that has finished the kernel"
+            fix = "wait there until all accesses from other devices are done"
+            facts = [("ref", self.monitor.describe(root)), ("of device", other.name)]
+            self.monitor.report("copies", what, facts, fix)
+        monitor, saved = other.monitor, other.state()
+        device, flags = monitor.device, (other.moving, other.quiet, other.touched)
+        by, other.races.by = other.races.by, self.monitor
+        other._set_state(((self.monitor.op, [], 0, self.monitor.part), (0, 0)))
+        other.races.lane, monitor.device = self.races.lane, self.monitor.device
+        other.moving, other.quiet, other.touched = self.moving, self.quiet, self.touched
+        try:
+            yield other, root
+        finally:
+            other._set_state(saved)
+            other.races.by, monitor.device = by, device
+            other.moving, other.quiet, other.touched = flags
+
+    def take(self, root: Value, picks: Any, mask: Any = None, other: Any = None) -> Any:
+        if root not in self.elsewhere:
+            return super().take(root, picks, mask, other)
+        with self.there(root) as (walker, theirs):
+            return walker.take(theirs, picks, mask, other)
+
+    def put(self, root: Value, picks: Any, value: Any, mask: Any = None) -> None:
+        if root not in self.elsewhere:
+            super().put(root, picks, value, mask)
+            return
+        with self.there(root) as (walker, theirs):
+            walker.put(theirs, picks, value, mask)
+
+    def rmw(self, root: Value, picks: Any, kind: str, value: Any, mask: Any) -> Any:
+        if root not in self.elsewhere:
+            return super().rmw(root, picks, kind, value, mask)
+        with self.there(root) as (walker, theirs):
+            return walker.rmw(theirs, picks, kind, value, mask)
+
+    def _painted(self, view: View, entries: Any, mask: Any | None) -> Any:
+        if view.root not in self.elsewhere:
+            return super()._painted(view, entries, mask)
+        with self.there(view.root) as (walker, theirs):
+            return walker._painted(replace(view, root=theirs), entries, mask)
 
     # --- copies ---
 
@@ -213,6 +298,7 @@ class DeviceWalker(WaitingWalker):
     RESUMABLE: ClassVar = {
         **WaitingWalker.RESUMABLE,
         "remote_copy_start": steps_remote_copy_start,
+        "peer_device": steps_peer_device,
         "sem_signal_device": steps_sem_signal_device,
         "barrier_semaphore": steps_barrier_semaphore,
         "device_number": steps_device_number,

@@ -9,6 +9,7 @@ together.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +20,8 @@ from pallasite.interpret.numbers import run_pure
 from pallasite.interpret.numpy_memory import Elements
 from pallasite.interpret.schedule import Context, Pause, Steps
 from pallasite.interpret.shadow_tiles import Partly
-from pallasite.ir.nodes import Block, Op, Value, walk
+from pallasite.interpret.views import entries_of
+from pallasite.ir.nodes import Block, Op, Value, full_index, walk
 from pallasite.ir.roles import Roles, Wgmma
 from pallasite.ops.gpu import product_of
 
@@ -29,6 +31,7 @@ GPU_OPS = ("barrier_expect", "barrier_arrive", "barrier_wait", "wgmma", "wgmma_w
 GPU_OPS = (*GPU_OPS, "named_barrier", "fence_async", "bulk_commit", "bulk_wait")
 GPU_OPS = (*GPU_OPS, "cluster_barrier", "cluster_arrive", "cluster_copy")
 GPU_OPS = (*GPU_OPS, "tensor_mma", "tensor_copy", "tensor_commit")
+GPU_OPS = (*GPU_OPS, "barrier_test", "async_store", "peer_block")
 
 
 def uses_gpu_level(block: Block) -> bool:
@@ -63,10 +66,36 @@ class Barrier:
 class Load(Copy):
     """A copy to shared memory that arrives at a barrier."""
 
-    fix = "wait for the phase of its barrier first"
-    fix_left = "wait for the phase of its barrier (plgpu.barrier_wait)"
+    fix: ClassVar[str] = "wait for the phase of its barrier first"
+    fix_left: ClassVar[str] = "wait for the phase of its barrier (plgpu.barrier_wait)"
     barrier: Barrier
     phase: int
+
+
+@dataclass(eq=False)
+class ValueStore(Load):
+    """A store of a value to shared memory that arrives at a barrier."""
+
+    kind: ClassVar[str] = "store"
+    data: Any = None
+    atomic: str | None = None
+
+    @cached_property
+    def reads(self) -> dict[str, End]:
+        return {}
+
+
+class Poll(Pause):
+    """A look at a barrier, perhaps one of many until its phase is over."""
+
+    polls = True
+
+    def __init__(self, op: Op, walker: "GpuWalker", barrier: Barrier):
+        super().__init__(op)
+        self.walker, self.barrier = walker, barrier
+
+    def wanted(self) -> Sequence[InFlight]:
+        return self.walker.signalling(self.barrier)
 
 
 class Store(Copy):
@@ -334,9 +363,21 @@ class GpuWalker(DeviceWalker):
         wait = PhaseWait(op, self, barrier, int(parity) % 2)
         yield wait
         wait.is_over = True
-        self.races.meet((barrier, wait.phase))
-        self.phases_seen[self.schedule.current, barrier] = wait.phase + 1
-        self.phase_seen(barrier, wait.phase)
+        self._saw_end(barrier, wait.phase)
+
+    def _saw_end(self, barrier: Barrier, phase: int) -> None:
+        self.races.meet((barrier, phase))
+        self.phases_seen[self.schedule.current, barrier] = phase + 1
+        self.phase_seen(barrier, phase)
+
+    def steps_barrier_test(self, op: Op) -> Steps:
+        barrier = self.barrier(op.operands[0])
+        yield Poll(op, self, barrier)
+        parity = self.numbers.certain(self.env[op.operands[1]], "a barrier's parity")
+        is_over = barrier.phase % 2 != int(parity) % 2
+        if is_over:
+            self._saw_end(barrier, barrier.phase - 1)
+        return (np.bool_(is_over),)
 
     def steps_named_barrier(self, op: Op) -> Steps:
         context, attrs = self.schedule.current, op.attrs
@@ -374,11 +415,36 @@ class GpuWalker(DeviceWalker):
         self.start_load(self._started(Load, op, barrier.end), barrier)
         yield Pause(op)
 
+    def steps_async_store(self, op: Op) -> Steps:
+        barrier, target = self.barrier(op.operands[2]), self._end(op.operands[1])
+        barrier.missing += _bytes(target)
+        barrier.expected += _bytes(target)
+        program = self.monitor.program_text(self.monitor.program)
+        lane = self.races.start_copy()
+        where = False, self.schedule.current, program, self.state(), lane
+        store = ValueStore(op, target, target, barrier.end, *where)
+        store.data, store.atomic = self.env[op.operands[0]], op.attrs["atomic"]
+        self.start_load(store, barrier)
+        self._arrive(barrier, 1)
+        yield Pause(op)
+
+    def _move_data(self, copy: Copy) -> None:
+        if not isinstance(copy, ValueStore):
+            super()._move_data(copy)
+            return
+        everything = entries_of(full_index(copy.target.ref.ref.shape), ())
+        if copy.atomic is None:
+            self.write(copy.target.view, everything, copy.data, None)
+        else:
+            self.update(copy.target.view, everything, copy.atomic, copy.data)
+
     def start_load(self, load: Load, barrier: Barrier) -> None:
         load.barrier, load.phase = barrier, barrier.phase
+        how = "writes" if getattr(load, "atomic", None) is None else "updates"
         with self.races.as_lane(load.lane):
-            self.races.access(load.source.root, "reads", load.source.elements)
-            self.races.access(load.target.root, "writes", load.target.elements)
+            if load.reads:
+                self.races.access(load.source.root, "reads", load.source.elements)
+            self.races.access(load.target.root, how, load.target.elements)
         self.copies.start(load)
         if self.schedule.is_early:
             self.move(load)
@@ -570,6 +636,8 @@ class GpuWalker(DeviceWalker):
         "barrier_expect": steps_barrier_expect,
         "barrier_arrive": steps_barrier_arrive,
         "barrier_wait": steps_barrier_wait,
+        "barrier_test": steps_barrier_test,
+        "async_store": steps_async_store,
         "named_barrier": steps_named_barrier,
         "bulk_commit": steps_bulk_commit,
         "bulk_wait": steps_bulk_wait,

@@ -62,6 +62,7 @@ class Monitor:
         self.origins: list[Origin] = [Origin("", "")] if like is None else like.origins
         self._codes: dict[Origin, int] = {} if like is None else like._codes
         self._inputs, self._outputs = set(kernel.inputs), set(kernel.outputs)
+        self._counterparts: dict[Value, Value] = {}
         self._makers = {v: op for op in walk(kernel.body) for v in op.results}
 
     # --- programs ---
@@ -114,6 +115,7 @@ class Monitor:
 
     def describe(self, ref: Value) -> str:
         """A ref in the author's terms: name, role and type."""
+        ref = self._counterparts.get(ref, ref)
         maker = self._makers.get(ref)
         if maker is not None and maker.name == "barrier_semaphore":
             return "the barrier semaphore"
@@ -140,6 +142,10 @@ class Monitor:
             if ref not in self.roots.parent:
                 return "scratch"
             ref = self.roots.parent[ref]
+
+    def stand_for(self, made: Value, ref: Value) -> None:
+        """A root that is not in the kernel, for another one's counterpart elsewhere."""
+        self._counterparts[made] = ref
 
     # --- undefined elements ---
 

@@ -16,7 +16,7 @@ import numpy as np
 from pallasite.interpret.clocks import CLASHES, Access, Clocks, Timed
 from pallasite.interpret.monitor import STALE, Monitor, Origin
 from pallasite.interpret.numpy_memory import Elements, Region
-from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import PARALLEL, analyze
 
@@ -24,7 +24,8 @@ MANY = -1
 
 
 def racing_axes(kernel: Kernel) -> tuple[int, ...]:
-    """Axes declared parallel that grid analysis does not prove to be."""
+    """Axes declared parallel that grid analysis does not prove to be, or along which
+    programs access each other's memory."""
     pipelines = [op for op in kernel.body.ops if op.name == "pipeline"]
     if len(pipelines) != 1:
         return ()
@@ -37,7 +38,14 @@ def racing_axes(kernel: Kernel) -> tuple[int, ...]:
     silent = pipeline.with_(semantics=("arbitrary",) * len(pipeline.grid)).to_op()
     ops = tuple(silent if o is op else o for o in kernel.body.ops)
     proven = analyze(kernel.with_(body=Block((), ops))).parallel
-    return tuple(a for a in said if a not in proven)
+    peers = {a for o in walk(kernel.body) if o.name == "peer_block" for a in _axes(o)}
+    meet = {len(pipeline.grid) + a for a in peers}
+    return tuple(a for a in said if a not in proven or a in meet)
+
+
+def _axes(op: Op) -> tuple[int, ...]:
+    """Axes of a cluster, counted from the grid's end."""
+    return op.attrs["axes"]
 
 
 class _Marks:
@@ -110,6 +118,9 @@ class Races:
         self.device, self.device_lane, self.entered = device, 0, 0
         self.memories: dict[Value, _RootMarks] = {}
         self.timed: dict[Value, Timed] = {}
+        # What stands for memory of another device: its races, and what it is there.
+        self.elsewhere: dict[Value, tuple[Races, Value]] = {}
+        self.by: Monitor | None = None  # of the device that accesses memory of this one
         self.program_lane = 0
         self.lane = 0  # that of the program, of a role in it, or of a copy
         self._lanes: dict[Hashable, int] = {}
@@ -174,9 +185,14 @@ class Races:
     ) -> None:
         """`how`: "reads", "writes", or "updates" for atomics. `by`: of the device that
         does it, if it is another one."""
+        if root in self.elsewhere:
+            races, theirs = self.elsewhere[root]
+            with races.as_lane(self.lane):
+                races.access(theirs, how, elements, by or self.monitor)
+            return
         timed, memory = self.timed.get(root), self.memories.get(root)
         if timed is not None and self.lane:
-            self._access_timed(timed, how, elements, by or self.monitor)
+            self._access_timed(timed, how, elements, by or self.by or self.monitor)
         if memory is None or not self.program_lane:
             return
         if memory.private:

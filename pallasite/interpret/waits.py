@@ -134,6 +134,7 @@ class WaitingWalker(ResumableWalker):
         self.copies = Copies(self.monitor)
         self.moving = False  # the data of a copy: its ends were looked at before
         self.quiet = False
+        self.touched: Elements | None = None  # represents the elements of a view
         self.signals: dict[Value, Op] = {}  # the last signal of each semaphore
         self._in_window: dict[Value, bool] = {}
 

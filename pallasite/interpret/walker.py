@@ -358,18 +358,20 @@ class Walker:
             value = self.read(self.env[table], indexed)
             self.write(self.env[block], entries_of(everything, ()), value, None)
         elif op.attrs["add"]:
-            self.add_rows(self.env[table], indexed, self.read(self.env[block]))
+            value = self.read(self.env[block])
+            self.update(self.env[table], indexed, "add", value)
         else:
             value = self.read(self.env[block])
             self.write(self.env[table], indexed, value, None)
         self._count(self.env[semaphore], semaphore, 1)
 
-    def add_rows(self, view: View, entries: Any, value: Array) -> None:
+    def update(self, view: View, entries: Any, kind: str, value: Array) -> None:
+        """Combine what is there with a value, element by element."""
         if view.steps:
-            self._rmw_at_end(view, entries, "add", value, None)
+            self._rmw_at_end(view, entries, kind, value, None)
             return
         picks = picks_of(view.ranges, entries, self.numbers, False)
-        self.rmw(view.root, picks, "add", value, None)
+        self.rmw(view.root, picks, kind, value, None)
 
     def do_sem_signal(self, op: Op) -> None:
         self._count(self.env[op.operands[0]], op.operands[0], self.env[op.operands[1]])
@@ -642,6 +644,10 @@ class Walker:
         "sem_signal_core": do_refuse,
         "fetch_and_add": do_refuse,
         "remote_copy_start": do_refuse,
+        "peer_device": do_refuse,
+        "peer_block": do_refuse,
+        "async_store": do_refuse,
+        "barrier_test": do_refuse,
         "sem_signal_device": do_refuse,
         "barrier_semaphore": do_refuse,
         "device_number": do_refuse,

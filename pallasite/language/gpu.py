@@ -12,14 +12,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.language import refs, specs
-from pallasite.language.gpu_memory import CopyPartition, OOBFillMode
+from pallasite.language.gpu_memory import (
+    CopyPartition,
+    OOBFillMode,
+    SwizzleTransform,
+)
 from pallasite.language.helpers import when
 from pallasite.language.memory_spaces import MemoryRef, MemorySpace, as_axes
+from pallasite.language.peers import cluster_ref, each_device
 from pallasite.language.refs import flatten_views, kernel_primitive
 from pallasite.language.trace import trace, user_location
 
@@ -49,6 +55,14 @@ tensor_mma_p = _effect_primitive("tcgen05_mma")
 tensor_commit_p = _effect_primitive("tcgen05_commit_arrive")
 tensor_copy_p = _effect_primitive("async_copy_smem_to_tmem")
 tensor_wait_p = _effect_primitive("wait_tmem")
+async_store_p = _effect_primitive("async_store_smem")
+barrier_test_p = kernel_primitive("barrier_test")
+barrier_test_p.def_effectful_abstract_eval(
+    lambda *a, **_: (
+        jax.core.ShapedArray((), jnp.bool_),
+        refs.ref_effects(a) or {jaxcompat.debug_effect()},
+    )
+)
 
 
 def barrier_arrive(barrier: Any, *, predicate: Any = None) -> None:
@@ -64,6 +78,13 @@ def barrier_wait(barrier: Any) -> None:
     """Wait for the phase after the last one this warpgroup waited for."""
     flat, tree = flatten_views(barrier)
     barrier_wait_p.bind(*flat, tree=tree)
+
+
+def barrier_test(barrier: Any) -> jax.Array:
+    """Whether the phase after the last one waited for is over; if so, that was the wait
+    for it. Does not wait."""
+    flat, tree = flatten_views(barrier)
+    return barrier_test_p.bind(*flat, tree=tree)
 
 
 def barrier_arrive_and_wait(barrier: Any) -> None:
@@ -124,7 +145,18 @@ def copy_smem_to_gmem(
     commit_group: bool = True,
     reduction_op: Any = None,
 ) -> None:
-    """Start a copy from shared memory, in a group for `wait_smem_to_gmem`."""
+    """Start a copy from shared memory, in a group for `wait_smem_to_gmem`.
+
+    `dst` may be a `multicast_ref`: then several devices get the copy.
+    """
+    several = each_device(dst)
+    if several is not None:
+        more = dict(commit_group=False, reduction_op=reduction_op)
+        for there in several:
+            copy_smem_to_gmem(src, there, predicate, **more)
+        if commit_group:
+            commit_smem_to_gmem_group()
+        return
     if reduction_op is not None:
         raise UnsupportedError(
             "copy_smem_to_gmem(reduction_op=...) is not supported",
@@ -183,6 +215,43 @@ def wgmma_accumulator_load(acc: Any, *, wait_n: int | None = 0) -> jax.Array:
             fix="wait_n=0, or acc_ref[...]",
         )
     return acc[...]
+
+
+def async_store_smem(
+    src: Any,
+    ref: Any,
+    barrier: Any,
+    *,
+    cluster_idx: Any,
+    cluster_dim: Hashable,
+    optimized: bool = True,
+    atomic: str | None = None,
+) -> None:
+    """Start storing a value to shared memory of a thread block of the cluster; its
+    `barrier` gets one arrival on completion.
+
+    Args:
+        src: the value.
+        ref, barrier: shared memory and a barrier, named as this block's own.
+        cluster_idx, cluster_dim: the position of the other block along an axis of the
+            cluster.
+        optimized: does not change results.
+        atomic: "add", "max", "min", "and", "or" or "xor": combine with what is there,
+            element by element; several blocks may do so at once.
+    """
+    del optimized
+    if atomic is not None and atomic not in ATOMIC_STORES:
+        raise SpecError(
+            f"async_store_smem has no atomic {atomic!r}",
+            at=user_location(),
+            fix=f"one of {', '.join(ATOMIC_STORES)}",
+        )
+    views = (cluster_ref(x, {cluster_dim: cluster_idx}) for x in (ref, barrier))
+    flat, tree = flatten_views(*views)
+    async_store_p.bind(jnp.asarray(src), *flat, tree=tree, atomic=atomic)
+
+
+ATOMIC_STORES = ("add", "max", "min", "and", "or", "xor")
 
 
 # --- tensor memory ---
@@ -428,6 +497,21 @@ def load(
 def transpose_ref(ref: Any, permutation: Sequence[int]) -> Any:
     """A view of a ref with permuted dimensions."""
     return ref.transpose(tuple(permutation))
+
+
+def transform_ref(ref: Any, transform: Any) -> Any:
+    """A view of a ref through a view transform: one that JAX's views are made of, or a
+    layout of shared memory, which changes nothing here unless it changes the shape."""
+    if isinstance(transform, SwizzleTransform):
+        return ref
+    if not hasattr(transform, "transform_type"):
+        raise KernelTypeError(
+            "transform_ref needs a transform of views",
+            [("got", repr(transform))],
+            user_location(),
+            "ref.reshape(...), ref.transpose(...), plgpu.transpose_ref(ref, order)",
+        )
+    return jaxcompat.transformed_ref(ref, transform)
 
 
 # --- loops over work shared by thread blocks ---

@@ -6,15 +6,14 @@ Those of `pl.get_global` are counted by all thread blocks of a call; those in
 
 from collections.abc import Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from itertools import product as each_of
 from typing import Any
 
 import jax
 
-from pallasite import jaxcompat
 from pallasite.errors import SpecError
 from pallasite.language import refs
 from pallasite.language.memory_spaces import as_axes
+from pallasite.language.peers import mesh_along
 from pallasite.language.trace import user_location
 
 SCOPES = ("sys", "gpu")
@@ -76,20 +75,9 @@ def semaphore_signal_multicast(
     collective_axes: Hashable | Sequence[Hashable],
 ) -> None:
     """Signal a semaphore on all devices along axes of the mesh, this one included."""
-    names = as_axes(collective_axes)
-    mesh = jaxcompat.device_mesh()
-    known: dict[Hashable, int] = {} if mesh is None else dict(mesh.shape)
-    others = [name for name in names if name not in known]
-    if others:
-        raise SpecError(
-            f"{others[0]!r} is not an axis of the device mesh",
-            [("collective_axes", names), ("mesh", known or "none")],
-            user_location(),
-            "call the kernel in jax.shard_map, and name axes of its mesh",
-        )
-    if all(size == 1 for size in known.values()):
+    places = mesh_along(as_axes(collective_axes))
+    if len(places) == 1:
         refs.semaphore_signal(semaphore, value)
         return
-    for place in each_of(*(range(known[name]) for name in names)):
-        to = dict(zip(names, place, strict=True))
-        refs.semaphore_signal(semaphore, value, device_id=to)
+    for place in places:
+        refs.semaphore_signal(semaphore, value, device_id=place)

@@ -183,9 +183,9 @@ def _access_primitive(name: str, num_values: int, writes: bool) -> jaxcompat.Pri
                     user_location(),
                     "broadcast or cast the value first",
                 )
-        effects = {jaxcompat.read_effect(0)}
+        effects = {jaxcompat.ref_effect(0)}
         if writes:
-            effects.add(jaxcompat.write_effect(0))
+            effects.add(jaxcompat.ref_effect(0, writes=True))
         return jax.core.ShapedArray(shape, dtype), effects
 
     primitive.def_effectful_abstract_eval(abstract)
@@ -452,8 +452,8 @@ sem_read_p = kernel_primitive("semaphore_read")
 def ref_effects(args: tuple[Any, ...]) -> set[Any]:
     """The effects of a primitive that may read and write the refs in its operands."""
     refs = [n for n, a in enumerate(args) if isinstance(a, jax.ref.AbstractRef)]
-    reads = {jaxcompat.read_effect(n) for n in refs}
-    return reads | {jaxcompat.write_effect(n) for n in refs}
+    reads = {jaxcompat.ref_effect(n) for n in refs}
+    return reads | {jaxcompat.ref_effect(n, writes=True) for n in refs}
 
 
 copy_p.def_effectful_abstract_eval(lambda *a, **_: ([], ref_effects(a)))
@@ -658,6 +658,9 @@ def run_scoped(f: Any, *types: Any, collective_axes: Any = (), **kw_types: Any) 
     """
     leaves, tree = jax.tree.flatten((types, kw_types), is_leaf=_is_memory)
     refs = [allocate(leaf, collective_axes) for leaf in leaves]
+    if config.get("poison_buffers"):
+        for ref in refs:
+            _poison(ref)
     args, kwargs = jax.tree.unflatten(tree, refs)
     result = f(*args, **kwargs)
     if any(jaxcompat.is_ref(leaf) for leaf in jax.tree.leaves(result)):
@@ -669,6 +672,16 @@ def run_scoped(f: Any, *types: Any, collective_axes: Any = (), **kw_types: Any) 
     for ref in refs:
         jax.ref.free_ref(ref)
     return result
+
+
+_POISONED = ("vmem", "smem", "any", "hbm")
+
+
+def _poison(ref: Any) -> None:
+    """NaNs, where memory is for floats."""
+    is_data = getattr(jaxcompat.memory_space_of(ref), "value", None) in _POISONED
+    if is_data and jnp.issubdtype(ref.dtype, jnp.floating):
+        ref[...] = jnp.full(ref.shape, jnp.nan, ref.dtype)
 
 
 def with_scoped(*types: Any, **kw_types: Any) -> Callable[..., Callable[..., Any]]:

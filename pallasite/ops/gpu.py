@@ -12,7 +12,7 @@ fewer groups pending. Axes of a cluster are those of the grid, -1 being its last
 from typing import Any
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import (
     EXPLICIT,
     Attrs,
@@ -25,7 +25,7 @@ from pallasite.ir.opdef import (
     register,
 )
 from pallasite.ir.roles import Pipeline
-from pallasite.ir.types import INDEX, RefType, TileType, Type
+from pallasite.ir.types import BOOL, INDEX, RefType, TileType, Type
 from pallasite.ops.elementwise import tiles
 
 
@@ -97,6 +97,37 @@ def _cluster_copy(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return barrier_rule((barrier,), attrs)
 
 
+def _peer(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    ref, *numbers = types
+    if not isinstance(ref, RefType):
+        raise TypeRuleError(f"{ref} is not a ref")
+    if any(number != INDEX for number in numbers):
+        raise TypeRuleError(f"places are numbered by i32, got {numbers}")
+    return (ref,)
+
+
+def _peer_block(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    if len(attrs["axes"]) != len(types) - 1 or not attrs["axes"]:
+        raise TypeRuleError(f"{len(types) - 1} numbers for axes {attrs['axes']}")
+    if isinstance(types[0], RefType) and types[0].space not in ("smem", "mbarrier"):
+        raise TypeRuleError(f"{types[0]} is no memory of a thread block")
+    return _peer(types, attrs)
+
+
+def _async_store(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    value, target, barrier = types
+    if not isinstance(target, RefType) or target.space != "smem":
+        raise TypeRuleError(f"{target} is not in shared memory")
+    if (value.shape, value.dtype) != (target.shape, target.dtype):
+        raise TypeRuleError(f"stores {value} to {target}")
+    return barrier_rule((barrier,), attrs)
+
+
+def _barrier_test(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    barrier_rule(types, attrs)
+    return (TileType((), BOOL),)
+
+
 # A note on a copy: the author promises that it stays inside the array.
 NOT_OUTSIDE = "gpu.inside"
 GPU_LEVEL: set[str] = {"roles"}  # ops that only kernels of warpgroups have
@@ -127,12 +158,20 @@ def between_programs(kernel: Kernel) -> list[Value]:
 
 def concurrent_axes(kernel: Kernel, op: Op) -> tuple[int, ...]:
     """The axes of a kernel's own grid whose programs wait for each other: those of a
-    cluster, or all of them where programs share semaphores."""
+    cluster, or all of them where programs share semaphores or, in kernels for GPUs,
+    wait for other devices."""
     if op.name != "pipeline" or op not in kernel.body.ops:
         return ()
     pipeline, every = Pipeline.of(op), bool(between_programs(kernel))
+    every = every or _meets_devices(op)
     axes = enumerate(zip(pipeline.grid, pipeline.semantics, strict=True))
     return tuple(n for n, (size, s) in axes if size != 1 and (every or s == "cluster"))
+
+
+def _meets_devices(pipeline: Op) -> bool:
+    ops = list(walk(Block((), (pipeline,))))
+    of_gpu = any(o.name == "alloc" and o.result.ref.space == SEMAPHORES for o in ops)
+    return of_gpu and any(op.name == "sem_signal_device" for op in ops)
 
 
 def is_of_warpgroups(op: Op) -> bool:
@@ -174,6 +213,14 @@ gpu_row(
     (),
     uses=COUNTS,
     doc="waits until the phase of that parity is complete",
+)
+gpu_row(
+    "barrier_test",
+    _barrier_test,
+    2,
+    (),
+    uses=COUNTS,
+    doc="whether the phase of that parity is complete; does not wait",
 )
 gpu_row(
     "wgmma",
@@ -229,6 +276,38 @@ gpu_row(
     "blocks along axes of the cluster, or to this block's, with the barrier of "
     "the `first` block",
 )
+gpu_row(
+    "async_store",
+    _async_store,
+    3,
+    ("atomic",),
+    uses=(Use.READ, Use.WRITE, Use.WRITE),
+    doc="starts storing a tile to shared memory, or combining with what is there "
+    "(`atomic`); one arrival at the barrier, whose phase waits for the bytes",
+)
+_peer_row: dict[str, Any] = dict(effect=Effect.PURE, uses=(Use.VIEW,), level=EXPLICIT)
+register(
+    OpDef(
+        "peer_block",
+        _peer_block,
+        attrs=("axes",),
+        layouts=True,
+        doc="the same shared memory, or barrier, in the thread block with those "
+        "numbers along axes of the cluster",
+        **_peer_row,
+    )
+)
+register(
+    OpDef(
+        "peer_device",
+        _peer,
+        2,
+        layouts=True,
+        doc="the same main memory on the device of that number",
+        **_peer_row,
+    )
+)
+GPU_LEVEL.add("peer_block")
 gpu_row(
     "bulk_commit",
     nothing,

@@ -51,3 +51,4 @@ def watched(kernel: Kernel) -> Iterator[Progress]:
         yield progress
     finally:
         done.set()
+        thread.join()  # nothing is said of a compilation that has ended

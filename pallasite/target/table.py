@@ -127,6 +127,14 @@ GPUS: dict[str, Gpu] = {
             device_kinds=("NVIDIA B200",), cores=148, arch="sm_100",
             matrix=(256, 256, 16),
         ),
+        # Twice the exponentials of its predecessor, and no matmuls of integers.
+        _gpu(
+            "b300", (288, 8000), 126, 227,
+            {"f64": 1.2 * T, "f32": 1125 * T, "bf16": 2250 * T, "f16": 2250 * T,
+             "f8e4m3fn": 4500 * T, "f4e2m1fn": 13500 * T},
+            device_kinds=("NVIDIA B300", "NVIDIA GB300"), cores=148, arch="sm_103",
+            matrix=(256, 256, 16), special_lanes=32,
+        ),
         _gpu(
             "mi300x", (192, 5300), 32, 64,
             {"f64": 163.4 * T, "f32": 653.7 * T, "bf16": 1307.4 * T, "f16": 1307.4 * T,

@@ -115,7 +115,8 @@ class Dims:
 
     @staticmethod
     def of(q: Any, k: Any, v: Any) -> "Dims":
-        return Dims(*q.shape[:2], k.shape[1], *q.shape[2:], v.shape[3])
+        batch, heads, length, depth = q.shape
+        return Dims(batch, heads, k.shape[1], length, depth, v.shape[3])
 
 
 def extras(what: What) -> tuple[str, ...]:
@@ -186,11 +187,11 @@ class Step:
         rows = i * self.bq + lax.broadcasted_iota(I32, shape, 0)
         return rows, j * self.bk + lax.broadcasted_iota(I32, shape, 1)
 
-    def seen(self, shape: tuple[int, ...], i: Any, j: Any, more: dict) -> Any:
-        """Which keys a query sees; None for all."""
+    def seen(self, shape: tuple[int, ...], i: Any, j: Any, more: dict, past) -> Any:
+        """Which keys a query sees; None for all. `past`: the keys are before it."""
         what, parts = self.what, []
         rows, columns = self._places(shape, i, j)
-        if what.causal:
+        if what.causal and not past:
             parts.append(rows >= columns)
         if what.window:
             parts.append(rows - columns < what.window)
@@ -204,11 +205,11 @@ class Step:
         return seen
 
     def __call__(
-        self, q, k, v, state, i: Any, j: Any, more: dict, masked: bool = True
+        self, q, k, v, state, i: Any, j: Any, more: dict, past: bool = False
     ) -> tuple[Any, Any, Any]:
         m, l, acc = state
         s = self.change(self.scores(q, k), i, j, more)
-        seen = self.seen(s.shape, i, j, more) if masked else None
+        seen = self.seen(s.shape, i, j, more, past)
         if seen is not None:
             s = self._masked(s, seen)
         flat = self.style.stats == "vector"
@@ -536,10 +537,8 @@ class _State:
         ):
             whole = self.layout.style.heads == "whole" and ref.shape[-2:] != shape.shape
             place = self.ids[2] * self.step.bq if whole else None
-            read = (
-                self.layout.read(ref, self.ids, place, self.step.bq) if outside else 0
-            )
-            value = ref[...] if not outside else read
+            read = lambda: self.layout.read(ref, self.ids, place, self.step.bq)
+            value = read() if outside else ref[...]
             values.append(value.reshape(shape.shape))
         return tuple(values)
 
@@ -571,10 +570,10 @@ def _loop_kernel(step: Step, layout: Layout, names: Sequence[str]):
         sink = more["sinks"][...] if "sinks" in more else None
         start, (first, end) = step.start(_scalar(sink)), layout.steps(i)
 
-        def absorb(j, state, masked=True):
+        def absorb(j, state, past=False):
             k = layout.read(inputs["k"], ids, j * step.bk, step.bk, group)
             v = layout.read(inputs["v"], ids, j * step.bk, step.bk, group)
-            return step(q, k, v, state, i, j, layout.extra(more, j), masked)
+            return step(q, k, v, state, i, j, layout.extra(more, j), past)
 
         if pipelined:
             state = _pipelined(step, layout, ids, inputs, more, q, start, rest)
@@ -597,10 +596,8 @@ def _looped(kind: str, step: Step, absorb, start, first, end, i):
         return lax.fori_loop(0, end, absorb, start, unroll=2 if end % 2 == 0 else 1)
     if kind == "two loops":
         whole = (i * step.bq) // step.bk
-        unmasked = lambda j, state: absorb(j, state, False)
-        return lax.fori_loop(
-            whole, end, absorb, lax.fori_loop(0, whole, unmasked, start)
-        )
+        past = lambda j, state: absorb(j, state, True)
+        return lax.fori_loop(whole, end, absorb, lax.fori_loop(0, whole, past, start))
     return lax.fori_loop(first, end, absorb, start)
 
 

@@ -2,8 +2,6 @@
 sparse products, written from the language's documents alone."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,66 +10,12 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from tests.forms.form import (
-    F32,
-    I32,
-    SIZES,
-    Family,
-    Operand,
-    Problem,
-    Shape,
-    Size,
-)
+from tests.forms.form import F32, I32, Family, Shape
+from tests.forms.sized import integers, made, normal, sized, uniform
 
 family = Family("held-out second")
+second = sized(family)
 LOW = -1e30
-Built = tuple[Callable, Callable, list[Operand]]  # function, reference, operands
-
-
-def second(
-    name: str, title: str, tiny: dict, cpu: dict, model: dict, grad: bool = True
-):
-    """Decorates what builds a kernel for sizes, which its reference knows, too."""
-    sizes = {"tiny": tiny, "cpu": cpu, "part": cpu, "model": model}
-
-    def decorated(build: Callable[..., Built]) -> Callable[..., Built]:
-        def built(size: Size) -> Built:
-            return build(**sizes[size.name], dtype=size.dtype)
-
-        def reference(*arrays: Any) -> Any:
-            given = [(x.shape, x.dtype) for x in arrays]
-            for size in SIZES.values():
-                _, function, operands = built(size)
-                if [(x.shape, x.dtype) for x in map(_struct, operands)] == given:
-                    return function(*arrays)
-            raise AssertionError(f"no size of {name} has operands {given}")
-
-        operands = lambda size: built(size)[2]
-        problem = Problem(f"second {name}", operands, reference)
-        family.add(f"{name}: {title}", problem, lambda size: built(size)[0], grad=grad)
-        return build
-
-    return decorated
-
-
-def _struct(operand: Operand) -> Any:
-    return operand.struct
-
-
-def normal(*shape: int, dtype: Any = F32, scale: float = 1.0) -> Operand:
-    return Operand(shape, dtype, spread=scale)
-
-
-def uniform(*shape: int, dtype: Any = F32, lo: float = 0.0, hi: float = 1.0) -> Operand:
-    return Operand(shape, dtype, make=lambda r: r.uniform(lo, hi, shape))
-
-
-def integers(*shape: int, hi: int, lo: int = 0, dtype: Any = I32) -> Operand:
-    return Operand(shape, dtype, make=lambda r: r.integers(lo, hi, shape))
-
-
-def made(shape: tuple[int, ...], dtype: Any, make: Callable) -> Operand:
-    return Operand(shape, dtype, make=make)
 
 
 @second(

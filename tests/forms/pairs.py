@@ -11,14 +11,13 @@ For each pair and target the first of these that holds is counted:
 * schedule: the same text after the backend's own passes;
 * work: the same backend, and the scheduled kernels compute and move the same, up to 5%,
   on as many of the chip's cores;
-* time: other kernels, whose work and bytes take the same time, up to 5%, by the model
-  of the machine (not of a TPU);
-* neither: with the choices that alone make another text of the first spelling.
+* time: other kernels, which take the same time, up to 5%, by the model of the machine;
+* neither: with the choices that alone make another text of the first spelling, and how
+  many times as long as the faster one the slower one takes.
 """
 
 import argparse
 import json
-import os
 import re
 import sys
 import warnings
@@ -32,15 +31,17 @@ from typing import Any
 
 from pallasite import config
 from pallasite.backends import base
+from pallasite.backends.cpu.call.parallel_units import UNITS
 from pallasite.errors import PallasError
-from pallasite.ir.nodes import Kernel
+from pallasite.ir.nodes import Kernel, walk
+from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import analyze
 from pallasite.passes.analysis.work import count
 from pallasite.passes.run import run
 from pallasite.primitive import Call, parts_of, planned
 from pallasite.sites import calls_in
-from pallasite.target import Gpu, Named, host, named
-from pallasite.target.machine import Machine
+from pallasite.target import Chip, Named, named
+from pallasite.target.machine import ROUND_BYTES, Machine
 from tests.forms.form import SIZES, Size
 from tests.forms.spellings import BASES, Spelling, pairs
 
@@ -103,34 +104,66 @@ class Scheduled:
             (a.bytes, b.bytes),
         )
         same = all(max(n) <= WITHIN * min(n) for n in numbers)
-        return same and self.programs == other.programs
+        return same and self.used == other.used
+
+    @property
+    def used(self) -> int:
+        """How many of the chip's cores have a program."""
+        return min(self.programs, self._machine.cores)
 
     @property
     def programs(self) -> int:
-        """How many of the chip's cores have a program."""
-        axes = analyze(self.kernel).axes if self.kernel is not None else ()
-        sizes = [axis.size or 1 for axis in axes if axis.parallel]
-        return min(prod(sizes), self._cores)
-
-    @property
-    def _cores(self) -> int:
-        return getattr(self.target.chip, "cores", None) or os.cpu_count() or 1
+        """How many may run at once."""
+        if self.kernel is None:
+            return 1
+        (grid,) = (op for op in self.kernel.body.ops if op.name == "pipeline")
+        if UNITS in grid.attrs:  # a CPU's threads have noted theirs
+            return prod(Pipeline.of(grid).grid[a] or 1 for a in grid.attrs[UNITS])
+        axes = analyze(self.kernel).axes
+        return prod(axis.size or 1 for axis in axes if axis.parallel)
 
     @property
     def seconds(self) -> float:
-        """Estimated time, as far as work and bytes decide it."""
+        """Estimated time: of the unit that is busy the longest, and to start steps.
+
+        Bytes that a chip with caches copies again come from there; few programs wait
+        for memory most of the time.
+        """
         if self.kernel is None:
             return inf
-        work, chip = count(self.kernel), self.target.chip
-        machine = Machine.usual(chip if isinstance(chip, Gpu) else host())
-        special, moved = work.transcendentals, work.bytes
-        return machine.kernel(work.flops, special, moved, 0, self.programs)
+        work, machine = count(self.kernel), self._machine
+        products = machine.multiplying_all(work.products)
+        others = machine.computing(work.arithmetic, work.transcendentals)
+        moved = work.bytes if machine.must_fit else work.distinct_bytes
+        memory = max(machine.copying(moved), machine.reading_cache(work.bytes))
+        turns = -(-self.programs // machine.cores)
+        idle = turns * machine.cores / max(self.programs, 1)
+        waiting = max(min(self.programs, machine.at_once), 1)
+        memory = max(memory, machine.latency * work.bytes / ROUND_BYTES / waiting)
+        if machine.one_unit:
+            return idle * (products + others + memory)
+        return max(idle * max(products, others), memory) + self._starting
+
+    @property
+    def _starting(self) -> float:
+        """Seconds to start the steps of grids, and the matmuls in them."""
+        assert self.kernel is not None
+        grids = [op for op in self.kernel.body.ops if op.name == "pipeline"]
+        counts = [prod(n or 1 for n in Pipeline.of(op).grid) for op in grids]
+        dots = (sum(o.name == "dot" for o in walk(op.regions[-1])) for op in grids)
+        each = zip(counts, dots, strict=True)
+        return self._machine.starting(sum(counts), sum(n * m for n, m in each))
+
+    @property
+    def _machine(self) -> Machine:
+        return Machine.usual(self.target.chip)
 
 
 def schedules_of(call: Call, target: Named) -> list[Scheduled]:
     """What a call runs as: one kernel, or several that its plan says."""
     platform = "cuda" if target.platform == "gpu" else target.platform
-    program = planned(call, platform, chip=target.chip).program
+    chip = target.chip if isinstance(target.chip, Chip) else None
+    program = planned(call, platform, chip=chip).program
     calls = [call] if program is None else parts_of(call, program)
     return [Scheduled.of(each, target) for each in calls]
 
@@ -153,11 +186,18 @@ def outcome(pair: Sequence[Spelling], target: Named, size: Size) -> tuple[str, s
                 return "schedule", ""
             if all(alike):
                 return "work", ""
-        if target.platform != "tpu":  # whose time libtpu says
-            times = [sum(each.seconds for each in parts) for parts in (first, second)]
-            if max(times) <= WITHIN * min(times) < inf:
-                return "time", ""
-        return "neither", cause(pair, first, second, texts[0], size)
+        ratio = slower(first, second)
+        if ratio <= WITHIN:
+            return "time", ""
+        why = cause(pair, first, second, texts[0], size)
+        return "neither", f"{ratio:.2f}x; {why}"
+
+
+def slower(first: Sequence[Scheduled], second: Sequence[Scheduled]) -> float:
+    """How many times as long as the faster one the slower one takes."""
+    launch = Machine.usual(first[0].target.chip).launch
+    times = [sum(each.seconds + launch for each in parts) for parts in (first, second)]
+    return max(times) / min(times) if min(times) < inf else inf
 
 
 def cause(
@@ -180,7 +220,7 @@ def cause(
             alone.append(f"{name}={getattr(style, name)}")
     said = sorted({why for each in (*a, *b) for why in each.refusals})
     names = ["+".join(each.backend for each in parts) for parts in (a, b)]
-    cores = ["+".join(str(each.programs) for each in parts) for parts in (a, b)]
+    cores = ["+".join(str(each.used) for each in parts) for parts in (a, b)]
     backends = "/".join(dict.fromkeys(names))
     return "; ".join([f"{backends} on {'/'.join(cores)}", ", ".join(alone), *said])
 

@@ -32,6 +32,7 @@ from pallasite.passes.normal import normalize
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.consecutive_indices import consecutive_indices
 from pallasite.passes.normal.known_comparisons import known_comparisons
+from pallasite.passes.normal.scratch_values import scratch_values
 from pallasite.passes.optimise.equal_factors import equal_factors
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
@@ -40,7 +41,6 @@ from pallasite.passes.optimise.idle_windows import idle_windows
 from pallasite.passes.optimise.join_branches import join_branches
 from pallasite.passes.optimise.join_products import join_products
 from pallasite.passes.optimise.one_hots import one_hots
-from pallasite.passes.optimise.scratch_values import scratch_values
 from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.optimise.stagger_products import stagger_products
 from pallasite.passes.optimise.unmasked_steps import unmasked_steps

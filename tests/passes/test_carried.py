@@ -171,3 +171,85 @@ def test_a_loop_overwrites_what_its_iterations_store_side_by_side(
     pipeline = program(START + STEPS + loop, params=PARAMS)
     ref = value_named(pipeline, "acc")
     assert is_overwritten(pipeline.body.ops, ref, {}) == swept
+
+
+SEVEN = "%c7: i32 = constant {value=7, type=i32[]}\n"
+EARLIER = "%j: i32 = sub %i, %c1\n%y: i32 = load %acc[%j]\nstore %acc[%i] = %y"
+FILL_NEXT = """
+    %n: i32 = add %i, %c1
+    %s: i32 = rem %n, %c2
+    %t: bool = lt %n, %c8
+    %u: i32 = cast %t {dtype=i32}
+    cond %u
+      branch () { }
+      branch () { store %acc[%s] = %i }
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "bounds", "code", "axis"),
+    [
+        ("store %acc[0] = %zero", "%c1, %c8, %c1", EARLIER, 2),
+        ("store %acc[1] = %zero", "%c1, %c8, %c1", EARLIER, 0),
+        ("store %acc[0] = %zero", "%c2, %c8, %c1", EARLIER, 0),
+        (
+            "store %acc[7] = %zero",
+            "%zero, %c7, %c1",
+            "%k: i32 = sub %c7, %i\n%j: i32 = sub %k, %c1\n"
+            "%y: i32 = load %acc[%k]\nstore %acc[%j] = %y",
+            2,
+        ),
+        (
+            "store %acc[0] = %zero",
+            "%zero, %c8, %c1",
+            FILL_NEXT + "%m: i32 = rem %i, %c2\n%y: i32 = load %acc[%m]",
+            2,
+        ),
+        (
+            "store %acc[1] = %zero",
+            "%zero, %c8, %c1",
+            FILL_NEXT + "%m: i32 = rem %i, %c2\n%y: i32 = load %acc[%m]",
+            0,
+        ),
+    ],
+    ids=["down", "hole", "first", "up", "turns", "other"],
+)
+def test_rows_that_iterations_fill_for_each_other(before, bounds, code, axis):
+    """As a tridiagonal solve in scratch, or two buffers that take turns."""
+    given = f"{before}\nfor {bounds} body (%i: i32) {{ {code} }}"
+    pipeline = program(START + STEPS + SEVEN + given, (2, 3), PARAMS)
+    ref = value_named(pipeline, "acc")
+    assert carried_from(pipeline.body, ref, pipeline.ids, pipeline.grid) == axis
+
+
+@pytest.mark.parametrize(("first", "axis"), [(0, 2), (1, 0)])
+def test_buffers_that_copies_fill_in_turns(first: int, axis: int):
+    """Started an iteration ahead, each waits for its own semaphore."""
+    copy = lambda n, at: (
+        f"""
+        %v{n}: ref<i32[4] vmem> = subview %buf[{at}, :]
+        %w{n}: ref<i32[] dma_sem> = subview %sem[{at}]
+    """
+    )
+    start = lambda n: f"copy_start %half, %v{n}, %w{n} {{priority=0}}\n"
+    code = f"""
+        {copy("a", first)} {start("a")}
+        for %zero, %c8, %c1 body (%i: i32) {{
+            %n: i32 = add %i, %c1
+            %s: i32 = rem %n, %c2
+            %t: bool = lt %n, %c8
+            %u: i32 = cast %t {{dtype=i32}}
+            cond %u
+              branch () {{ }}
+              branch () {{ {copy("b", "%s")} {start("b")} }}
+            %m: i32 = rem %i, %c2
+            {copy("c", "%m")}
+            copy_wait %half, %vc, %wc {{priority=0}}
+            %y: i32[4] = load %buf[%m, :]
+        }}
+    """
+    params = "%buf: ref<i32[2,4] vmem>, %sem: ref<i32[2] dma_sem>, " + PARAMS
+    pipeline = program(START + STEPS + code, (2, 3), params)
+    for name in ("buf", "sem"):
+        ref = value_named(pipeline, name)
+        assert carried_from(pipeline.body, ref, pipeline.ids, pipeline.grid) == axis

@@ -11,7 +11,7 @@ from pallasite import tpu as pltpu
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.optimise.scratch_values import scratch_values
+from pallasite.passes.normal.scratch_values import scratch_values
 from pallasite.sites import kernels_in
 from tests.passes.test_promote import expect
 from tests.passes.test_row_strips import code
@@ -63,11 +63,33 @@ def test_what_is_loaded_is_what_was_stored():
     np.testing.assert_array_equal(outputs(made, [x])[0], x)
 
 
+def test_a_result_is_stored_once():
+    body = """
+    %z: f32[4] = constant {value=0.0}
+    store %ob[:] = %z
+    %v: f32[4] = load %xb[:]
+    %a: f32[4] = load %ob[:]
+    %b: f32[4] = add %a, %v
+    store %ob[:] = %b
+    %c: f32[4] = load %ob[:]
+    %d: f32[4] = add %c, %v
+    store %s[:] = %d
+    """
+    made = scratch_values(kernel(body))
+    verify(made)
+    assert made.text.count("store") == 1
+    assert "load %ob" not in made.text
+    x = np.arange(8, dtype=np.float32)
+    np.testing.assert_array_equal(outputs(made, [x])[0], x)
+
+
 @pytest.mark.parametrize(
     "body",
     [
         # read before it is written: an earlier step's
         "%a: f32[4] = load %s[:] store %s[:] = %a store %ob[:] = %a",
+        # a result that an earlier step began
+        "%a: f32[4] = load %ob[:] store %ob[:] = %a",
         # written in part
         """%v: f32[2] = load %xb[0:+2] store %s[0:+2] = %v
         %a: f32[4] = load %s[:] store %ob[:] = %a""",

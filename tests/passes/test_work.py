@@ -7,9 +7,13 @@ import pytest
 from jax import lax
 
 import pallasite as pl
+from pallasite.backends import base
 from pallasite.passes.analysis.work import Work, count
 from pallasite.passes.run import run
 from pallasite.sites import kernels_in
+from tests.forms.form import SIZES
+from tests.forms.pairs import call_of
+from tests.forms.spellings import BASES, Spelling
 from tests.ir import kernels
 from tests.zoo import all_cases
 
@@ -164,3 +168,13 @@ def test_a_large_grid_is_counted_as_a_whole():
     found = count(kernels.matmul(1 << 14, 1 << 14, 1 << 14, (128, 128, 128)))
     assert sum(found.products.values()) == 2 << 42
     assert found.traffic[0].bytes == (1 << 28) * F32 * 128
+
+
+def test_what_a_cpu_fuses_with_a_product_counts_as_before():
+    """`dot_store` is a product, an addition and a store."""
+    base_of = BASES["matmul"]
+    one = Spelling(base_of, base_of.whats[0], base_of.style())
+    kernel = call_of(one, SIZES["model"]).kernel
+    scheduled = base.Compiled(base.get("cpu"), kernel, base.Options()).scheduled
+    assert "dot_store" in scheduled.text
+    assert count(scheduled).products == count(run(kernel)).products

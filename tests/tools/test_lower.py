@@ -30,7 +30,10 @@ def test_stages_for_cpu():
     shared = [step.name for step in SHARED]
     passes = base.get("cpu").passes(base.Options())
     own = [step.name for step in passes if not step.if_changed]  # nothing was merged
-    assert list(stages) == ["import", *shared, *own, "scheduled", "llvm", "asm"]
+    steps = ["import", *shared, *own, "scheduled", "llvm", "asm"]
+    again = [steps[:n].count(name) for n, name in enumerate(steps)]
+    named = [f"{s}.{n + 1}" if n else s for s, n in zip(steps, again, strict=True)]
+    assert list(stages) == named and any(again)
     assert "pipeline" in stages["import"] and "test_lower.py" in stages["import"]
     assert stages["scheduled"] == stages[own[-1]]
     assert "@handler" in stages["llvm"] and "handler:" in stages["asm"]
@@ -54,6 +57,7 @@ def test_dump_writes_the_backends_stages(tmp_path):
     names = sorted(path.name.split("-", 1)[1] for path in tmp_path.glob("double-*/*"))
     shown = list(pl.lower(call)(SHAPE).stages(backend="cpu"))
     shown.remove("scheduled")  # the last pass's text
+    shown = [name.partition(".")[0] for name in shown]  # files are numbered anyway
     want = [f"cpu-{name}" if name in ("llvm", "asm") else name for name in shown]
     assert names == sorted(f"{name}.txt" for name in want)
 

@@ -34,10 +34,10 @@ from pallasite.passes.lower.own_inputs import own_inputs, own_results
 from pallasite.passes.lower.place_windows import place_windows
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.known_comparisons import known_comparisons
+from pallasite.passes.normal.scratch_values import scratch_values
 from pallasite.passes.optimise.equal_factors import equal_factors
 from pallasite.passes.optimise.guard_bounds import guard_bounds
 from pallasite.passes.optimise.one_hots import one_hots
-from pallasite.passes.optimise.scratch_values import scratch_values
 from pallasite.passes.optimise.unmasked_steps import unmasked_steps
 from pallasite.passes.run import Pass, run
 from pallasite.passes.schedule.choose_blocks import for_threads

@@ -21,9 +21,16 @@ from pallasite.backends.base import (
     stored_launch,
 )
 from pallasite.backends.cuda import emit, nvrtc
-from pallasite.backends.cuda.authored import all_at_once, one_role, rounds, share_core
+from pallasite.backends.cuda.authored import (
+    all_at_once,
+    one_role,
+    rounds,
+    share_core,
+    stores_at_once,
+)
 from pallasite.backends.cuda.before_waits import before_waits
 from pallasite.backends.cuda.fewer_dims import fewer_dims
+from pallasite.backends.cuda.instruction_sets import instruction_set
 from pallasite.backends.cuda.late_waits import late_waits
 from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.products import (
@@ -91,8 +98,6 @@ MASK_ELEMENTS = 1024  # from which unmasked iterations are worth a loop of their
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads
 # What kernels may contain; `specialize` decomposes dots.
 NATIVE_OPS = frozenset({"dot", *emit.RULES})
-# The architecture name that enables features specific to this generation of chips.
-OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 
 
 def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
@@ -120,6 +125,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
         Pass("plain_copies", plain_copies),
+        Pass("stores_at_once", stores_at_once),
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
         Pass("row_strips", partial(row_strips, most_bytes=STRIP_BYTES)),
         Pass("canonicalize", canonicalize),
@@ -234,7 +240,8 @@ def _chip(options: Options) -> Gpu:
 
 
 def _arch(chip: Gpu) -> str:
-    return OWN_CODE.get(chip.arch, chip.arch)
+    found = instruction_set(chip)  # features that only this generation of chips has
+    return chip.arch if found is None else found.code
 
 
 def _config(launched: emit.Launched, ptx: str) -> str:

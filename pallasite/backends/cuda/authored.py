@@ -12,6 +12,11 @@ from dataclasses import replace
 from math import prod
 
 from pallasite.backends.cuda.clusters import CLUSTER
+from pallasite.backends.cuda.instruction_sets import (
+    BLACKWELL,
+    BLACKWELL_ULTRA,
+    HOPPER,
+)
 from pallasite.backends.cuda.layouts import WARPGROUP
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -22,12 +27,15 @@ from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.live_tiles import LiveTiles
 from pallasite.target import Gpu
 
-HOPPER = "sm_90"
 WARPGROUP_OPS = {"barrier_wait", "copy_start", "wgmma", "bulk_wait", "set_registers"}
 WARPGROUP_OPS |= {"cluster_barrier", "tensor_mma", "warps"}
 WARPGROUP_OPS |= {"sem_signal", "sem_wait", "sem_reach", "sem_read"}
-# The first generation of chips that has an op, for ops that not all have.
-ONLY_ON = {"wgmma": "sm_90", "tensor_mma": "sm_100"}
+WARPGROUP_OPS |= {"barrier_test", "peer_block"}
+# The chips that have an op, for ops that not all have.
+ONLY_ON = {
+    "wgmma": (HOPPER.arch,),
+    "tensor_mma": (BLACKWELL.arch, BLACKWELL_ULTRA.arch),
+}
 PROGRAMS = 2  # that share an SM
 FEWEST_REGISTERS = 24  # per thread
 OTHER_REGISTERS = 32  # of a multiplying thread, besides its tiles
@@ -41,7 +49,7 @@ MOST_THREADS = 1024  # of thread blocks that share an SM: 64 registers for each
 GRANULE = 8  # granularity of a thread's register count
 # What makes some programs take longer, and what leaves something to the next one.
 ONLY_ONCE = {"while", "alloc", "named_barrier", "tensor_mma", "warps"}
-ONLY_ONCE |= {"sem_signal", "sem_wait", "sem_reach", "sem_read"}
+ONLY_ONCE |= {"sem_signal", "sem_wait", "sem_reach", "sem_read", "barrier_test"}
 BEFORE_ROLES = {"alloc", "constant"}  # what no program of a thread block changes
 NO_COPIES: frozenset[str] = frozenset()
 BLOCKS = "cuda.blocks"  # thread blocks, where they are fewer than a pipeline's programs
@@ -52,8 +60,9 @@ def one_role(kernel: Kernel, chip: Gpu) -> Kernel:
     pipeline = Pipeline.of(find_pipeline(kernel))
     names = {op.name: op for op in walk(pipeline.body)}
     explicit = [names[name] for name in sorted(WARPGROUP_OPS & names.keys())]
-    needed = next((ONLY_ON[name] for name in ONLY_ON if name in names), HOPPER)
-    if explicit and chip.arch != needed:
+    chips = next((ONLY_ON[name] for name in ONLY_ON if name in names), (HOPPER.arch,))
+    if explicit and chip.arch not in chips:
+        needed = " or ".join(chips)
         op = next((names[n] for n in ONLY_ON if n in names), explicit[0])
         raise UnsupportedError(
             f"backend 'cuda' supports {op.name} only on {needed}, the chip is "
@@ -71,6 +80,28 @@ def one_role(kernel: Kernel, chip: Gpu) -> Kernel:
     role = Op("roles", attrs=notes, regions=(rest,), loc=pipeline.op.loc)
     block = Block(body.params, (*memory, role))
     return with_pipeline(kernel, pipeline.with_(body=block).to_op())
+
+
+def stores_at_once(kernel: Kernel) -> Kernel:
+    """Stores to other thread blocks that are done when they are started: the stores,
+    then the arrival, which a fence orders. They could land later; none has to."""
+
+    def change(op: Op, b: Rewriter) -> tuple[Value, ...] | None:
+        if op.name != "async_store":
+            return None
+        if op.attrs["atomic"] is not None:
+            raise UnsupportedError(
+                "backend 'cuda' has no atomics: async_store_smem(atomic=...)",
+                [("kernel", kernel.name)],
+                op.loc or kernel.loc,
+                "store to a part of its own for each thread block, and add them up",
+            )
+        value, target, barrier = op.operands
+        b.store(target, value)
+        b.emit("barrier_expect", barrier, bytes=0)
+        return ()
+
+    return map_ops(kernel, change)
 
 
 def share_core(kernel: Kernel, chip: Gpu) -> Kernel:

@@ -31,13 +31,14 @@ from pallasite.backends.cuda.authored import BLOCKS
 from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
 from pallasite.backends.cuda.elementwise import CALLED
 from pallasite.backends.cuda.explicit import MAP_BYTES
+from pallasite.backends.cuda.instruction_sets import BLACKWELL, HOPPER
 from pallasite.backends.cuda.layouts import WARPGROUP, Spread, striped
 from pallasite.backends.cuda.meetings import COPIES, NOTHING, Meetings
 from pallasite.backends.cuda.products import BEHIND
 from pallasite.backends.cuda.repack import REPACKED
 from pallasite.backends.cuda.role_code import Rounds
 from pallasite.backends.cuda.shared import can_swizzle, copied_otherwise, widest_swizzle
-from pallasite.backends.cuda.tensor_memory import TensorMemory, rows_by_thread
+from pallasite.backends.cuda.tensor_memory import TensorMemory
 from pallasite.backends.cuda.text import c_type
 from pallasite.backends.libdevice import is_called
 from pallasite.errors import UnsupportedError
@@ -60,7 +61,6 @@ MAX_THREADS = 1024
 # threads take up to twice as much before their number grows.
 ELEMENTS, REDUCED_ELEMENTS, MOST_ELEMENTS = 16, 32, 64
 WARP_THREADS, USUAL_THREADS = 32, 256
-HOPPER, BLACKWELL = "sm_90a", "sm_100a"
 PRODUCTS = ("wgmma", "tensor_mma")  # these read swizzled memory
 TILE_WORDS = 96  # registers per thread for tiles
 
@@ -126,6 +126,8 @@ class Emitter(TensorMemory):
         self.fenced = fenced(kernel, accesses)
         self.written = _written(accesses)
         self.exchanges = _exchanges(accesses)
+        peers = (op for op in walk(self.program.body) if op.name == "peer_block")
+        self.has_peers = any(op.operands[0].ref.space == "smem" for op in peers)
         self.rounded_away = rounded_away(kernel)
         self.threads, self.vector_elements = _threads(kernel, accesses)
         roles = [op for op in walk(self.program.body) if op.name == "roles"]
@@ -153,7 +155,7 @@ class Emitter(TensorMemory):
         if not roles:  # with calls, ptxas ignores how roles share registers
             self.called = _called(self.program.body, self.threads)
         self.arch = _arch(self.program.body) if roles else ""
-        self.instructions_wait = self.arch != BLACKWELL
+        self.instructions_wait = self.arch != BLACKWELL.code
         self.users = users_of(self.program.body)
         self.per_core = roles[0].attrs.get("cuda.per_core", 1) if roles else 1
 
@@ -162,7 +164,11 @@ class Emitter(TensorMemory):
         found = {}
         for op in walk(self.program.body):
             if op.name == "load" and op.operands[0].ref.space == "tmem":
-                found[op.result] = rows_by_thread(*op.result.tile.shape)
+                found[op.result] = self.tensor_spread(*op.result.tile.shape)
+            if op.name == "store" and op.operands[0].ref.space == "tmem":
+                found.setdefault(
+                    op.operands[1], self.tensor_spread(*op.operands[1].tile.shape)
+                )
             if op.name == "wgmma":
                 for value in (op.result, op.operands[1]):
                     if not value.is_ref:
@@ -370,6 +376,8 @@ class Emitter(TensorMemory):
         is_behind = any(each.attrs.get(BEHIND) for each in loop.body.ops)
         if is_behind:
             self.starts_behind()
+        if self.alone and self.columns:  # threads that need few registers
+            self.out.line('_Pragma("unroll 1")')
         with self.out.block(
             f"for ({kind} {n} = {first}; {n} < {limit}; {n} += {step})"
         ):
@@ -550,8 +558,8 @@ def _is_turned_bytes(value: Value, made: Mapping[Value, Op]) -> bool:
 
 def _arch(body: Block) -> str:
     """The generation of chips that an author's code is for."""
-    is_new = any(op.name == "tensor_mma" for op in walk(body))
-    return BLACKWELL if is_new else HOPPER
+    is_new = any(op.name == BLACKWELL.op for op in walk(body))
+    return (BLACKWELL if is_new else HOPPER).code
 
 
 def uses_of(body: Block, roots: Roots) -> dict[Value, frozenset[str]]:

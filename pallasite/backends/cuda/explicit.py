@@ -356,7 +356,10 @@ class Explicit(Shared):
             return
         view = self.picked(access)
         assert access.value is not None
-        tile = self.env[access.value]
+        self.copy_tile_out(self.env[access.value], view)
+
+    def copy_tile_out(self, tile: Tile, view: View) -> None:
+        """Stage a tile in shared memory, a panel at a time, from where it is copied."""
         spread, width = tile.spread, view.dtype.bytes
         assert spread is not None
         columns = ROW_BYTES // width
@@ -479,18 +482,22 @@ class Explicit(Shared):
             return False
         if len(view.dims) != 2 or root is None or root in self.fenced:
             return False
-        rows, columns = tile.spread.shape
-        if rows % (64 * self.warpgroups):
-            return False
-        is_sums = tile.spread == accumulator(rows, columns, self.warpgroups)
         plain = tile.is_packed or tile.dtype.name == "f32"
         row_bytes = root.ref.shape[-1] * tile.dtype.bytes
         across = view.dims[1]
-        aligned = row_bytes % 16 == 0 and columns * tile.dtype.bytes % ROW_BYTES == 0
+        aligned = row_bytes % 16 == 0
         last = across.axis == root.ref.rank - 1 and across.step == 1
         ranked = 2 <= root.ref.rank <= 5 and view.dims[0].step == 1
         bounded = all(e.stop == root_size(view, k) for k, e in view.edges)
+        is_sums = self.is_staged(tile, tile.spread)
         return all((is_sums, plain, aligned, last, ranked, bounded))
+
+    def is_staged(self, tile: Tile, spread: Spread) -> bool:
+        """Whether a tile is held as `emit_store` stages tiles."""
+        rows, columns = spread.shape
+        if rows % (64 * self.warpgroups) or columns * tile.dtype.bytes % ROW_BYTES:
+            return False
+        return spread == accumulator(rows, columns, self.warpgroups)
 
     # --- matmuls ---
 

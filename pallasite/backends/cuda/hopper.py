@@ -48,6 +48,15 @@ BARRIERS: dict[str, str] = {
         '    "@p bra DONE;\\nbra AGAIN;\\nDONE:\\n}"'
         ' :: "r"(at), "r"(parity) : "memory");\n}\n'
     ),
+    "barrier_test": (
+        "DEVICE int barrier_test(u32 at, u32 parity) {\n"
+        "  int is_over;\n"
+        '  asm volatile("{\\n.reg .pred p;\\n"\n'
+        '    "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\\n"\n'
+        '    "selp.s32 %0, 1, 0, p;\\n}"'
+        ' : "=r"(is_over) : "r"(at), "r"(parity) : "memory");\n'
+        "  return is_over;\n}\n"
+    ),
     "meet": (
         "DEVICE void meet(int id, int threads) {\n"
         '  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");\n}\n'
@@ -217,6 +226,13 @@ CLUSTERS: dict[str, str] = {
         "DEVICE void writes_before_arrival() {\n"
         '  asm volatile("fence.acq_rel.cluster;" ::: "memory");\n}\n'
     ),
+    # The same place in another thread block, for ordinary loads and stores.
+    "in_block": (
+        "template <class T> DEVICE T* in_block(T* at, u32 block) {\n"
+        "  u64 there;\n"
+        '  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(at), "r"(block));\n'
+        "  return (T*)there;\n}\n"
+    ),
     "blocks_meet": (
         "DEVICE void blocks_meet() {\n"
         '  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");\n'
@@ -298,6 +314,11 @@ COPIES = {
         '  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 '
         '[%0], {%1, %2, %3, %4};"\n'
         '    :: "r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");\n}\n'
+    ),
+    "put_vector": (
+        "DEVICE void put_vector(u32 at, const u32* x) {\n"
+        '  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"'
+        ' :: "r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");\n}\n'
     ),
     "put_shared": (
         "DEVICE void put_shared(u32 at, u32 x) {\n"

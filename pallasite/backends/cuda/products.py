@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
 
+from pallasite.backends.cuda.instruction_sets import SETS, instruction_set
 from pallasite.backends.cuda.layouts import WARP, WARPGROUP
 from pallasite.backends.cuda.rings import K_BYTES, SWIZZLE, Group, Ring
 from pallasite.errors import UnsupportedError
@@ -24,7 +25,7 @@ from pallasite.ir.text import print_op
 from pallasite.ir.types import F32, I32, DType, TileType
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import constant_inputs, root_among
-from pallasite.passes.schedule.gpu_blocks import SHORT_TILE, warpgroups, whole
+from pallasite.passes.schedule.gpu_blocks import SHORT_TILE, whole
 from pallasite.target import Gpu
 
 BOX = 256  # maximum rows of one copy
@@ -46,6 +47,8 @@ TRANSPOSABLE = ("bf16", "f16")
 TF32 = ("tf32", "tf32_tf32_f32")  # precisions that round f32 to 19 bits
 ROUNDED = "cuda.rounded"  # note on copies of f32: to the bits that are multiplied
 AFTER_LOADS = "cuda.after_loads"  # note on arrivals: threads have loaded released data
+BEFORE_PRODUCTS = "cuda.before_products"  # note on waits of the thread that multiplies
+PAIRED = (-1,)  # the axis of the grid along which pairs of thread blocks multiply
 # Notes on matmuls: warpgroups issue them in turn; the next one's turn starts when the
 # matmul that ends the turn is issued.
 IN_TURN, ENDS_TURN = "cuda.in_turn", "cuda.ends_turn"
@@ -56,7 +59,6 @@ BEHIND = "cuda.behind"  # note on matmuls: warpgroups start a loop of them stagg
 # of 128; with heads of 64, where a turn is two matmuls, 5 to 6% (with one, it loses 5
 # to 14%).
 TURN_PRODUCTS, TURN_DEPTH = 64 * 128, 128
-MULTIPLIED = ("bf16", "f16", "f8e4m3fn", "f8e5m2", "i8", "f32")
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +108,11 @@ class Plan:
         self.home = dict(_homes(program))
         self.constant = constant_inputs(kernel)
         dots = [op for op in walk(program) if op.name == "dot"]
-        if chip.arch != "sm_90":
-            self.refuse(dots[0], f"matmuls need sm_90, the chip is {chip.arch}")
+        found = instruction_set(chip)
+        if found is None:
+            needed = ", ".join(SETS)
+            self.refuse(dots[0], f"matmuls need {needed}, the chip is {chip.arch}")
+        self.set = found
         self.products = [self.product(op) for op in dots]
         self.by_op: dict[int, Product] = {}  # keyed by the op it replaces
         for each in self.products:
@@ -121,6 +126,7 @@ class Plan:
         self.group_of = {id(op): g for g in self.groups for op in g.loads}
         self.per_core = 1  # concurrent programs per SM
         self.repeats = False  # an SM runs several programs in turn
+        self.is_paired = False  # programs multiply with another thread block
         self.choose_stages()
 
     def place_of(self, product: Product) -> Op:
@@ -147,13 +153,15 @@ class Plan:
     def warpgroups(self) -> int:
         """How many warpgroups multiply, each with its share of the rows."""
         rows, dot = self.rows, self.products[0].dot
-        padded = whole(rows, SHORT_TILE)
-        if 2 * rows <= padded:
+        if 2 * rows <= whole(rows, SHORT_TILE):
             self.refuse(dot, f"{rows} rows, at most half of the {SHORT_TILE} of wgmma")
-        groups = warpgroups(rows)
+        widths = [p.result.tile.shape[1] for p in self.products]
+        widths += [p.lhs.value.tile.shape[1] for p in self.products if not p.lhs.load]
+        words, apart = self.bytes_of_a_step // 4, not self.reduces_rows
+        groups = self.set.warpgroups(rows, widths, words, apart)
         for each in self.products:
             columns = each.result.tile.shape[1]
-            if padded // groups // SHORT_TILE * (columns // 2) > MOST_SUMS:
+            if self.held(each.result.tile) // (groups * WARPGROUP) > MOST_SUMS:
                 self.refuse(
                     each.dot,
                     f"{rows} x {columns} accumulators do not fit in the registers of "
@@ -161,6 +169,12 @@ class Plan:
                     "use smaller blocks",
                 )
         return groups
+
+    @cached_property
+    def fused(self) -> set[int]:
+        """Ops that are computed by the matmul that another op stands for."""
+        ops = [op for p in self.products for op in (p.dot, p.add)]
+        return {id(op) for op in ops if op is not None and id(op) not in self.by_op}
 
     @cached_property
     def register_operands(self) -> dict[Value, set[Value]]:
@@ -265,7 +279,7 @@ class Plan:
 
     def check_types(self, op: Op, lhs: Side, rhs: Side) -> None:
         types = {s.value.tile.dtype.name for s in (lhs, rhs)}
-        if len(types) > 1 or not types <= set(MULTIPLIED):
+        if len(types) > 1 or not types <= set(self.set.multiplied):
             self.refuse(op, f"a matmul of {' and '.join(sorted(types))}")
         (name,) = types
         precision = (op.attrs["precision"] or "").lower()
@@ -283,27 +297,31 @@ class Plan:
             self.refuse(op, f"TMA cannot load the right operand: {why}")
         if lhs.load is None and lhs.contract != 1:
             self.refuse(op, "a computed left operand is transposed")
-        if name not in TRANSPOSABLE:
+        if name not in self.set.turned:
             for side, word in ((lhs, "left"), (rhs, "right")):
                 if side.load is not None and side.contract != 1:
                     self.refuse(
                         op, f"the {word} operand, {name}, is not contiguous along k"
                     )
-        if lhs.load is None and name not in TRANSPOSABLE:
+        if lhs.load is None and name not in self.set.turned:
             self.refuse(op, f"a computed left operand of {name}")
 
     def check_shape(self, product: Product) -> None:
         op, columns = product.dot, product.result.tile.shape[1]
         depth = product.rhs.value.tile.shape[product.rhs.contract]
         step = K_BYTES // product.rhs.value.tile.dtype.bytes
-        if columns > MOST_COLUMNS or columns % 8 or (columns > 32 and columns % 16):
+        least = self.set.least_columns if columns <= 32 else self.set.columns
+        if columns > MOST_COLUMNS or columns % least:
             self.refuse(
                 op, f"{columns} columns, not a multiple of 16 up to {MOST_COLUMNS}"
             )
         # Rows of zeros can follow those of loaded tiles.
         is_rows = all(s.load is not None and s.contract == 0 for s in product.sides)
-        if depth % step and not is_rows:
+        if depth % step and not (is_rows and self.set.pads_depth):
             self.refuse(op, f"k={depth}, not a multiple of {step}")
+        rows = whole(product.result.tile.shape[0], SHORT_TILE)
+        if product.lhs.load and product.lhs.contract == 0 and rows % self.set.rows:
+            self.refuse(op, f"{rows} rows of a transposed left operand")
         for side in product.sides:
             if side.load is not None:
                 self.check_copy(op, side)
@@ -426,21 +444,22 @@ class Plan:
         self, groups: Sequence[tuple[list[Op], Block]]
     ) -> Iterator[tuple[list[Op], Block]]:
         """Copy the lines and boxes that each iteration loads together with its first
-        operands."""
+        operands; boxes that are transposed also where nothing is repeated."""
         taken = {id(op) for loads, _ in groups for op in loads}
         for loads, block in groups:
-            found = list[Op]()
-            if block is not self.program:
-                boxes = self.boxes(block)
-                rest = (op for op in block.ops if id(op) not in taken)
-                found = [op for op in rest if id(op) in boxes or self.is_line(op)]
+            copied, repeats = self.boxes(block), block is not self.program
+            if repeats:
+                copied |= {id(op) for op in block.ops if self.is_line(op)}
+            found = [op for op in block.ops if id(op) in copied - taken]
             taken |= {id(op) for op in found}
             yield self.in_order([*loads, *found]), block
 
     def boxes(self, block: Block) -> set[int]:
         """The loads of a block from which alone it computes left operands of matmuls.
 
-        Loads used next to other matmuls have the duration of those to arrive.
+        Loads used next to other matmuls have the duration of those to arrive. Outside
+        loops threads load tiles themselves, unless these are transposed: then they
+        would load element by element.
         """
         here = {v: op for op in block.ops for v in op.results}
         found = set[int]()
@@ -453,6 +472,9 @@ class Plan:
                     reached[id(op)] = op
                     pending += [here[v] for v in op.operands if v in here]
             ops = reached.values()
+            is_transposed = any(op.name == "transpose" for op in ops)
+            if block is self.program and not is_transposed:
+                continue
             if not any(op.name == "dot" or op.regions for op in ops):
                 boxes = {id(op) for op in ops if self.is_box(op)}
                 self.prepared |= reached.keys() if boxes else set()
@@ -466,7 +488,7 @@ class Plan:
         rows, columns = op.result.tile.shape
         dtype = op.result.tile.dtype
         fits = rows <= BOX and rows % 8 == 0 and columns * dtype.bytes % SWIZZLE == 0
-        return fits and dtype.name in MULTIPLIED
+        return fits and dtype.name in self.set.multiplied
 
     def is_line(self, op: Op) -> bool:
         """Whether an op loads whole blocks of contiguous numbers."""
@@ -524,8 +546,10 @@ class Plan:
             same = ring.arrays, ring.tiles, ring.loaded, ring.lefts, ring.deeps
             if ring.is_shared and same == (arrays, tiles, loaded, lefts, deeps):
                 return ring
-        self.rings.append(Ring(arrays, tiles, is_shared, lines, loaded, lefts, deeps))
-        return self.rings[-1]
+        made = Ring(arrays, tiles, is_shared, lines, loaded, lefts, deeps)
+        made.unit = self.set.rows
+        self.rings.append(made)
+        return made
 
     def sums_of(self, loads: Sequence[Op]) -> tuple[Value, ...]:
         """The sum to which matmuls of loads add one after another; empty if none.
@@ -551,7 +575,9 @@ class Plan:
         """
         whole = self.chip.shared.bytes
         shared = SHARED_REGISTERS if self.warpgroups == 1 else {}
-        if self.warpgroups == 2 and self.prepared:
+        if self.set.has_tensor_memory:  # one program has all of it
+            shared = {}
+        elif self.warpgroups == 2 and self.prepared:
             shared = PREPARING_REGISTERS
         for count, most in shared.items():
             part = (whole + RESERVED_BYTES) // count - RESERVED_BYTES
@@ -582,7 +608,7 @@ class Plan:
 
     def held(self, tile: TileType) -> int:
         """Elements of a tile in registers, including those past its rows."""
-        return whole(tile.shape[0], SHORT_TILE) * tile.shape[1]
+        return self.set.held_rows(tile.shape[0]) * tile.shape[1]
 
     @property
     def registers(self) -> int:
@@ -596,6 +622,11 @@ class Plan:
     @property
     def registers_of_a_step(self) -> int:
         """Per thread, for accumulators and computed left operands of a block."""
+        return self.bytes_of_a_step // 4 // self.threads
+
+    @property
+    def bytes_of_a_step(self) -> int:
+        """Of accumulators and computed left operands of a block."""
         bytes_ = dict[Block, int]()
         for product in self.products:
             block = self.home[id(product.dot)]
@@ -607,7 +638,7 @@ class Plan:
                 )
             held = sum(self.held(t) * n for t, n in tiles)
             bytes_[block] = bytes_.get(block, 0) + held
-        return max(bytes_.values()) // 4 // self.threads
+        return max(bytes_.values())
 
     def try_stages(self, available: int, least: int) -> bool:
         """Assign stages to rings; whether `least` of them fit where loads repeat.
@@ -637,18 +668,30 @@ class Plan:
 
     @property
     def summed_bytes(self) -> int:
-        """Shared memory for reductions over rows across warps and warpgroups."""
+        """Shared memory for reductions across warps and warpgroups."""
         rounds = 1 + (self.warpgroups > 1)
-        return sum(
+        reductions = [op for op in walk(self.program) if op.name == "reduce"]
+        over_rows = sum(
             rounds * 4 * (self.threads // WARP) * op.result.tile.size
-            for op in walk(self.program)
-            if op.name == "reduce" and self.is_over_rows(op)
+            for op in reductions
+            if self.is_over(op, 0)
         )
+        # Where warpgroups share rows, each thread has one number of its row.
+        if self.warpgroups == 1 or self.set.held_rows(self.rows) > self.set.rows:
+            return over_rows
+        over_columns = sum(self.is_over(op, 1) for op in reductions)
+        return over_rows + 4 * self.threads * over_columns
 
-    def is_over_rows(self, op: Op) -> bool:
-        """Whether a reduction is over the rows of a tile shaped like a matmul's."""
+    @property
+    def reduces_rows(self) -> bool:
+        """Whether rows of a tile shaped like a matmul's are reduced."""
+        ops = (op for op in walk(self.program) if op.name == "reduce")
+        return any(self.is_over(op, 1) for op in ops)
+
+    def is_over(self, op: Op, axis: int) -> bool:
+        """Whether a reduction is along an axis of a tile shaped like a matmul's."""
         shape = op.operands[0].tile.shape
-        return 0 in op.attrs["axes"] and any(
+        return axis in op.attrs["axes"] and any(
             shape == product.result.tile.shape for product in self.products
         )
 

@@ -13,7 +13,7 @@ phase, as the code of a program expects. Stores to shared memory are followed by
 fence, since the next program may copy into what this one has stored to.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -27,7 +27,7 @@ from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.intervals import Fact
 
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # as TMA encodes them
-ALONE = "load"  # the role that a single thread runs
+ALONE = ("load", "multiply")  # the roles that single threads run
 EVERYBODY = 0  # the named barrier at which all roles synchronise
 
 
@@ -56,20 +56,22 @@ class RoleCode(Explicit):
         counts, registers = op.attrs["cuda.warpgroups"], op.attrs.get("cuda.registers")
         before = len(self.out.lines)
         self.warpgroups_of = counts
+        parts = _by_warpgroups(zip(names, op.regions, strict=True), counts)
         first, usual, outer = 0, self.threads, self.bases
         if self.is_authored:  # lets the compiler see that a warp has one role
             self.out.line("const u32 role = __shfl_sync(~0u, threadIdx.x / 128, 0);")
-        for number, (name, region) in enumerate(zip(names, op.regions, strict=True)):
-            end = first + counts[number] * WARPGROUP
+        for number, (count, members) in enumerate(parts):
+            end = first + count * WARPGROUP
             who, unit = ("role", WARPGROUP) if self.is_authored else ("threadIdx.x", 1)
-            head = f"if ({who} < {end // unit})" if number < len(names) - 1 else ""
+            head = f"if ({who} < {end // unit})" if number < len(parts) - 1 else ""
             with self.out.block(f"else {head}".rstrip() if number else head):
                 self.out.line(f"const u32 thread = threadIdx.x - {first};")
                 if registers is not None:
                     word = "fewer" if number == 0 else "more"
                     self.out.line(f"{word}_registers<{registers[number]}>();")
                 self.meeting = 1 + number if self.is_authored else 1
-                self.emit_role(name, region, counts[number], is_first=number == 0)
+                for place, (name, region) in enumerate(members):
+                    self.emit_role(name, region, count, number == 0, place)
             first = end
         self.in_role, self.alone = False, False
         self.threads, self.bases = usual, outer
@@ -81,19 +83,24 @@ class RoleCode(Explicit):
         self.has_roles = True
 
     def emit_role(
-        self, name: str, region: Block, warpgroups: int, is_first: bool
+        self, name: str, region: Block, warpgroups: int, is_first: bool, place: int
     ) -> None:
-        """The code of one role, after the thread numbers and tensor maps it uses."""
+        """The code of one role, after the thread numbers and tensor maps it uses.
+
+        `place`: the warp whose thread it is, of those that are alone in their roles.
+        """
         self.bases, self.seen_maps = {}, set()
         start = len(self.out.lines)
         self.threads = warpgroups * WARPGROUP
-        self.in_role, self.alone = True, name == ALONE
+        self.in_role, self.alone = True, name in ALONE
         self.accessed = NOTHING
         self.elects = _copies_between_products(region)
         if self.is_authored:
             self.out.line("const u32 warp = __shfl_sync(~0u, thread / 32, 0);")
         if self.alone:
-            with self.out.block("if (thread == 0)"):
+            # ptxas knows that this is a single thread; see `once`.
+            other = f"if (thread / {WARP} == {place} && elected())"
+            with self.out.block(other if place else "if (thread == 0)"):
                 self.block(region)
         else:
             self.warpgroups = warpgroups
@@ -207,6 +214,18 @@ class RoleCode(Explicit):
         for n in range(rank - 1):
             stride = prod(each.shape[rank - 1 - n :]) * width
             self.out.line(f"map_stride<{n}>(at, {stride});")
+
+
+def _by_warpgroups(
+    roles: Iterable[tuple[str, Block]], counts: Sequence[int]
+) -> list[tuple[int, list[tuple[str, Block]]]]:
+    """Roles that share warpgroups: those without their own are the one's before."""
+    parts = list[tuple[int, list[tuple[str, Block]]]]()
+    for role, count in zip(roles, counts, strict=True):
+        if count:
+            parts.append((count, []))
+        parts[-1][1].append(role)
+    return parts
 
 
 def _copies_between_products(role: Block) -> bool:

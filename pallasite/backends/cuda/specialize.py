@@ -2,62 +2,46 @@
 
 In: a kernel after `promote` (programs, loops, values). Out: a persistent grid of as
 many programs as the chip has SMs, in each of which one thread copies operands of
-matmuls into ring buffers in shared memory (role "load") and whole warpgroups multiply
-and do everything else (role "compute"). Both run the same programs in the same order;
-full and empty mbarriers pass the slots of a ring from one to the other.
+matmuls into ring buffers in shared memory (role "load") and whole warpgroups do
+everything else (role "compute"). They also multiply, unless accumulators are in tensor
+memory: then one thread does (role "multiply"). All run the same programs in the same
+order; mbarriers pass the slots of rings from one to the other.
 
-The loading role is the program without everything that no copy needs (`_Loading`). The
+The loading role is the program without everything that no copy needs (`Loading`). The
 computing role is the program with its loads replaced by waits and its matmuls by
-`wgmma`, which are waited for at the first use of their result (`_Computing`). Nothing
-here depends on what the matmuls are for.
+`wgmma`, which are waited for at the first use of their result (`Computing`), or with
+its matmuls left to the multiplying role (`Issuing`, `Finishing`). Nothing here depends
+on what the matmuls are for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
+from pallasite.backends.cuda.block_pairs import PAIR, halve, pair_axis
+from pallasite.backends.cuda.clusters import CLUSTER
+from pallasite.backends.cuda.computing import Computing
+from pallasite.backends.cuda.finishing import Finishing
+from pallasite.backends.cuda.issuing import Issuing
+from pallasite.backends.cuda.loading import Loading
 from pallasite.backends.cuda.order import Order
-from pallasite.backends.cuda.overlap import uses_product
-from pallasite.backends.cuda.products import (
-    AFTER_LOADS,
-    BEHIND,
-    ENDS_TURN,
-    IN_TURN,
-    ROUNDED,
-    TURN_DEPTH,
-    TURN_PRODUCTS,
-    Plan,
-    Product,
-    Side,
-    is_of_rows,
-    note_product,
-)
-from pallasite.backends.cuda.rings import SCALAR, Group, Ring, RingMemory, alloc
+from pallasite.backends.cuda.products import Plan
+from pallasite.backends.cuda.rings import Ring, RingMemory
+from pallasite.backends.cuda.roles import Role
+from pallasite.backends.cuda.tensor_sums import TensorPlan
 from pallasite.ir.build import Builder
 from pallasite.ir.levels import with_level
-from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
-from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import clone, inline, is_pure, writes
-from pallasite.ir.roles import Loop, Pipeline
-from pallasite.ir.types import F32, I32, INDEX, TileType
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.rewrite import clone, inline
+from pallasite.ir.roles import Pipeline
+from pallasite.ir.types import INDEX, TileType
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.lower.promote import promote_refs
 from pallasite.passes.optimise.unused import drop_unused
 from pallasite.target import Gpu
 
-LOAD, COMPUTE = "load", "compute"
-SAME_NUMBERS = ("reshape", "broadcast_in_dim")  # ops that compute nothing
-# Registers of a thread for matmuls that stay in flight across iterations. With more,
-# ptxas serialises all matmuls of a kernel.
-MOST_IN_FLIGHT = 200
-# Registers of a thread in each role, by the number of computing warpgroups per program
-# and of programs per SM; None: all threads keep what they start with.
-REGISTERS = {(1, 1): None, (1, 2): (40, 216), (1, 3): (24, 136)}
-REGISTERS |= {(2, 1): (40, 232), (3, 1): (32, 160), (2, 2): (24, 104)}
-# The same where tiles take nearly all: without these few, ptxas serialises all matmuls
-# of a kernel. The thread that copies has just enough.
-MANY, REGISTERS_OF_MANY = 200, {(2, 1): (24, 240)}
+LOAD, MULTIPLY, COMPUTE = "load", "multiply", "compute"
+MANY = 200  # registers for tiles, which are nearly all
 
 
 def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
@@ -66,41 +50,98 @@ def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
     if not any(op.name == "dot" for op in walk(pipeline.body)):
         return kernel
     plan = Plan(kernel, pipeline.body, chip)
-    memory = RingMemory(plan.rings, plan.warpgroups)
-    programs = prod(n for n in pipeline.grid if n is not None)
-    blocks = min(programs, chip.cores * plan.per_core)
-    order = Order.of(pipeline, blocks)
-    number, inner = Value(INDEX, "block"), Builder(pipeline.op.loc)
-    inner.ops += memory.ops
-    regions = []
-    plan.repeats = programs > blocks
-    for role in (_Loading(plan, memory), _Computing(plan, memory)):
-        alone = _persistent(kernel, pipeline, role, order, blocks)
+    where = _places(plan, pipeline, chip)
+    memory, roles = _roles(plan)
+    inner = Builder(pipeline.op.loc)
+    inner.ops += memory
+    if plan.is_paired:
+        inner.emit("cluster_barrier")
+    ids, regions = [Value(INDEX, "block"), Value(INDEX, "rank")], []
+    ids = ids[: len(where.grid)]
+    for role in roles.values():
+        alone = _persistent(kernel, pipeline, role, where)
         made = Pipeline.of(find_pipeline(drop_unused(promote_refs(alone))))
-        regions.append(clone(Block((), made.body.ops), {made.ids[0]: number}))
-    _check_scalar(plan, regions[0])
+        same = dict(zip(made.ids, ids, strict=True))
+        regions.append(clone(Block((), made.body.ops), same))
+    for region in regions[:-1]:
+        _check_scalar(plan, region)
+    # A second single thread is in the first one's warpgroup.
     notes = {
-        "cuda.names": (LOAD, COMPUTE),
-        "cuda.warpgroups": (1, plan.warpgroups),
+        "cuda.names": tuple(roles),
+        "cuda.warpgroups": (1, *(0 for _ in regions[2:]), plan.warpgroups),
         "cuda.registers": _registers(plan),
         "cuda.per_core": plan.per_core,
     }
     inner.ops.append(
         Op("roles", attrs=notes, regions=tuple(regions), loc=pipeline.op.loc)
     )
-    return _with_program(kernel, pipeline, inner.block([number]), blocks)
+    return _with_program(kernel, pipeline, inner.block(ids), where)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where programs run: in how many thread blocks, or pairs of them, in which order.
+
+    The first and second block of a pair have neighbours along `axis`.
+    """
+
+    order: Order
+    count: int
+    axis: int | None
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        return (self.count,) if self.axis is None else (self.count, PAIR)
+
+
+def _places(plan: Plan, pipeline: Pipeline, chip: Gpu) -> _Places:
+    axis, grid = pair_axis(plan, pipeline), pipeline.grid
+    most = chip.cores * plan.per_core
+    if axis is not None and most >= PAIR:
+        halve(plan)
+        plan.is_paired = True
+        plan.choose_stages()
+        halved = (n // PAIR if d == axis and n else n for d, n in enumerate(grid))
+        pipeline, most = pipeline.with_(grid=tuple(halved)), most // PAIR
+    else:
+        axis = None
+    programs = prod(n for n in pipeline.grid if n is not None)
+    count = min(programs, most)
+    plan.repeats = programs > count
+    return _Places(Order.of(pipeline, count), count, axis)
+
+
+def _roles(plan: Plan) -> tuple[Sequence[Op], dict[str, Role]]:
+    """The roles by name, and the allocations of what they pass to each other."""
+    warps = 4 * plan.warpgroups
+    if not plan.set.has_tensor_memory:
+        memory = RingMemory(plan.rings, lambda ring: warps)
+        computing = Computing(plan, memory)
+        return memory.ops, {LOAD: Loading(plan, memory), COMPUTE: computing}
+
+    def arrivals(ring: Ring) -> int:
+        """A commit, and the warps where threads load tiles as well."""
+        return 1 + (warps if ring.loaded else 0)
+
+    memory, b = RingMemory(plan.rings, arrivals), Builder()
+    tensors = TensorPlan(plan, b)
+    return [*memory.ops, *b.ops], {
+        LOAD: Loading(plan, memory),
+        MULTIPLY: Issuing(tensors, memory),
+        COMPUTE: Finishing(tensors, memory),
+    }
 
 
 def _registers(plan: Plan) -> tuple[int, int] | None:
-    """Registers of a copying thread, and of a multiplying one."""
+    """Registers of a thread that is alone in its role, and of the others."""
     key = plan.warpgroups, plan.per_core
-    usual = REGISTERS[key]
+    usual = plan.set.registers[key]
     is_full = plan.registers_of_a_step > MANY
-    return REGISTERS_OF_MANY.get(key, usual) if is_full else usual
+    return plan.set.full_registers.get(key, usual) if is_full else usual
 
 
 def _check_scalar(plan: Plan, body: Block) -> None:
-    """The loading thread has no tiles."""
+    """A single thread has no tiles."""
     for op in walk(body):
         for value in op.results:
             if isinstance(value.type, TileType) and value.type.shape:
@@ -114,24 +155,35 @@ def _check_scalar(plan: Plan, body: Block) -> None:
 
 
 def _persistent(
-    kernel: Kernel, pipeline: Pipeline, role: "_Role", order: "Order", blocks: int
+    kernel: Kernel, pipeline: Pipeline, role: Role, where: _Places
 ) -> Kernel:
     """Each thread block runs its share of the programs."""
+    order, blocks, axis = where.order, where.count, where.axis
     program = role.block(pipeline.body)
     turn, block = Value(INDEX, "turn"), Value(INDEX, "block")
     inside = Builder(pipeline.op.loc)
     number = order.program(inside, turn, block, blocks)
-    inline(inside, program, order.decoded(inside, number))
+    ids = order.decoded(inside, number)
+    if axis is not None:
+        ids[axis] = inside.add(inside.mul(ids[axis], inside.index(PAIR)), role.rank)
+    inline(inside, program, ids)
     body = Builder(pipeline.op.loc)
     body.ops += role.states
     first, step = body.index(0), body.index(1)
     limit = order.rounds(body, block, blocks)
-    body.emit("for", first, limit, step, regions=(inside.block([turn]),))
-    return _with_program(kernel, pipeline, body.block([block]), blocks)
+    loop = Builder(pipeline.op.loc)
+    loop.emit("for", first, limit, step, regions=(inside.block([turn]),))
+    if isinstance(role, Issuing):
+        role.in_first(loop, body)
+    else:
+        body.ops += loop.ops
+    role.end(body)
+    params = [block, role.rank][: len(where.grid)]
+    return _with_program(kernel, pipeline, body.block(params), where)
 
 
 def _with_program(
-    kernel: Kernel, pipeline: Pipeline, body: Block, blocks: int
+    kernel: Kernel, pipeline: Pipeline, body: Block, where: _Places
 ) -> Kernel:
     outside = Builder(pipeline.op.loc)
     outside.ops += [op for op in kernel.body.ops if op is not pipeline.op]
@@ -139,653 +191,9 @@ def _with_program(
     outside.emit(
         "pipeline",
         regions=(body,),
-        grid=(blocks,),
+        grid=where.grid,
         windows=(),
-        semantics=("parallel",),
+        semantics=("parallel", CLUSTER)[: len(where.grid)],
         **notes,
     )
     return with_level(kernel.with_(body=outside.block()))
-
-
-# --- roles ---
-
-
-class _Role:
-    """A program being turned into one role: replaced values, ring states."""
-
-    def __init__(self, plan: Plan, memory: RingMemory):
-        self.plan, self.memory = plan, memory
-        self.new: dict[Value, Value] = {}
-        b = Builder()
-        self.slots = {r: alloc(b, SCALAR, "slot") for r in plan.rings}
-        self.parities = {r: alloc(b, SCALAR, "parity") for r in plan.rings}
-        self.states = b.ops
-
-    def block(self, block: Block) -> Block:
-        builder = Builder()
-        for op in block.ops:
-            builder.loc = op.loc
-            self.op(op, builder)
-        return Block(block.params, tuple(builder.ops), self.values(block.yields))
-
-    def op(self, op: Op, builder: Builder) -> None:
-        raise NotImplementedError("each role says what becomes of an op")
-
-    def value(self, value: Value) -> Value:
-        return self.new.get(value, value)
-
-    def values(self, values: Sequence[Value]) -> tuple[Value, ...]:
-        return tuple(map(self.value, values))
-
-    def kept(self, op: Op, builder: Builder) -> None:
-        regions = tuple(self.block(r) for r in op.regions)
-        operands = self.values(op.operands)
-        builder.ops.append(op.with_(operands=operands, regions=regions))
-
-    def advance(self, ring: Ring, b: Builder) -> tuple[Value, Value]:
-        """The slot and parity of a ring's next use; advances the state."""
-        slot, parity = b.load(self.slots[ring]), b.load(self.parities[ring])
-        other = b.sub(b.index(1), parity)
-        if ring.stages == 1:
-            b.store(self.parities[ring], other)
-            return b.index(0), parity
-        last = b.eq(slot, b.index(ring.stages - 1))
-        after = b.select(last, b.index(0), b.add(slot, b.index(1)))
-        b.store(self.slots[ring], after)
-        b.store(self.parities[ring], b.select(last, other, parity))
-        return slot, parity
-
-    def barrier(self, b: Builder, barriers: Value, slot: Value) -> Value:
-        return b.subview(barriers, (At(None),), [slot])
-
-    def buffer(
-        self, b: Builder, group: Group, load: Op, slot: Value, depth: int | None = None
-    ) -> Value:
-        """The memory of a loaded tile; `depth`: with so many rows."""
-        number, ring = group.loads.index(load), group.ring
-        ref, tile = self.memory.buffers[ring][number], ring.tiles[number]
-        shape = ref.ref.shape[1:]
-        if number in ring.lefts or number in ring.deeps:
-            shape = (depth or prod(tile.shape[:-1]), tile.shape[-1])
-        return b.subview(ref, (At(None), *(Span(0, n) for n in shape)), [slot])
-
-
-# --- loading ---
-
-
-class _Loading(_Role):
-    """What one thread does to copy operands: the program without the rest.
-
-    It has no tiles: each is replaced by a placeholder (`unknown`) from which nothing is
-    computed, and code left without a use is dropped.
-    """
-
-    def op(self, op: Op, builder: Builder) -> None:
-        group = self.plan.group_of.get(id(op))
-        if group is not None and op is group.loads[-1]:
-            self.copy(group, builder)
-        if group is not None or op.name == "dot":
-            self.new[op.result] = self.unknown(op.result, builder)
-        elif op.name == "for":
-            self.loop(Loop.of(op), builder)
-        elif op.name == "cond":
-            self.branches(op, builder)
-        elif op.regions or not _is_effect(op):
-            self.kept(op, builder)
-
-    def unknown(self, value: Value, b: Builder) -> Value:
-        return b.op("iota", dim=0, type=value.tile)
-
-    def loop(self, loop: Loop, b: Builder) -> None:
-        kept = [n for n, v in enumerate(loop.results) if not _is_tile(v)]
-        for n, result in enumerate(loop.results):
-            if n not in kept:
-                unknown = self.unknown(result, b)
-                self.new[result] = self.new[loop.carried[n]] = unknown
-        body = self.block(loop.body)
-        params = (loop.index, *(loop.carried[n] for n in kept))
-        first, limit, step = self.values(loop.bounds)
-        new = loop.with_(
-            first=first,
-            limit=limit,
-            step=step,
-            inits=tuple(self.value(loop.inits[n]) for n in kept),
-            body=Block(params, body.ops, tuple(body.yields[n] for n in kept)),
-            results=tuple(loop.results[n] for n in kept),
-        )
-        b.ops.append(new.to_op())
-
-    def branches(self, op: Op, b: Builder) -> None:
-        kept = [n for n, v in enumerate(op.results) if not _is_tile(v)]
-        for result in op.results:
-            if _is_tile(result):
-                self.new[result] = self.unknown(result, b)
-        regions = []
-        for region in op.regions:
-            made = self.block(region)
-            yields = tuple(made.yields[n] for n in kept)
-            regions.append(Block((), made.ops, yields))
-        b.ops.append(
-            op.with_(
-                operands=self.values(op.operands),
-                results=tuple(op.results[n] for n in kept),
-                regions=tuple(regions),
-            )
-        )
-
-    def copy(self, group: Group, b: Builder) -> None:
-        ring, memory = group.ring, self.memory
-        slot, parity = self.advance(ring, b)
-        empty = self.barrier(b, memory.empty[ring], slot)
-        full = self.barrier(b, memory.full[ring], slot)
-        b.emit("barrier_wait", empty, b.sub(b.index(1), parity))
-        b.emit("barrier_expect", full, bytes=ring.tile_bytes)
-        for load in group.loads:
-            access = Access.of(load)
-            indices = self.values(access.index_operands)
-            source = b.subview(self.value(access.ref), access.index, indices)
-            target = self.buffer(b, group, load, slot)
-            if target.ref.shape != source.ref.shape:
-                target = b.op("reshape_view", target, shape=source.ref.shape)
-            # f32 matmuls use the upper 19 bits, to which copies round.
-            is_f32 = load.result.tile.dtype == F32 and not group.is_loaded(load)
-            notes: dict[str, Any] = {ROUNDED: True} if is_f32 else {}
-            b.emit("copy_start", source, target, full, priority=0, **notes)
-
-
-def _is_tile(value: Value) -> bool:
-    return isinstance(value.type, TileType) and value.type.size > 1
-
-
-def _holds(op: Op, users: Sequence[Op]) -> bool:
-    """Whether an op, or one in its regions, is among given ones."""
-    return op in users or any(o in users for r in op.regions for o in walk(r))
-
-
-def _is_effect(op: Op) -> bool:
-    return op.name != "alloc" and table()[op.name].effect is Effect.WRITE
-
-
-# --- computing ---
-
-
-@dataclass(eq=False)
-class _Flight:
-    """A matmul in flight, and the slots to release when it has completed."""
-
-    product: Product
-    result: Value
-    frees: list[tuple[Group, Value]]
-
-
-@dataclass(frozen=True)
-class _Chained:
-    """Accumulators in flight across iterations, and what is issued alongside them."""
-
-    sums: list[Product]
-    early: list[Product]
-
-
-class _Computing(_Role):
-    """The warpgroups' code: matmuls in flight, waited for at their first use."""
-
-    def __init__(self, plan: Plan, memory: RingMemory):
-        super().__init__(plan, memory)
-        self.flights: list[_Flight] = []
-        self.open: dict[Group, Value] = {}  # slots in use
-        self.skipped = {
-            id(op)
-            for p in plan.products
-            for op in (p.dot, p.add)
-            if op is not None and id(op) not in plan.by_op
-        }
-        self.waits_for: dict[int, Value] = {}  # results, by ops of matmuls after them
-        self.freed_at_wait: list[Group] = []  # slots of the previous iteration
-        b = Builder()
-        self.held: dict[Ring, Value] = {}  # the slot not yet released, or -1
-        for ring in plan.rings:
-            self.held[ring] = alloc(b, SCALAR, "held")
-            b.store(self.held[ring], b.index(-1))
-        memory.zeros_after_rows(b)
-        self.states = [*self.states, *b.ops]
-
-    def block(self, block: Block) -> Block:
-        builder = Builder()
-        ordered = self.ordered(block)
-        for number, op in enumerate(ordered):
-            builder.loc = op.loc
-            self.op(op, builder)
-            self.free_after(op, block, ordered[number + 1 :], builder)
-        self.settle_all(builder)
-        return Block(block.params, tuple(builder.ops), self.values(block.yields))
-
-    def op(self, op: Op, builder: Builder) -> None:
-        product = self.plan.by_op.get(id(op))
-        group = self.plan.group_of.get(id(op))
-        if product is not None:
-            self.start(product, builder)
-        elif id(op) in self.skipped:
-            return
-        elif group is not None:
-            self.arrived(op, group, builder)
-        elif op.name == "for" and self.is_stream(Loop.of(op)):
-            self.stream(Loop.of(op), builder)
-        elif op.name == "for" and (chained := self.chained_sums(Loop.of(op))):
-            self.chained(Loop.of(op), chained, builder)
-        elif op.regions:
-            self.settle_all(builder)
-            self.kept(op, builder)
-        else:
-            for value in op.results:
-                if value in self.plan.register_operands and not self.is_prepared(op):
-                    self.settle_register_operands(value, builder)
-            self.settle(op.operands, builder)
-            self.kept(op, builder)
-
-    # --- order ---
-
-    def ordered(self, block: Block) -> list[Op]:
-        """Matmuls that can start at once come first, operands of the next ones last.
-
-        The registers of a matmul's left operand must not change while it is in flight,
-        so what computes the next one ends the block: the rest overlaps with the matmul.
-        """
-        ops = self.products_first(block)
-        late = [op for op in ops if self.is_next_operand(op, block)]
-        return [op for op in ops if op not in late] + late
-
-    def is_next_operand(self, op: Op, block: Block) -> bool:
-        """Whether an op computes a left operand that only later blocks multiply."""
-        if len(op.results) != 1 or op.result not in self.plan.register_operands:
-            return False
-        users = self.plan.users[op.result]  # not in branches and loops of this block
-        return is_pure(op) and not any(_holds(each, users) for each in block.ops)
-
-    def products_first(self, block: Block) -> list[Op]:
-        """Matmuls that need nothing computed in this block come before the rest."""
-        here = {v: op for op in block.ops for v in op.results}
-        moved: list[set[int]] = []  # a matmul and what it needs, each
-        for op in block.ops:
-            product = self.plan.by_op.get(id(op))
-            needed = None if product is None else self.needs(product, here)
-            if needed is not None:
-                moved.append(needed | {id(op)})
-        early = set[int]().union(*moved)
-        while (passing := self.passing(block, early)) is not None:
-            moved = [ops for ops in moved if id(passing) not in ops]
-            early = set[int]().union(*moved)
-        last = max((n for n, op in enumerate(block.ops) if id(op) in early), default=-1)
-        if any(writes(op) for op in block.ops[:last] if id(op) not in early):
-            early = set()
-        first = [op for op in block.ops if id(op) in early]
-        rest = [op for op in block.ops if id(op) not in early]
-        return self.loads_at_their_use([*first, *rest])
-
-    def loads_at_their_use(self, ops: Sequence[Op]) -> list[Op]:
-        """Reorder ops so that threads' loads occupy no registers before their use."""
-        late = list[Op]()
-        values = set[Value]()
-        for op in ops:
-            group = self.plan.group_of.get(id(op))
-            is_loaded = group is not None and group.is_loaded(op)
-            if is_loaded or (op.name in SAME_NUMBERS and op.operands[0] in values):
-                late.append(op)
-                values.add(op.result)
-        placed = list(ops)
-        for op in reversed(late):
-            users = self.plan.users[op.result]
-            uses = (n for n, each in enumerate(placed) if _holds(each, users))
-            place = next(uses, None)
-            if place is not None:
-                placed.remove(op)
-                placed.insert(place - 1, op)
-        return placed
-
-    def passing(self, block: Block, early: set[int]) -> Op | None:
-        """A load that would precede one that takes an earlier slot of its ring.
-
-        Loads of its own group arrive with it, in the same slot.
-        """
-        taken = list[Group]()
-        for op in block.ops:
-            loads = [op, *(inner for r in op.regions for inner in walk(r))]
-            found = [self.plan.group_of.get(id(load)) for load in loads]
-            groups = [group for group in found if group is not None]
-            pairs = [(group, other) for group in groups for other in taken]
-            if id(op) not in early:
-                taken += groups
-            elif any(a.ring is b.ring and a is not b for a, b in pairs):
-                return op
-        return None
-
-    def needs(self, product: Product, here: dict[Value, Op]) -> set[int] | None:
-        """The ops of a block that a matmul needs; None: some compute tiles."""
-        found: set[int] = set()
-        pending = [v for v in product.depends_on if v in here]
-        while pending:
-            op = here[pending.pop()]
-            if id(op) in found:
-                continue
-            makes_tiles = any(v.type.shape and not v.is_ref for v in op.results)
-            is_plain = op.name in ("constant", "load", "transpose") or is_of_rows(op)
-            is_plain = is_plain or self.is_prepared(op)
-            if op.regions or (makes_tiles and not is_plain):
-                return None
-            found.add(id(op))
-            pending += [v for v in op.operands if v in here]
-        return found
-
-    def is_prepared(self, op: Op) -> bool:
-        """Whether an op computes a left operand while earlier matmuls are in flight.
-
-        Two in flight take registers that concurrent programs do not leave.
-        """
-        return self.plan.per_core == 1 and id(op) in self.plan.prepared
-
-    # --- operands ---
-
-    def arrived(self, op: Op, group: Group, b: Builder) -> None:
-        """A staged load: the first of its group waits for all of them."""
-        if group not in self.open:
-            slot, parity = self.advance(group.ring, b)
-            full = self.barrier(b, self.memory.full[group.ring], slot)
-            b.emit("barrier_wait", full, parity)
-            self.open[group] = slot
-        if group.is_loaded(op):
-            self.new[op.result] = b.load(self.buffer(b, group, op, self.open[group]))
-        elif not self.is_multiplied_only(op.result):
-            self.kept(op, b)  # has other uses too: loaded like any tile
-
-    def is_multiplied_only(self, value: Value) -> bool:
-        return all(
-            user.name == "dot"
-            or (
-                (user.name == "transpose" or is_of_rows(user))
-                and self.is_multiplied_only(user.result)
-            )
-            for user in self.plan.users[value]
-        )
-
-    def operand(self, side: Side, b: Builder) -> Value:
-        if side.load is None:
-            return self.value(side.value)
-        group = self.plan.group_of[id(side.load)]
-        number = group.loads.index(side.load)
-        depth = group.ring.depth(number) if side.contract == 0 else None
-        return self.buffer(b, group, side.load, self.open[group], depth)
-
-    def free_after(self, op: Op, block: Block, rest: Sequence[Op], b: Builder) -> None:
-        """Release slots last used in `op`: now, or once no matmul reads them."""
-        for group in [g for g in self.open if g.block is block]:
-            if self.uses(op, group) and not any(self.uses(o, group) for o in rest):
-                slot = self.open.pop(group)
-                # A line may be loaded from the slot while a matmul is in flight.
-                groups = [self.groups_of(flight.product) for flight in self.flights]
-                reading = [n for n, read in enumerate(groups) if group in read]
-                if reading:
-                    self.flights[reading[-1]].frees.append((group, slot))
-                else:
-                    self.free(group, slot, b)
-
-    def uses(self, op: Op, group: Group) -> bool:
-        return self.plan.uses(op, group)
-
-    def free(self, group: Group, slot: Value, b: Builder) -> None:
-        notes: dict[str, Any] = {AFTER_LOADS: True} if group.ring.loaded else {}
-        empty = self.barrier(b, self.memory.empty[group.ring], slot)
-        b.emit("barrier_arrive", empty, **notes)
-
-    # --- matmuls ---
-
-    def start(self, product: Product, b: Builder) -> None:
-        before = self.waits_for.get(id(self.plan.place_of(product)))
-        if before is not None:
-            self.settle([before], b)
-        computed = [] if product.addend is None else [product.addend]
-        if product.lhs.load is None:
-            computed.append(product.lhs.value)
-        before_it = self.summed_before(product)
-        if before_it is None:
-            self.settle(computed, b)
-        if product.addend is None:
-            sums = b.constant(0, product.result.tile.with_dtype(product.sums))
-        elif before_it is not None:
-            sums = before_it.result
-        else:
-            sums = self.value(product.addend)
-        lhs, rhs = (self.operand(side, b) for side in product.sides)
-        contract = tuple((side.contract,) for side in product.sides)
-        (result,) = b.emit("wgmma", sums, lhs, rhs, contract=contract)
-        self.flights.append(_Flight(product, result, []))
-        if before_it is not None:  # its slots are free once it alone has ended
-            self.flights.remove(before_it)
-            b.emit("wgmma_wait", pending=1)
-            for group, slot in before_it.frees:
-                self.free(group, slot, b)
-
-    def summed_before(self, product: Product) -> _Flight | None:
-        """The only matmul in flight, if this one adds to its result."""
-        if len(self.flights) != 1 or self.freed_at_wait:
-            return None
-        (flight,) = self.flights
-        return flight if self.plan.after(flight.product) is product else None
-
-    def settle(self, values: Sequence[Value], b: Builder) -> None:
-        """Wait for the matmuls among values, and for those issued before them."""
-        wanted = [n for n, f in enumerate(self.flights) if f.product.result in values]
-        if not wanted:
-            return
-        end = wanted[-1] + 1
-        ended, self.flights = self.flights[:end], self.flights[end:]
-        sums = [f.result for f in ended]
-        made = b.emit("wgmma_wait", *sums, pending=len(self.flights))
-        for group in self.freed_at_wait:
-            self.free_held(group, b)
-        self.freed_at_wait = []
-        for flight, value in zip(ended, made, strict=True):
-            result = flight.product.result
-            self.new[result] = b.cast(value, result.tile.dtype)
-            for group, slot in flight.frees:
-                self.free(group, slot, b)
-
-    def settle_register_operands(self, value: Value, b: Builder) -> None:
-        """Wait for matmuls whose left operand is in the registers of a new one.
-
-        Where programs share an SM, there are registers for only one.
-        """
-        same = self.plan.register_operands
-        reading = [
-            f.product.result
-            for f in self.flights
-            if f.product.lhs.load is None
-            and (self.plan.per_core > 1 or f.product.lhs.value in same[value])
-        ]
-        self.settle(reading, b)
-
-    def settle_all(self, b: Builder) -> None:
-        self.settle([f.product.result for f in self.flights], b)
-
-    # --- loops whose accumulators stay in flight ---
-
-    def is_stream(self, loop: Loop) -> bool:
-        """Whether nothing waits for a loop's accumulators: they are only added to."""
-        found = [self.plan.by_op.get(id(op)) for op in loop.body.ops]
-        products = [p for p in found if p is not None]
-        dots = [op for op in walk(loop.body) if op.name == "dot"]
-        if not products or len(products) != len(dots):
-            return False
-        for product in products:
-            if product.addend not in loop.carried or product.lhs.load is None:
-                return False
-            place = loop.carried.index(product.addend)
-            if loop.yields[place] is not product.result:
-                return False
-            uses = self.plan.users[product.addend], self.plan.users[product.result]
-            if any(len(each) != 1 for each in uses):
-                return False
-        # The slots of two iterations are in use at the same time.
-        groups = [g for g in self.plan.groups if g.block is loop.body]
-        if any(group.ring.stages < 2 for group in groups):
-            return False
-        return not any(op.regions for op in loop.body.ops)
-
-    def stream(self, loop: Loop, b: Builder) -> None:
-        """Matmuls of one iteration complete while those of the next are in flight."""
-        self.settle_all(b)
-        inside = Builder(loop.op.loc)
-        for op in self.products_first(loop.body):
-            inside.loc = op.loc
-            self.op(op, inside)
-        started, self.flights = self.flights, []
-        results = {f.product.result: f.result for f in started}
-        inside.emit("wgmma_wait", pending=len(started))
-        groups = [g for g in self.open if g.block is loop.body]
-        if self.plan.can_start_apart(loop):
-            note_product(inside.ops, BEHIND)
-        for group in groups:
-            self.free_held(group, inside)
-            inside.store(self.held[group.ring], self.open.pop(group))
-        self.end_loop(loop, inside, results, groups, b)
-
-    def end_loop(
-        self,
-        loop: Loop,
-        inside: Builder,
-        left: Mapping[Value, Value],
-        groups: Sequence[Group],
-        b: Builder,
-    ) -> None:
-        """The loop with the body `inside`, and a wait for its last accumulators."""
-        yields = tuple(left.get(v) or self.value(v) for v in loop.yields)
-        first, limit, step = self.values(loop.bounds)
-        new = loop.with_(
-            first=first,
-            limit=limit,
-            step=step,
-            inits=self.values(loop.inits),
-            body=Block(loop.body.params, tuple(inside.ops), yields),
-        )
-        b.ops.append(new.to_op())
-        pairs = zip(loop.results, loop.yields, strict=True)
-        sums = [result for result, value in pairs if value in left]
-        made = b.emit("wgmma_wait", *sums, pending=0)
-        self.new.update(zip(sums, made, strict=True))
-        for group in groups:
-            self.free_held(group, b)
-            b.store(self.held[group.ring], b.index(-1))
-
-    # --- loops whose iterations end by accumulating what they computed ---
-
-    def chained_sums(self, loop: Loop) -> "_Chained | None":
-        """Accumulators that an iteration need not wait for, because the next one does.
-
-        Each iteration accumulates a matmul of something that it computed from another
-        matmul. When the next iteration waits for that other one, it waits for
-        everything issued before; only then does it add to the accumulator. This covers
-        only the last accumulator, and the next iteration issues only its first matmul
-        before that wait: with more in flight, iterations take longer (attention's
-        gradient on an H200: by 5 to 20 percent).
-        """
-        if any(op.regions for op in loop.body.ops):
-            return None
-        here = {v: op for op in loop.body.ops for v in op.results}
-        products = [self.plan.by_op.get(id(op)) for op in loop.body.ops]
-        found = []
-        for product in products:
-            if product is None or product.addend not in loop.carried:
-                continue
-            place = loop.carried.index(product.addend)
-            users = self.plan.users
-            alone = len(users[product.addend]) == len(users[product.result]) == 1
-            is_yield = loop.yields[place] is product.result
-            late = product.lhs.load is None and uses_product(product.lhs.value, here)
-            if alone and is_yield and late:
-                found.append(product)
-        groups = [g for p in found for g in self.groups_of(p) if g.block is loop.body]
-        if not found or any(g.ring.stages < 2 for g in groups):
-            return None  # the slots of two iterations are in use at the same time
-        started = [p for p in products if p is not None]
-        early = [p for p in started if self.needs(p, here) is not None]
-        sums = [p.result for p in started if p not in early]
-        left, first = found[-1:], early[:1]
-        used = [p.lhs.value for p in left] + [p.result for p in first]
-        fits = sum(map(self.registers, [*sums, *used])) <= MOST_IN_FLIGHT
-        return _Chained(left, first) if fits else None
-
-    def registers(self, value: Value) -> int:
-        """Registers of a thread for a tile."""
-        return value.tile.size * value.tile.dtype.bytes // 4 // self.plan.threads
-
-    def first_alone(self, ops: list[Op], chained: "_Chained") -> list[Op]:
-        """Reorder ops so that other early matmuls wait for the first."""
-        early = [op for op in ops if self.plan.by_op.get(id(op)) in chained.early]
-        here = {v: op for op in ops for v in op.results}
-        late = [
-            op
-            for op in ops
-            if (product := self.plan.by_op.get(id(op))) is not None
-            and op not in early
-            and self.needs(product, here) is not None
-        ]
-        if not late:
-            return ops
-        result = chained.early[0].result
-        self.waits_for = {id(op): result for op in late}
-        rest = [op for op in ops if op not in late]
-        used = {result, *(value for op in late for value in op.results)}
-        place = next(n for n, op in enumerate(rest) if used & {*op.operands})
-        return [*rest[:place], *late, *rest[place:]]
-
-    def groups_of(self, product: Product) -> list[Group]:
-        loads = [side.load for side in product.sides if side.load is not None]
-        return [self.plan.group_of[id(load)] for load in loads]
-
-    def chained(self, loop: Loop, chained: "_Chained", b: Builder) -> None:
-        """One iteration's sums complete while the first matmuls of the next run."""
-        self.settle_all(b)
-        sums = chained.sums
-        ordered = self.first_alone(self.products_first(loop.body), chained)
-        groups = [g for g in self.plan.groups if g.block is loop.body]
-        products = [self.plan.by_op[id(o)] for o in ordered if id(o) in self.plan.by_op]
-        readers = {g: [p for p in products if g in self.groups_of(p)] for g in groups}
-        kept = [group for group in groups if readers[group][-1] in sums]
-        inside = Builder(loop.op.loc)
-        self.freed_at_wait = kept
-        for number, op in enumerate(ordered):
-            inside.loc = op.loc
-            self.op(op, inside)
-            self.free_after(op, loop.body, ordered[number + 1 :], inside)
-        others = [f.product.result for f in self.flights if f.product not in sums]
-        self.settle(others, inside)
-        if self.plan.warpgroups > 1 and chained.early:
-            self.take_turns(chained.early[0], inside)
-        left, self.flights = self.flights, []
-        frees = dict(each for flight in left for each in flight.frees)
-        for group in kept:
-            slot = frees.get(group) or inside.index(-1)
-            inside.store(self.held[group.ring], slot)
-        results = {f.product.result: f.result for f in left}
-        self.end_loop(loop, inside, results, kept, b)
-
-    def take_turns(self, first: Product, step: Builder) -> None:
-        """A warpgroup issues its first matmul once the previous warpgroup has.
-
-        So one computes while matmuls of another run. If the first is short, the second
-        belongs to the same turn. Deep ones of two loops (masked or not) leave it no
-        registers.
-        """
-        depth = first.rhs.value.tile.shape[first.rhs.contract]
-        work, is_deep = first.result.tile.shape[1] * depth, depth >= TURN_DEPTH
-        homes = {self.plan.home[id(p.dot)] for p in self.plan.products}
-        if work < TURN_PRODUCTS or (is_deep and len(homes) > 1):
-            return
-        note_product(step.ops, IN_TURN)
-        note_product(step.ops, ENDS_TURN, 0 if is_deep else 1)
-
-    def free_held(self, group: Group, b: Builder) -> None:
-        """Release the slot of the previous iteration, if there was one."""
-        held = b.load(self.held[group.ring])
-        there = b.cast(b.ge(held, b.index(0)), I32)
-        inside = Builder(b.loc)
-        self.free(group, held, inside)
-        b.emit("cond", there, regions=(Block(), inside.block()))

@@ -31,7 +31,11 @@ AHEAD = "cuda.ahead"  # how many programs ahead the prefetched block is
 # Share of the L2 cache that is prefetched but not yet loaded (measured on an H200: a
 # twelfth to a fifth are equally good, two fifths are evicted before they are used).
 CACHE_SHARE = 1 / 6
-PREFETCHING = ("sm_90", "sm_100")  # chips that prefetch a block with one instruction
+PREFETCHING = (
+    "sm_90",
+    "sm_100",
+    "sm_103",
+)  # chips that prefetch a block with one instruction
 PREFETCHED_BYTES = 16  # alignment of address and length of a prefetch
 
 

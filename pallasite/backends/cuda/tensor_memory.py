@@ -7,12 +7,15 @@ the warp. Barriers that order the tensor core count what the author counts, not 
 because a commit arrives once.
 """
 
-from math import gcd
+from itertools import product as each_of
+from math import gcd, prod
 
 from pallasite.backends.cuda import blackwell
+from pallasite.backends.cuda.core import Tile
 from pallasite.backends.cuda.explicit import MAP_BYTES, WARPS
 from pallasite.backends.cuda.layouts import Digit, Lane, Spread
-from pallasite.backends.cuda.memory import View, text_of
+from pallasite.backends.cuda.memory import Term, View, plus, text_of, times
+from pallasite.backends.cuda.products import BEFORE_PRODUCTS
 from pallasite.backends.cuda.semaphores import Semaphores
 from pallasite.backends.cuda.shared import Ring
 from pallasite.ir.nodes import Access, Op, Value, walk
@@ -20,13 +23,41 @@ from pallasite.ir.roles import TensorMma
 from pallasite.ir.types import RefType
 
 LEAST_COLUMNS = 32  # smallest allocation
+WORD = 4  # bytes of a column
+STAGED_BYTES = 64  # of a row of outgoing tiles
 MOST_WORDS = 64  # per thread and instruction
 PAIR = 2  # thread blocks that multiply together
 
 
-def rows_by_thread(rows: int, columns: int) -> Spread:
-    """One row per thread of a warpgroup."""
-    return Spread((rows, columns), (Lane(1, rows, 0, 1),), (Digit(columns, 1, 1),))
+def rows_by_thread(rows: int, columns: int, groups: int = 1) -> Spread:
+    """One row per thread; warpgroups have some of the rows, or else of the columns."""
+    lanes = [Lane(1, blackwell.LANES, 0, 1)]
+    blocks = -(-rows // blackwell.LANES)
+    if blocks == 1 and groups > 1:
+        columns_each = columns // groups
+        lanes.append(Lane(blackwell.LANES, groups, 1, columns_each))
+        return Spread((rows, columns), tuple(lanes), (Digit(columns_each, 1, 1),))
+    each = blocks // groups
+    if groups > 1:
+        lanes.append(Lane(blackwell.LANES, groups, 0, blackwell.LANES * each))
+    digits = [Digit(each, 0, blackwell.LANES)] * (each > 1) + [Digit(columns, 1, 1)]
+    return Spread((rows, columns), tuple(lanes), tuple(digits))
+
+
+def tile_blocks(spread: Spread) -> int:
+    """Blocks of rows of which a thread has one each."""
+    return prod(digit.count for digit in spread.digits if digit.dim == 0)
+
+
+def row_columns(spread: Spread) -> int:
+    """Columns that a thread has of a row."""
+    return spread.registers // tile_blocks(spread)
+
+
+def slot_columns(ref: RefType) -> int:
+    """Columns of a slot, whose rows beyond those of an instruction are beside it."""
+    _, rows, columns = ref.shape
+    return rows // blackwell.LANES * columns * ref.dtype.bytes // WORD
 
 
 def orders_tensor_core(barrier: Value) -> bool:
@@ -54,10 +85,18 @@ class TensorMemory(Semaphores):
             )
         self.group = PAIR if True in pairs else 1
 
+    def tensor_spread(self, rows: int, columns: int) -> Spread:
+        return rows_by_thread(rows, columns, self.warpgroups)
+
     # --- memory ---
 
     def alloc_tensor(self, op: Op) -> None:
         ref = op.result.ref
+        if not self.is_authored:  # slots of tiles, see `tensor_sums.py`
+            first = f"(tensors + {self.columns})"
+            self.views[op.result] = self.array(ref, first, op.result)
+            self.columns += ref.shape[0] * slot_columns(ref)
+            return
         if ref.rank != 2 or ref.shape[0] != blackwell.LANES or ref.dtype.bytes != 4:
             lanes = blackwell.LANES
             self.refuse(
@@ -99,6 +138,8 @@ class TensorMemory(Semaphores):
         super().emit_roles(op)
         if not self.columns:
             return
+        if not self.is_authored:  # some threads of a warp had a role
+            self.out.line("__syncwarp();")
         self.out.line("tensor_before();")
         self.out.line("blocks_meet();" if self.group == PAIR else "__syncthreads();")
         self.out.line("tensor_after();")
@@ -107,7 +148,11 @@ class TensorMemory(Semaphores):
 
     def lane_and_column(self, op: Op, view: View) -> str:
         """The address of a part of tensor memory."""
-        row, column = view.starts
+        *slots, row, column = view.starts
+        for slot in slots:
+            assert view.memory is not None
+            step = slot_columns(view.memory.ref)
+            column = plus(column, times(slot, step))
         if row != 0 or any(dim.step != 1 for dim in view.dims):
             self.refuse(op, "a slice of tensor memory must have all of its rows")
         return f"{view.pointer} + {text_of(column)}"
@@ -132,7 +177,8 @@ class TensorMemory(Semaphores):
 
     def move_tensor(self, op: Op, loaded: Spread | None) -> None:
         """A load into a spread, or a store."""
-        self.meet_before(op)
+        if self.is_authored:
+            self.meet_before(op)
         access = Access.of(op)
         view = self.picked(access)
         if access.mask is not None or len(view.dims) != 2:
@@ -142,8 +188,8 @@ class TensorMemory(Semaphores):
                 "mask",
             )
         rows, columns = (dim.size for dim in view.dims)
-        by_thread = rows_by_thread(rows, columns)
-        if self.threads != blackwell.LANES or rows != blackwell.LANES:
+        by_thread = self.tensor_spread(rows, columns)
+        if self.is_authored and self.threads != blackwell.LANES:
             self.refuse(op, f"one warpgroup must access all {blackwell.LANES} rows")
         if loaded is not None:
             tile = self.declare(op.result.tile.dtype, by_thread, op, "x")
@@ -156,11 +202,14 @@ class TensorMemory(Semaphores):
                 self.copy(kept, tile)
                 tile = kept
         at = f"{self.lane_and_column(op, view)} + (thread / 32 % 4 * 32 << 16)"
-        words = gcd(columns, MOST_WORDS)
+        own = by_thread.registers * tile.dtype.bytes // WORD // tile_blocks(by_thread)
+        words = gcd(own, MOST_WORDS)
         make = blackwell.store if loaded is None else blackwell.load
         name = (blackwell.store_name if loaded is None else blackwell.load_name)(words)
         self.instructions[name] = make(words)
-        for first in range(0, columns, words):
+        if self.warpgroups > 1:
+            at += f" + group * {own * tile_blocks(by_thread)}"
+        for first in range(0, own * tile_blocks(by_thread), words):
             there, here = f"{at} + {first}", f"(u32*)({tile.name} + {first})"
             args = f"{there}, {here}" if loaded is None else f"{here}, {there}"
             self.out.line(f"{name}({args});")
@@ -178,13 +227,15 @@ class TensorMemory(Semaphores):
         left, right = mma.contract
         dtype = rhs.ref.dtype.name
         self.check_tensor_product(op)
-        if self.warp is None:
+        if self.warp is None and not self.alone:
             self.meet_before(op)
             self.out.line("tensor_after();")
         right_ring = self.rings[rhs]
         rows, columns = sums.ref.shape
-        group = self.group
-        how = blackwell.instruction(rows * group, columns, dtype, left == 0, right == 0)
+        blocks, group = -(-rows // blackwell.LANES), self.group
+        how = blackwell.instruction(
+            blackwell.LANES * group, columns, dtype, left == 0, right == 0
+        )
         in_tensor_memory = lhs.ref.space == "tmem"
         name = blackwell.product_name(dtype, group, in_tensor_memory)
         self.instructions[name] = blackwell.product(dtype, group, in_tensor_memory)
@@ -198,15 +249,23 @@ class TensorMemory(Semaphores):
             else:
                 a = self.tensor_descriptor(self.rings[lhs], left)
             more = self.env[mma.adds].name
-            for k in range(steps):
-                if in_tensor_memory:
-                    from_ = f"{a} + {k * 8}"  # 32 bytes are 8 columns
+            for k, block in each_of(range(steps), range(blocks)):
+                if in_tensor_memory:  # 32 bytes are 8 columns
+                    from_ = f"{a} + {block * steps * 8 + k * 8}"
                 else:
                     offset = self.step_offset(self.rings[lhs], left, k, step)
+                    offset += block * self.block_bytes(self.rings[lhs], left)
                     from_ = f"{a} + {offset >> 4}"
                 with_ = f"{b} + {self.step_offset(right_ring, right, k, step) >> 4}"
                 flag = more if k == 0 else "1"
-                self.out.line(f"{name}({to}, {from_}, {with_}, {how}u, {flag});")
+                there = f"{to} + {block * columns}" if block else to
+                self.out.line(f"{name}({there}, {from_}, {with_}, {how}u, {flag});")
+
+    def block_bytes(self, ring: Ring, contract: int) -> int:
+        """From the rows of one instruction to those of the next."""
+        if contract == 0:
+            return blackwell.LANES // ring.panel_columns * ring.panel_bytes
+        return blackwell.LANES * ring.swizzle
 
     def tensor_descriptor(self, ring: Ring, contract: int) -> str:
         name = self.out.fresh("o")
@@ -222,11 +281,12 @@ class TensorMemory(Semaphores):
         known = dtype in blackwell.KINDS and lhs.ref.dtype == rhs.ref.dtype
         if not known or sums.ref.dtype.name != blackwell.SUMS.get(dtype, "f32"):
             self.refuse(op, "the matrix instruction does not support these dtypes")
-        if sums.ref.shape[0] != blackwell.LANES:
+        if self.is_authored and sums.ref.shape[0] != blackwell.LANES:
             self.refuse(op, f"{sums.ref.shape[0]} rows, not {blackwell.LANES}")
         if columns % (16 * self.group) or columns > 256:
             self.refuse(op, f"{columns} columns, not a multiple of 16 up to 256")
-        if lhs.ref.space == "tmem" and lhs.ref.dtype.bytes != 4:
+        is_wide = lhs.ref.dtype.bytes == WORD
+        if self.is_authored and lhs.ref.space == "tmem" and not is_wide:
             self.refuse(op, f"a left operand of {lhs.ref.dtype} in tensor memory")
         for side, along in zip((lhs, rhs), mma.contract, strict=True):
             if side.ref.space == "tmem":
@@ -252,6 +312,60 @@ class TensorMemory(Semaphores):
         else:
             self.out.line(f"{self.once}tensor_commit<{self.group}>({at});")
 
+    # --- outgoing tiles ---
+
+    def is_staged(self, tile: Tile, spread: Spread) -> bool:
+        if not self.columns:
+            return super().is_staged(tile, spread)
+        rows, columns = spread.shape
+        if rows % blackwell.LANES or spread != self.tensor_spread(rows, columns):
+            return False
+        return row_columns(spread) * tile.dtype.bytes % STAGED_BYTES == 0
+
+    def copy_tile_out(self, tile: Tile, view: View) -> None:
+        """A thread has a row: it stores vectors of 16 bytes of it, swizzled."""
+        if not self.columns:
+            super().copy_tile_out(tile, view)
+            return
+        assert tile.spread is not None
+        width, step = tile.dtype.bytes, blackwell.LANES * STAGED_BYTES
+        columns, own = STAGED_BYTES // width, row_columns(tile.spread)
+        number = self.map_of(view, (blackwell.LANES, columns), STAGED_BYTES)
+        if self.staging is None:
+            self.staging = self.reserve(2 * step * self.warpgroups, 1024)
+        base, row = self.out.fresh("stage"), f"thread % {blackwell.LANES}"
+        staged = f"shared_address(shared) + {self.staging} + group * {2 * step}"
+        self.out.line(f"const u32 {base} = {staged};")
+        blocks, panels = tile_blocks(tile.spread), own // columns
+        by_rows = tile.spread.lanes[-1].dim == 0
+        down, across = (d.axis for d in view.dims)
+        for turn in range(blocks * panels):
+            block, panel = divmod(turn, panels)
+            slot = (turn + blocks * panels) % 2  # see `Explicit.copy_tile_out`
+            at = f"{base} + {slot * step}"
+            reading = 0 if turn == 0 and slot == 1 else 1
+            self.out.line(f"if (thread % 128 == 0) copies_reading<{reading}>();")
+            self.out.line("meet(2 + group, 128);")
+            first = (block * own + panel * columns) * width // WORD
+            place = f"{at} + {row} * {STAGED_BYTES} + ((i ^ {row} / 2 % 4) * 16)"
+            words = f"(u32*)({tile.name} + {first} + i * 4)"
+            self.out.line(f"EACH({STAGED_BYTES // 16}) put_vector({place}, {words});")
+            self.out.line("stores_before_copies();")
+            self.out.line("meet(2 + group, 128);")
+            starts = list(view.starts)
+            own_rows = f"(int)group * {blackwell.LANES * blocks}"
+            if by_rows and self.warpgroups > 1:
+                starts[down] = plus(starts[down], Term(own_rows))
+            elif self.warpgroups > 1:
+                starts[across] = plus(starts[across], Term(f"(int)group * {own}"))
+            starts[down] = plus(starts[down], blackwell.LANES * block)
+            starts[across] = plus(starts[across], panel * columns)
+            places = ", ".join(text_of(s) for s in reversed(starts))
+            call = (
+                f"copy_out_{len(starts)}(maps + {number * MAP_BYTES}, {at}, {places})"
+            )
+            self.out.line(f"if (thread % 128 == 0) {{ {call}; copies_together(); }}")
+
     # --- barriers ---
 
     def arrivals_of(self, ref: RefType) -> int:
@@ -261,7 +375,7 @@ class TensorMemory(Semaphores):
     def emit_barrier_expect(self, op: Op) -> None:
         barrier, bytes_ = op.operands[0], op.attrs["bytes"]
         at = self.barriers[barrier]
-        if orders_tensor_core(barrier):
+        if orders_tensor_core(barrier) and self.is_authored:
             self.out.line("tensor_before();")
             self.sync()
             word = (
@@ -279,8 +393,15 @@ class TensorMemory(Semaphores):
 
     def emit_barrier_wait(self, op: Op) -> None:
         super().emit_barrier_wait(op)
-        if orders_tensor_core(op.operands[0]):
+        # A thread that is alone and waits for tensor memory multiplies.
+        if orders_tensor_core(op.operands[0]) or op.attrs.get(BEFORE_PRODUCTS):
             self.out.line("tensor_after();")
+
+    def emit_barrier_arrive(self, op: Op) -> None:
+        if orders_tensor_core(op.operands[0]) and not self.is_authored:
+            self.out.line("tensor_before();")
+            self.out.line("__syncwarp();")
+        super().emit_barrier_arrive(op)
 
     def emit_cluster_arrive(self, op: Op) -> None:
         if not orders_tensor_core(op.operands[0]):
@@ -348,6 +469,7 @@ RULES = {
     "roles": TensorMemory.emit_roles,
     "warps": TensorMemory.emit_warps,
     "barrier_expect": TensorMemory.emit_barrier_expect,
+    "barrier_arrive": TensorMemory.emit_barrier_arrive,
     "barrier_wait": TensorMemory.emit_barrier_wait,
     "cluster_arrive": TensorMemory.emit_cluster_arrive,
     "cluster_copy": TensorMemory.emit_cluster_copy,

@@ -168,10 +168,10 @@ class TpuBackend:
 
     def _versions(self, chip: Tpu | None, vmem_bytes: int | None) -> Sequence[Pass]:
         """Steps without branches between them, where code may grow, and their order."""
+        from pallasite.passes.normal.scratch_values import scratch_values
         from pallasite.passes.optimise.fold_exp2 import fold_exp2
         from pallasite.passes.optimise.join_branches import join_branches
         from pallasite.passes.optimise.join_products import join_products
-        from pallasite.passes.optimise.scratch_values import scratch_values
         from pallasite.passes.optimise.stagger_products import stagger_products
         from pallasite.passes.schedule.tpu_blocks import code_size
 

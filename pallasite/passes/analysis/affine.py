@@ -7,7 +7,9 @@ analysis (`grid.py`) uses them for block indices and store indices.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
+from typing import Any
 
 import numpy as np
 
@@ -174,25 +176,37 @@ def fold_scalar(op: Op, operands: Sequence[int | bool | None]) -> int | bool | N
     """The integer or bool result of an elementwise scalar op, if known."""
     if op.name not in ("and", "or") and None in operands:
         return None
+    return _folded(op, tuple(operands))
+
+
+# The same numbers are asked for again: once per ref, axis and candidate of a schedule.
+@lru_cache(maxsize=4096)
+def _folded(op: Op, operands: tuple[int | bool | None, ...]) -> int | bool | None:
+    if op.name in ("and", "or") and op.result.tile.dtype.is_bool:
+        decides = op.name == "or"
+        if any(n is decides for n in operands):
+            return decides
+    found = fold_columns(op, operands)
+    result = None if found is None else found.item()
+    return result if isinstance(result, (bool, int)) else None
+
+
+def fold_columns(op: Op, operands: Sequence[Any]) -> np.ndarray | None:
+    """The same of arrays of numbers for each operand, all of a length, or of one."""
+    if any(n is None for n in operands):
+        return None
     row = table().get(op.name)
     if row is None or not row.elementwise or row.meaning is None or not op.operands:
         return None
     types = [v.type for v in (*op.operands, *op.results)]
     if any(not isinstance(t, TileType) or t.shape or t.dtype.is_float for t in types):
         return None
-    if op.name == "and" and False in operands and op.result.tile.dtype.is_bool:
-        return False
-    if op.name == "or" and True in operands and op.result.tile.dtype.is_bool:
-        return True
-    if any(n is None for n in operands):
-        return None
     arrays = [
         np.asarray(n).astype(v.tile.dtype.np)
         for n, v in zip(operands, op.operands, strict=True)
     ]
     with np.errstate(all="ignore"):
-        result = np.asarray(row.meaning(*arrays, **op.own_attrs)).item()
-    return result if isinstance(result, (bool, int)) else None
+        return np.asarray(row.meaning(*arrays, **op.own_attrs))
 
 
 def _sum(sign: int):

@@ -6,10 +6,12 @@ in a later step, no value crosses into that step, so only those last axes carry.
 `grid.py`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from pallasite.ir.nodes import Access, At, Block, Gather, Index, Op, Span, Value, walk
 from pallasite.ir.opdef import Effect, table
@@ -18,6 +20,12 @@ from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.ir.types import TileType
 from pallasite.passes.analysis.affine import Sizes, fold_scalar
 from pallasite.passes.analysis.memory import VIEWS
+from pallasite.passes.analysis.swept_rows import (
+    is_whole_rows,
+    rows_at,
+    rows_seen,
+    sweep,
+)
 
 Known = dict[Value, int | bool]
 MOST_GUARDS = 4  # whose outcomes are told apart
@@ -128,17 +136,18 @@ class _State:
 
     whole: bool = False
     parts: set[Part] = field(default_factory=set)
+    rows: frozenset[int] = frozenset()  # along its first dimension
 
     def copy(self) -> "_State":
-        return _State(self.whole, set(self.parts))
+        return _State(self.whole, set(self.parts), self.rows)
 
     def at_later_steps(self, ref: Value) -> "_State":
         """What of it holds in steps where grid indices have other values."""
         same = {part for part in self.parts if part[0] is ref and not part[2]}
-        return _State(self.whole, same)
+        return _State(self.whole, same, self.rows)
 
     def become(self, other: "_State") -> None:
-        self.whole, self.parts = other.whole, other.parts
+        self.whole, self.parts, self.rows = other.whole, other.parts, other.rows
 
 
 def covers_whole(shape: Sequence[int], index: Sequence[object]) -> bool:
@@ -172,6 +181,7 @@ class _Reader:
     def __init__(self, refs: set[Value], known: Known):
         self.refs = refs  # the ref, then the views of it
         (self.ref,) = refs
+        self.views: dict[Value, tuple[int, int]] = {}  # their first row, how many
         self.known = known
 
     def may_read_old(self, block: Block, state: _State) -> bool:
@@ -179,12 +189,18 @@ class _Reader:
 
     def step(self, op: Op, state: _State) -> bool:
         """Process one op; True if it may read what an earlier step left."""
+        if op.regions and self.refs.isdisjoint(_used_in(op)):
+            return False
         handler = _HANDLERS.get(op.name)
         if handler is not None:
             return handler(self, op, state)
         if op.name in VIEWS:
             if op.operands[0] in self.refs:
                 self.refs.add(op.result)
+                place = rows_seen(op, self.known)
+                self.views.pop(op.result, None)
+                if op.operands[0] is self.ref and place is not None:
+                    self.views[op.result] = int(place[0]), place[1]
             return False
         if any(v in self.refs for v in op.operands):
             return not state.whole
@@ -205,7 +221,16 @@ class _Reader:
         if op.operands[0] not in self.refs or state.whole:
             return False
         access = Access.of(op)
-        return (access.ref, access.index, access.index_operands) not in state.parts
+        if (access.ref, access.index, access.index_operands) in state.parts:
+            return False
+        return not self.rows_of(access) <= state.rows
+
+    def rows_of(self, access: Access) -> set[int | None]:
+        """The rows of the ref that are accessed; None: not known which."""
+        shape, place = self.ref.ref.shape, self.views.get(access.ref)
+        if access.ref is self.ref:
+            place = rows_at(access.index, access.index_operands, shape, self.known)
+        return {None} if place is None else {*range(place[0], place[0] + place[1])}
 
     def at_store(self, op: Op, state: _State) -> bool:
         access = Access.of(op)
@@ -214,7 +239,13 @@ class _Reader:
         if access.ref is self.ref and covers_whole(access.ref.ref.shape, access.index):
             state.whole = True
         state.parts.add((access.ref, access.index, access.index_operands))
+        if access.ref is self.ref and is_whole_rows(access.index, self.ref.ref.shape):
+            self.add_rows(state, self.rows_of(access))
         return False
+
+    def add_rows(self, state: _State, rows: Iterable[int | None]) -> None:
+        state.rows |= {row for row in rows if row is not None}
+        state.whole = state.whole or len(state.rows) == self.ref.ref.shape[0]
 
     def at_cond(self, op: Op, state: _State) -> bool:
         if op.operands[0] in self.known:
@@ -223,7 +254,8 @@ class _Reader:
         if any(map(self.may_read_old, op.regions, states)):
             return True
         parts = set.intersection(*(s.parts for s in states))
-        state.become(_State(all(s.whole for s in states), parts))
+        rows = frozenset.intersection(*(s.rows for s in states))
+        state.become(_State(all(s.whole for s in states), parts, rows))
         return False
 
     def taken(self, op: Op) -> Block:
@@ -237,17 +269,31 @@ class _Reader:
         first, limit = self.known.get(loop.first), self.known.get(loop.limit)
         if first is None:
             return self.may_read_old(body, state.copy())
-        inside, known = state.copy(), dict(self.known)
+        inside, known, refs = state.copy(), dict(self.known), set(self.refs)
         self.known[loop.index] = first
-        if self.may_read_old(body, inside):
-            return True
+        is_old = self.may_read_old(body, inside)
         self.known = known
         later = state.copy()
-        if not inside.whole and self.may_read_old(body, later):
-            return True
+        is_old = is_old or (not inside.whole and self.may_read_old(body, later))
+        self.known, self.refs = dict(known), refs
+        if is_old:
+            return not self.sweeps(loop, state)
         if limit is not None and first < limit:
             state.whole = inside.whole or self.is_swept(loop, later)
+            if not state.whole:
+                self.sweeps(loop, state)
         return False
+
+    def sweeps(self, loop: Loop, state: _State) -> bool:
+        """Whether iterations together read no row before it is overwritten."""
+        shape = self.ref.ref.shape
+        if self.refs - self.views.keys() != {self.ref} or not shape:
+            return False
+        rows = np.isin(np.arange(shape[0]), sorted(state.rows))
+        after = sweep(loop, self.ref, self.known, rows, self.views)
+        if after is not None:
+            self.add_rows(state, map(int, np.flatnonzero(after)))
+        return after is not None
 
     def is_swept(self, loop: Loop, each: _State) -> bool:
         """Whether the parts that iterations store side by side are all of the ref.
@@ -288,12 +334,21 @@ class _Reader:
         source, target, *semaphores = op.operands
         if source in self.refs and not state.whole:
             return True
-        if target is self.ref or self.ref in semaphores:
-            state.whole = True
+        for each in (target, *semaphores):
+            if each is self.ref:
+                state.whole = True
+            elif each in self.views:
+                self.add_rows(state, self.rows_in(each))
         return False
 
+    def rows_in(self, view: Value) -> set[int]:
+        first, size = self.views.get(view, (0, 0))
+        return {*range(first, first + size)}
+
     def at_copy_wait(self, op: Op, state: _State) -> bool:
-        return any(s in self.refs for s in op.operands[2:]) and not state.whole
+        waits = [s for s in op.operands[2:] if s in self.refs]
+        found = [bool(r := self.rows_in(s)) and r <= state.rows for s in waits]
+        return not all(found) and not state.whole
 
     def at_sem_read(self, op: Op, state: _State) -> bool:
         return op.operands[0] in self.refs  # a signal adds to the old value
@@ -351,6 +406,19 @@ def _mattering(block: Block) -> tuple[Op, ...]:
     found = _found.get(block)
     if found is None:
         found = _found[block] = tuple(filter(_matters, block.ops))
+    return found
+
+
+_used: WeakKeyDictionary[Op, frozenset[Value]] = WeakKeyDictionary()
+
+
+def _used_in(op: Op) -> frozenset[Value]:
+    """What an op and the ops in its regions have as operands."""
+    found = _used.get(op)
+    if found is None:
+        found = _used[op] = frozenset(
+            v for o in walk(Block((), (op,))) for v in o.operands
+        )
     return found
 
 

@@ -79,13 +79,30 @@ class Carry:
     axes: frozenset[int]  # along these a step may see what another left
 
 
-@dataclass(frozen=True)
 class GridInfo:
-    """What `analyze` found."""
+    """What `analyze` finds, computed where it is asked for.
 
-    axes: tuple[Axis, ...]
-    windows: tuple[WindowMoves, ...]
-    carries: tuple[Carry, ...]
+    Attributes:
+        axes: of the grid.
+        windows: how they move.
+        carries: what steps hand on to each other.
+    """
+
+    def __init__(self, analysis: "_Analysis"):
+        self._analysis = analysis
+
+    @cached_property
+    def windows(self) -> tuple[WindowMoves, ...]:
+        return tuple(map(self._analysis.window, range(len(self._analysis.maps))))
+
+    @cached_property
+    def carries(self) -> tuple[Carry, ...]:
+        return tuple(self._analysis.carries())
+
+    @cached_property
+    def axes(self) -> tuple[Axis, ...]:
+        each = range(len(self._analysis.grid))
+        return tuple(self._analysis.axis(a, self.windows, self.carries) for a in each)
 
     @property
     def parallel(self) -> tuple[int, ...]:
@@ -178,7 +195,7 @@ def analyze_pipeline(
       before: the ops whose values it may use (constants among them are understood).
       same_memory: refs that alias another ref.
     """
-    return _Analysis(op, before, same_memory or {}).result()
+    return GridInfo(_Analysis(op, before, same_memory or {}))
 
 
 class _Analysis:
@@ -206,12 +223,6 @@ class _Analysis:
         self.forms = Forms(self.ids, self.outer)
         self.forms.add_ops(self.body.ops)
         self.most: dict[int, int] = {}  # sizes up to which blocks are not clamped
-
-    def result(self) -> GridInfo:
-        windows = tuple(map(self.window, range(len(self.maps))))
-        carries = tuple(self.carries())
-        axes = tuple(self.axis(a, windows, carries) for a in range(len(self.grid)))
-        return GridInfo(axes, windows, carries)
 
     # --- axes ---
 

@@ -24,6 +24,7 @@ _SIGNALS = {
     "barrier_arrive": slice(0, 1),
     "cluster_arrive": slice(0, 1),
     "cluster_copy": slice(2, 3),
+    "async_store": slice(2, 3),
     "tensor_commit": slice(0, 1),
 }
 _WAITS = {

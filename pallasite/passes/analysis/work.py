@@ -20,6 +20,7 @@ from pallasite.ir.nodes import Block, BlockDim, Kernel, Loc, Op, Value, Window
 from pallasite.ir.opdef import Unit, table
 from pallasite.ir.roles import Cond, Dot, Loop, Pipeline, Shown, Wgmma, While
 from pallasite.ir.types import DTYPES
+from pallasite.ops.fused import written_out
 from pallasite.passes.analysis.block_table import last_number
 from pallasite.passes.analysis.cost import (
     MAIN_MEMORY,
@@ -296,6 +297,9 @@ class _Counter:
         dtype = found.lhs.type.dtype.name
         return Total({(PRODUCT, "f32:tf32" if dtype == "f32" else dtype): done})
 
+    def count_fused(self, op: Op, rows: _Rows) -> Total:
+        return self.block(written_out(op), rows)
+
     def count_for(self, op: Op, rows: _Rows) -> Total:
         loop = Loop.of(op)
         bounds = [rows.get(v) for v in loop.bounds]
@@ -401,6 +405,8 @@ class _Counter:
 
 _STRUCTURED = {
     "dot": _Counter.count_dot,
+    "dot_add": _Counter.count_fused,
+    "dot_store": _Counter.count_fused,
     "wgmma": _Counter.count_wgmma,
     "for": _Counter.count_for,
     "while": _Counter.count_while,

@@ -15,7 +15,8 @@ power of two and i + s wraps around: i would come to the same numbers again. An 
 that is asserted to be a multiple (`pl.multiple_of`) is the same integer.
 
 A `for` in steps of s counts its iterations: index j stands for first + s * j, as far as
-that is below the limit, so there are (limit - first) / s of them, rounded up.
+that is below the limit, so there are (limit - first) / s of them, rounded up. Where
+that difference could wrap around, as of offsets in memory, powers of two divide both.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,10 +60,13 @@ class _UnitSteps(FactsWalk):
             trips = b.index(max(0, -((first.number - limit.number) // by)))
         else:
             ends = limit.low - first.high, limit.high - first.low + by - 1
-            if ends[0] < LEAST or ends[1] > MOST:
+            if ends[0] >= LEAST and ends[1] <= MOST:
+                length = b.sub(loop.limit, loop.first)
+                trips = b.div(b.add(length, b.index(by - 1)), b.index(by))
+            elif by & (by - 1) or ends[1] - by + 1 > MOST * by:
                 return (op,)
-            length = b.sub(loop.limit, loop.first)
-            trips = b.div(b.add(length, b.index(by - 1)), b.index(by))
+            else:
+                trips = _trips(b, loop.first, loop.limit, by)
         zero, one, inner = b.index(0), b.index(1), Builder(op.loc)
         number = Value(INDEX, loop.index.name)
         index = inner.add(loop.first, inner.mul(number, inner.index(by)))
@@ -70,6 +74,21 @@ class _UnitSteps(FactsWalk):
         body = Block((number, *loop.carried), (*inner.ops, *code.ops), code.yields)
         new = loop.with_(first=zero, limit=trips, step=one, body=body)
         return (*b.ops, new.to_op())
+
+
+def _trips(b: Builder, first: Value, limit: Value, by: int) -> Value:
+    """How many steps of a power of two are below the limit, of any two integers.
+
+    With `first = by * q + r`, this is `(limit - r) / by` rounded up, less q. Nothing
+    wraps around: as `limit >= first`, `limit - r` is at least `by * q`, a multiple of
+    the power of two as the least integer is.
+    """
+    digits, rest = b.index(by.bit_length() - 1), b.index(by - 1)
+    down = lambda x: b.op("shift_right_arithmetic", x, digits)
+    part = lambda x: b.op("and", x, rest)
+    up_to = b.sub(b.max(limit, first), part(first))
+    up = b.add(down(up_to), b.min(part(up_to), b.index(1)))
+    return b.sub(up, down(first))
 
 
 @dataclass(frozen=True)

@@ -412,7 +412,8 @@ class _WithProducts:
         shrinks = any(n < dim.size for dim, n in sizes.items() if self._is_side(dim))
         grows = all(n > dim.size for dim, n in sizes.items())
         if grows and warpgroups(self._rows({})) < warpgroups(self._rows(sizes)):
-            return GAIN if self.shares_core else GAIN_OF_WARPGROUPS
+            shared = self.shares_core and not self._is_one_product
+            return GAIN if shared else GAIN_OF_WARPGROUPS
         return GAIN if shrinks or not self._is_one_product else GAIN_OF_GROWTH
 
     @cached_property

@@ -65,14 +65,15 @@ def without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
 
 
 def _goes_step_by_step(blocks: Blocks) -> bool:
-    """Whether a loop carries tiles, or keeps them in scratch: it waits for memory, and
-    for itself."""
+    """Whether a loop, or a program's steps, carry tiles or keep them in scratch: they
+    wait for memory, and for themselves."""
     scratch = {o.result for o in walk(blocks.kernel.body) if o.name == "alloc"}
     loops = [Loop.of(op) for op in walk(blocks.body) if op.name == "for"]
+    code = [blocks.body] if blocks.steps > 1 else [loop.body for loop in loops]
     return any(v.tile.rank for loop in loops for v in loop.carried) or any(
         op.name == "store" and op.operands[0] in scratch
-        for loop in loops
-        for op in walk(loop.body)
+        for each in code
+        for op in walk(each)
     )
 
 

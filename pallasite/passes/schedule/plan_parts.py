@@ -217,6 +217,8 @@ def _is_long_and_idle(kernel: Kernel, chip: Gpu | Host) -> bool:
         return False
     if seconds(kernel, chip, programs) < GAIN * _overhead(chip, 2):
         return False
+    if isinstance(chip, Gpu) and _only_adds(kernel):
+        return not _divides_well(kernel, chip)
     return _programs(kernel, chip) < _cores(chip)
 
 
@@ -328,21 +330,22 @@ def _is_wasteful(kernel: Kernel, chip: Gpu | Host, programs: int) -> bool:
 
 
 def _divides_well(kernel: Kernel, chip: Gpu) -> bool:
-    """Whether there are enough programs once blocks are divided.
+    """Whether there are enough programs once blocks are divided, of code that only
+    loads and adds: its blocks are chosen without regard to programs."""
+    return _only_adds(kernel) and _when_divided(kernel, chip) >= ENOUGH * chip.cores
 
-    For code that only loads and adds: its blocks are chosen without regard to programs,
-    and while some wait nothing else needs to be computed.
-    """
+
+def _only_adds(kernel: Kernel) -> bool:
+    """Whether nothing else needs to be computed while programs wait for memory."""
     has_products = any(op.name == "dot" for op in walk(kernel.body))
-    if has_products or cost(kernel).transcendentals:
-        return False
-    return _when_divided(kernel, chip) >= ENOUGH * chip.cores
+    return not has_products and not cost(kernel).transcendentals
 
 
 def _when_divided(kernel: Kernel, chip: Gpu) -> int:
-    """How many programs there are once blocks are divided into what a program holds."""
+    """How many programs there are once blocks are divided into what a program holds,
+    with whole rows where steps go through them."""
     try:
-        info = analyze(for_gpu(kernel, chip))
+        info = analyze(for_gpu(whole_rows(kernel, chip), chip))
     except ChipMemoryError:
         return 1
     return prod(info.axes[a].size or 1 for a in info.parallel)

@@ -472,7 +472,9 @@ class _Estimate:
         return blocks and _Estimate(source, blocks, chip, gathered, programs, most)
 
     def _share(self) -> float:
-        """The number of steps that one core runs."""
+        """The share of the steps that one core runs."""
+        if self.chip.cores == 1:
+            return 1.0
         shares = [1.0]
         for axis in self.blocks.found.info.parallel:
             steps = self.grid[axis]

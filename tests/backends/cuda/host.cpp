@@ -1,5 +1,6 @@
 // What a kernel's text runs on, compiled once (`host.py`); see the headers.
 #include <algorithm>
+#include <map>
 #include <vector>
 #include <setjmp.h>
 #include <signal.h>
@@ -11,6 +12,7 @@
 typedef unsigned u32;
 typedef unsigned long long u64;
 #include "host_explicit.h"
+#include "host_tensor.h"
 
 char* shared;
 Index threadIdx, blockIdx, gridDim;
@@ -67,6 +69,12 @@ static void spin() {  // until what is waited for may have happened
   others_go_on();
 }
 struct Meeting { int arrived, times; };
+// Who knows of accesses to tensor memory; see `tensor_core.h`.
+static void note_arrival(int block, unsigned barrier);
+static void note_phase(int block, unsigned barrier);
+static void note_wait(unsigned barrier);
+static void note_meeting(const void* which, bool is_over);
+static void tensor_cores_go_on(unsigned barrier);
 struct Barrier { int count, left, phase; long long bytes; int waiting; };
 constexpr unsigned MOST_SHARED = 1 << 18;
 static const unsigned PAGE = sysconf(_SC_PAGESIZE), MAPPED = MOST_SHARED + 2 * PAGE;
@@ -86,8 +94,14 @@ unsigned long long* exchanged;
 static void met(Meeting& m, int threads, bool waits) {
   const int before = m.times;
   ++events;
-  if (++m.arrived == threads) { m.arrived = 0; ++m.times; return; }
-  while (waits && m.times == before) spin();
+  note_meeting(&m, false);
+  if (++m.arrived == threads) {
+    m.arrived = 0;
+    ++m.times;
+  } else {
+    while (waits && m.times == before) spin();
+  }
+  if (waits) note_meeting(&m, true);
 }
 void meet(int id, int threads, bool waits) { met(block().meetings[id], threads, waits); }
 static Meeting cluster_meeting;
@@ -104,7 +118,12 @@ static void expect(Barrier& b, unsigned bytes) {
   check(b.bytes <= MOST_BYTES, "a barrier waits for too many bytes");
 }
 static void complete(Barrier& b) {
-  if (b.left == 0 && b.bytes == 0) { ++b.phase; b.left = b.count; }
+  if (b.left || b.bytes) return;
+  ++b.phase;
+  b.left = b.count;
+  for (size_t n = 0; n < blocks.size(); ++n)
+    if (&b >= blocks[n]->barriers && &b < std::end(blocks[n]->barriers))
+      note_phase(n, (&b - blocks[n]->barriers) * 8);
 }
 // By 16 (not at all), 32, 64 or 128 bytes.
 static unsigned swizzled(unsigned at, int by) {
@@ -126,7 +145,8 @@ struct Copy {
   int first[5];
   const char* line;  // its source, if it is bytes next to each other
   int line_bytes;
-  Block* to;  // whose shared memory and barrier it arrives at
+  Block* to;  // whose shared memory it arrives in
+  Block* counts;  // whose barrier it arrives at
 };
 struct Groups {
   std::vector<std::vector<Copy>> whole;
@@ -170,7 +190,7 @@ static void bring(const Copy& c, bool is_there) {
 }
 static void arrived(const Copy& c) {
   bring(c, true);
-  Barrier& b = barrier(*c.to, c.barrier);
+  Barrier& b = barrier(*c.counts, c.barrier);
   b.bytes -= copied_bytes(c);
   ++events;
   complete(b);
@@ -178,7 +198,7 @@ static void arrived(const Copy& c) {
 static void start(const Copy& c) {
   if (std::find(copiers.begin(), copiers.end(), current) == copiers.end())
     copiers.push_back(current);
-  check(barrier(*c.to, c.barrier).count > 0, "a copy arrives at a barrier that is none");
+  check(barrier(*c.counts, c.barrier).count > 0, "a copy arrives at a barrier that is none");
   check(c.to->running > 0, "a copy to a block that has ended");
   if (!late_copies) return arrived(c);
   bring(c, false);
@@ -188,7 +208,7 @@ static void start(const Copy& c) {
 static void all_arrive(unsigned at) {
   std::vector<Copy> others, now;
   for (const Copy& c : arriving)
-    (c.barrier == at && c.to == &block() ? now : others).push_back(c);
+    (c.barrier == at && c.counts == &block() ? now : others).push_back(c);
   arriving = others;
   for (const Copy& c : now) arrived(c);
 }
@@ -314,6 +334,10 @@ void end_but(size_t groups) {
       mine.ended = (p.tickets.back() & NUMBER) + 1;
     }
 }
+#include "tensor_core.h"
+static void note_arrival(int block, unsigned barrier) {
+  if (uses_tensors()) note_arrival(block, barrier, told_on(this_warp()));
+}
 constexpr char PATTERN = 0x7f;
 static unsigned whole_shared() { return (shared_bytes + 1023) / 1024 * 1024; }
 static Block* new_block() {
@@ -344,6 +368,7 @@ static void start_cluster(int threads) {
   leaving.assign(threads, {});
   flights.assign(threads, {});
   copiers.clear();
+  start_tensor_memory();
 }
 static void end_block(Block& one, int first) {
   for (const Copy& c : arriving)
@@ -351,13 +376,14 @@ static void end_block(Block& one, int first) {
   for (int n = first; n < first + block_threads; ++n)
     if (!leaving[n].whole.empty() || !leaving[n].open.empty())
       problem = "a copy out of shared memory that nothing waited for";
+  end_tensor_memory(first / block_threads);
   for (const Barrier& b : one.barriers)
     if (b.bytes) problem = "a barrier waits for other bytes than come";
   for (unsigned n = shared_bytes; n < whole_shared(); ++n)
     if (one.memory[n] != PATTERN) problem = "an access outside shared memory";
 }
 static Copy copy_of(const void* map, u32 at, u32 barrier, const int* first, int rank) {
-  Copy copy = {*(const Map*)map, at, barrier, {}, nullptr, 0, &block()};
+  Copy copy = {*(const Map*)map, at, barrier, {}, nullptr, 0, &block(), &block()};
   check(rank == copy.map.rank, "a copy of another rank");
   std::copy(first, first + rank, copy.first);
   return copy;
@@ -371,9 +397,14 @@ void copy_to_blocks(const void* map, u32 at, u32 barrier, u32 to, const int* fir
   for (size_t n = 0; n < blocks.size(); ++n)
     if (to >> n & 1) {
       Copy copy = copy_of(map, at, barrier, first, rank);
-      copy.to = blocks[n];
+      copy.to = copy.counts = blocks[n];
       start(copy);
     }
+}
+void copy_for_first(const void* map, u32 at, u32 barrier, const int* first, int rank) {
+  Copy copy = copy_of(map, at, barrier & ((1 << BLOCK_SHIFT) - 1), first, rank);
+  if (barrier >> BLOCK_SHIFT) copy.counts = blocks[(barrier >> BLOCK_SHIFT) - 1];
+  start(copy);
 }
 void copy_out(const void* map, u32 at, const int* first, int rank) {
   const Copy copy = copy_of(map, at, 0, first, rank);
@@ -463,12 +494,24 @@ static void arrive_at(Barrier& b) {
   ++events;
   complete(b);
 }
-void barrier_arrive(u32 at) { arrive_at(barrier(at)); }
+void barrier_arrive(u32 at) {
+  note_arrival(block_of(current), at);
+  arrive_at(barrier(at));
+}
+void barrier_arrive_for(u32 at, u32 arrivals) {
+  for (u32 n = 0; n < arrivals; ++n) barrier_arrive(at);
+}
 void arrive_at(u32 at, u32 number) {
   check(number < blocks.size(), "an arrival at a block that is not in the cluster");
   Block& there = *blocks[number];
   check(there.running > 0, "an arrival at a block that has ended");
+  note_arrival(number, at);
   arrive_at(barrier(there, at));
+}
+char* in_block_at(const char* at, u32 number) {
+  check(number < blocks.size(), "a ref of a block that is not in the cluster");
+  check(blocks[number]->running > 0, "a ref of a block that has ended");
+  return blocks[number]->memory + (at - block().memory);
 }
 void blocks_meet() { met(cluster_meeting, block_threads * blocks.size(), true); }
 void barrier_expect(u32 at, u32 bytes) {
@@ -485,9 +528,22 @@ void barrier_wait(u32 at, u32 parity) {
   ++b.waiting;
   while ((b.phase & 1) == (int)parity) {
     all_arrive(at);
+    tensor_cores_go_on(at);
     if ((b.phase & 1) == (int)parity) spin();
   }
   --b.waiting;
+  note_wait(at);
+}
+int barrier_test(u32 at, u32 parity) {
+  Barrier& b = barrier(at);
+  check(b.count > 0, "a test of a barrier that is none");
+  if ((b.phase & 1) == (int)parity) {
+    spin();  // whoever looks again and again lets others run
+    all_arrive(at);
+  }
+  const bool is_over = (b.phase & 1) != (int)parity;
+  if (is_over) note_wait(at);
+  return is_over;
 }
 int semaphore_count(const int* at) {
   const int n = *at;
@@ -519,9 +575,28 @@ void copies_together() {
 void stores_before_copies() {
   memcpy(block().engine, shared, shared_bytes);
 }
+void tensor_stored() {
+  for (const Stored& s : storing[current]) {
+    u32* to = &tensor_memory().words[(s.at >> 16) + threadIdx.x % 32][s.at & 0xffff];
+    std::copy(s.words.begin(), s.words.end(), to);
+  }
+  storing[current].clear();
+  __syncwarp();
+}
+void tensor_loaded() { __syncwarp(); }
+void tensor_before() {
+  if (threadIdx.x % 32) return;
+  Knowledge& own = knowledge[this_warp()];
+  join(own.tells, own.acquired);
+}
+void tensor_after() {
+  if (threadIdx.x % 32) return;
+  Knowledge& own = knowledge[this_warp()];
+  join(own.acquired, own.told);
+}
 void copy_line(u32 to, const void* from, u32 bytes, u32 barrier) {
   check(to % 16 == 0 && (u64)from % 16 == 0, "a line not at 16 bytes");
-  start({{}, to, barrier, {}, (const char*)from, (int)bytes, &block()});
+  start({{}, to, barrier, {}, (const char*)from, (int)bytes, &block(), &block()});
 }
 
 // Runs a cluster, of one block or more, until all threads have ended or none can go on.

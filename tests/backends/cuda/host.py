@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from pallasite.backends import base
-from pallasite.backends.cuda import emit, functions, hopper
+from pallasite.backends.cuda import blackwell, emit, functions, hopper
 from pallasite.backends.cuda.repack import forms_of
 from pallasite.ir.nodes import Kernel
 from pallasite.passes.lower.own_inputs import own_inputs
@@ -68,7 +68,9 @@ OWN = {
     **dict.fromkeys(hopper.SEMAPHORES, ""),
     **dict.fromkeys(hopper.MAPS, ""),
     **dict.fromkeys(hopper.COPIES, ""),
+    **dict.fromkeys(blackwell.TENSORS, ""),
     "operand": hopper.BARRIERS["operand"],
+    "tensor_operand": blackwell.TENSORS["tensor_operand"],
     # All of it must be there.
     "prefetch": "DEVICE void prefetch(const void* from, u32 bytes) {\n"
     "  const volatile char* p = (const volatile char*)from;\n"
@@ -77,6 +79,7 @@ OWN = {
 ALIGNMENT = 16  # bytes, of the widest access
 PATTERN = 0x7F
 KINDS = {"bf16": 0, "f16": 1, "f32": 2, "i8": 3}
+TENSOR_KINDS = ("f16", "tf32", "f8f6f4", "i8")
 CALL = """
 {text}
 void call_kernel(void** arguments) {{ {call}; }}
@@ -249,12 +252,20 @@ def _library(text: str, name: str, count: int, folder: Path, optimise: str) -> P
     text = re.sub(
         r"DEVICE void product_(\w+)\(.*?\n}\n", _own_product, text, flags=re.S
     )
-    text = re.sub(r"\b(copy_in|copy_out|copy_to_blocks)_\d\(", r"\1(", text)
+    text = re.sub(
+        r"DEVICE void tensor_(product|load|store)_(\w+)\(.*?\n}\n",
+        _own_tensor,
+        text,
+        flags=re.S,
+    )
+    copies = "copy_in|copy_out|copy_to_blocks|copy_for_first"
+    text = re.sub(rf"\b({copies})_\d\(", r"\1(", text)
     # Each block of a cluster has its own.
     text = text.replace("extern __shared__ __align__(1024) char shared[];", "")
     # After the typedefs, which the explicit level's functions use.
     text = text.replace(
-        "\n#define DEVICE", '\n#include "host_explicit.h"\n#define DEVICE'
+        "\n#define DEVICE",
+        '\n#include "host_explicit.h"\n#include "host_tensor.h"\n#define DEVICE',
     )
     types = _parameter_types(text, name)
     given = ", ".join(f"({t})arguments[{n}]" for n, t in enumerate(types))
@@ -272,7 +283,8 @@ def _library(text: str, name: str, count: int, folder: Path, optimise: str) -> P
 @functools.cache
 def _runtime() -> Path:
     """The object file of `host.cpp`, which all kernels are linked with."""
-    sources = [HERE / name for name in ("host.cpp", "host.h", "host_explicit.h")]
+    names = ("host.cpp", "host.h", "host_explicit.h", "host_tensor.h", "tensor_core.h")
+    sources = [HERE / name for name in names]
     digest = hashlib.sha256(b"".join(s.read_bytes() for s in sources)).hexdigest()[:16]
     path = ROOT / ".pytest_cache" / f"cuda_host_{digest}.o"
     if not path.exists():
@@ -303,6 +315,23 @@ def _own_product(found: re.Match[str]) -> str:
     kind = "int" if dtype == "i8" else "float"
     call = f"product_{how}<{columns}, {KINDS[dtype]}, {flags}>(d, {args})"
     return f"DEVICE void product_{found[1]}({kind}* d, {params}) {{ {call}; }}\n"
+
+
+def _own_tensor(found: re.Match[str]) -> str:
+    """An instruction on tensor memory as a call of its host form."""
+    how, rest = found[1], found[2]
+    if how == "load":
+        params, args = "u32* x, u32 at", f"x, at, {rest}"
+    elif how == "store":
+        params, args = "u32 at, const u32* x", f"at, x, {rest}"
+    else:
+        kind, group, where = rest.split("_")
+        is_tensor = where == "tensor"
+        params = f"u32 d, {'u32' if is_tensor else 'u64'} a, u64 b, u32 how, int more"
+        numbers = f"{TENSOR_KINDS.index(kind)}, {group}, {str(is_tensor).lower()}"
+        how, args = "multiply", f"{numbers}, d, a, b, how, more"
+    call = f"host::tensor_{how}({args})"
+    return f"DEVICE void tensor_{found[1]}_{rest}({params}) {{ {call}; }}\n"
 
 
 def _parameter_types(text: str, name: str) -> list[str]:

@@ -1,5 +1,6 @@
 """Each rule about values, text to text."""
 
+import itertools
 import textwrap
 
 import numpy as np
@@ -463,6 +464,40 @@ def test_loops_in_steps_count_iterations(first: int, counts: bool):
     for length in (-40, 0, 3, 4, 10, 11, 31, 100) if counts else ():
         given = [np.array([length], np.int32)]
         assert np.array_equal(results(new, given), results(old, given))
+
+
+OFFSETS = (-(1 << 31), -(1 << 31) + 3, -5, 0, 1, 30, (1 << 31) - 1)
+
+
+def test_steps_between_offsets_in_memory_count_iterations():
+    """As `while at < ptr[row + 1]: at += 2**29`: a difference may wrap around."""
+    old = kernel(
+        """
+        %f: i32 = load %x[0]
+        %l: i32 = load %x[1]
+        %k: i32 = constant {value=536870912}
+        %z: i32 = constant {value=0}
+        %s: i32 = for %f, %l, %k, %z
+          body (%c: i32, %d: i32) {
+            %e: i32 = mul %d, %k
+            %h: i32 = add %e, %c
+            %u: i32 = constant {value=17}
+            %g: i32 = add %h, %u
+            yield %g
+          }
+        store %o[0] = %s
+        """,
+        "x: i32[2]", "o: i32[1]",
+    )  # fmt: skip
+    new = counted_loops(old)
+    verify(new)
+    assert new is not old and counted_loops(new) is new
+    for pair in itertools.product(OFFSETS, repeat=2):
+        given = [np.array(pair, np.int32)]
+        want, at = 0, pair[0]
+        while at < pair[1]:
+            want, at = (want * (1 << 29) + at + 17) % (1 << 32), at + (1 << 29)
+        assert int(results(new, given)[0][0]) % (1 << 32) == want, pair
 
 
 def test_a_bound_that_the_loop_may_pass_stays_a_while():
