@@ -48,6 +48,7 @@ SWIZZLED_ROWS = 8  # rows that a chip swizzles together
 WARPS = 4  # of a warpgroup
 WARPGROUP = 128  # threads
 MEETING = 15  # the named barrier at which all warpgroups meet
+FIRST_NAMED = 9  # those of authors; the ones before are warpgroups' own
 ONCE = ("cond", "custom")  # ops whose regions run at most once
 # What blocks of a cluster may do to each other, if it has axes.
 IN_CLUSTER = ("cluster_copy", "cluster_arrive", "tensor_mma", "tensor_copy")
@@ -356,7 +357,12 @@ def _number(b: Builder, barriers: Value, one: Value) -> Value:
 
 @_rule("copy_gmem_to_smem")
 def _load_to_smem(im: Importer, eqn: Any, *_: Value) -> None:
-    source, target, (ref, transforms) = _parts(im, eqn)
+    source, target, *barrier = _parts(im, eqn)
+    if not barrier:
+        source, target = _ends(im, ("gmem", "smem"), source, target)
+        im.builder.emit("copy_start", source, target, priority=0)
+        return
+    ((ref, transforms),) = barrier
     axes = im.threads.axes_of(im, eqn.params["axes"])
     if axes and eqn.params["first"] is not None:
         _load_counted_by_first(im, source, target, (ref, transforms), axes, eqn)
@@ -522,6 +528,18 @@ def _async_store(im: Importer, eqn: Any, value: Value, *_: Value) -> None:
     checks.store(im, value, target)
     atomic = eqn.params["atomic"]
     im.builder.emit("async_store", value, target, counted, atomic=atomic)
+
+
+@_rule("wait_gmem_to_smem")
+def _wait_loads(im: Importer, eqn: Any) -> None:
+    im.builder.emit("load_wait", pending=eqn.params["pending"])
+
+
+@_rule("named_barrier")
+def _named_barrier(im: Importer, eqn: Any) -> None:
+    number, threads = eqn.params["number"] + FIRST_NAMED, eqn.params["threads"]
+    arrives = not eqn.params["wait"]
+    im.builder.emit("named_barrier", id=number, threads=threads, arrive_only=arrives)
 
 
 @_rule("wait_smem_to_gmem")
