@@ -411,7 +411,8 @@ class _WithProducts:
         """How many times faster blocks of other sizes must be."""
         shrinks = any(n < dim.size for dim, n in sizes.items() if self._is_side(dim))
         grows = all(n > dim.size for dim, n in sizes.items())
-        if grows and warpgroups(self._rows({})) < warpgroups(self._rows(sizes)):
+        more = warpgroups(self._rows({})) < warpgroups(self._rows(sizes))
+        if more and (grows or self._is_one_product):
             shared = self.shares_core and not self._is_one_product
             return GAIN if shared else GAIN_OF_WARPGROUPS
         return GAIN if shrinks or not self._is_one_product else GAIN_OF_GROWTH
