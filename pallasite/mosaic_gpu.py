@@ -4,12 +4,14 @@
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from pallasite import config, missing
 from pallasite.calls.gpu_kernel import Mesh as Mesh
 from pallasite.calls.gpu_kernel import kernel as kernel
 from pallasite.calls.gpu_pipeline import BlockSpec as BlockSpec
+from pallasite.calls.gpu_pipeline import PipelinePipeline as PipelinePipeline
 from pallasite.calls.gpu_pipeline import emit_pipeline as emit_pipeline
 from pallasite.calls.gpu_pipeline import (
     emit_pipeline_warp_specialized as emit_pipeline_warp_specialized,
@@ -51,6 +53,7 @@ from pallasite.language.gpu import query_cluster_cancel as query_cluster_cancel
 from pallasite.language.gpu import set_max_registers as set_max_registers
 from pallasite.language.gpu import tcgen05_commit_arrive as tcgen05_commit_arrive
 from pallasite.language.gpu import tcgen05_mma as tcgen05_mma
+from pallasite.language.gpu import transform_ref as transform_ref
 from pallasite.language.gpu import transpose_ref as transpose_ref
 from pallasite.language.gpu import try_cluster_cancel as try_cluster_cancel
 from pallasite.language.gpu import wait_load_tmem as wait_load_tmem
@@ -128,14 +131,16 @@ def set_gpu_interpret_mode(params: Any = None) -> None:
     config.keep("interpret", given)
 
 
+def as_torch_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with kernels for tensors of PyTorch: `pallasite.torch.wrap(fn)`."""
+    from pallasite import torch
+
+    return torch.wrap(fn)
+
+
 __getattr__ = missing.names(
     "pallasite.mosaic_gpu",
-    missing.hints("transform_ref", "use ref.transpose(...), ref.reshape(...)")
-    | missing.hints(
-        "PipelinePipeline", "start one emit_pipeline after the other has ended"
-    )
-    | missing.hints("as_torch_kernel", "call the kernel with arrays from jax.dlpack")
-    | missing.hints("im2col_ref", "copy a window's rows, one copy_gmem_to_smem each")
+    missing.hints("im2col_ref", "copy a window's rows, one copy_gmem_to_smem each")
     | missing.hints(
         "inline_mgpu",
         "its code is for upstream's compiler, which does not run here: use jnp, lax "

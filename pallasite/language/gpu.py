@@ -18,7 +18,11 @@ import jax.numpy as jnp
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.language import refs, specs
-from pallasite.language.gpu_memory import CopyPartition, OOBFillMode
+from pallasite.language.gpu_memory import (
+    CopyPartition,
+    OOBFillMode,
+    SwizzleTransform,
+)
 from pallasite.language.helpers import when
 from pallasite.language.memory_spaces import MemoryRef, MemorySpace, as_axes
 from pallasite.language.peers import cluster_ref, each_device
@@ -493,6 +497,21 @@ def load(
 def transpose_ref(ref: Any, permutation: Sequence[int]) -> Any:
     """A view of a ref with permuted dimensions."""
     return ref.transpose(tuple(permutation))
+
+
+def transform_ref(ref: Any, transform: Any) -> Any:
+    """A view of a ref through a view transform: one that JAX's views are made of, or a
+    layout of shared memory, which changes nothing here unless it changes the shape."""
+    if isinstance(transform, SwizzleTransform):
+        return ref
+    if not hasattr(transform, "transform_type"):
+        raise KernelTypeError(
+            "transform_ref needs a transform of views",
+            [("got", repr(transform))],
+            user_location(),
+            "ref.reshape(...), ref.transpose(...), plgpu.transpose_ref(ref, order)",
+        )
+    return jaxcompat.transformed_ref(ref, transform)
 
 
 # --- loops over work shared by thread blocks ---
