@@ -86,7 +86,7 @@ class Work:
     def __call__(self, x: Any, *more: Any) -> Any:
         dtype = x.dtype
         if self.style.cast == "tile":
-            x, *more = (v.astype(F32) for v in (x, *more))
+            x, more = x.astype(F32), tuple(v.astype(F32) for v in more)
         wide = lambda v: v.astype(F32)
         if self.kind == "swiglu":
             made = self._gate(wide(x)) * wide(more[0])
