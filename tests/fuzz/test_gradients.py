@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.fuzz.batches import each_batch
-from tests.fuzz.choices import Stream
+from tests.fuzz.choices import Stream, pick
 from tests.fuzz.python_kernels import RandomCall, random_call
 from tests.share import SHARE
 
@@ -30,7 +30,10 @@ def test_derivatives_of_python_kernels(engine: str, batches: int):
 
 
 def check_gradient(choices: Stream, engine: str) -> None:
-    """The cotangents of both operands and a tangent of both results."""
+    """The cotangents of both operands and a tangent of the results; or, in one of three
+    cases each, derivatives of those cotangents in forward or in reverse mode.
+    """
+    order = pick(choices, ("first", "forward", "reverse"))
     call = random_call(choices)
     run = functools.partial(call, interpret=engine == "emulation")
     rng = np.random.default_rng(choices.integer(0, 255))
@@ -39,8 +42,12 @@ def check_gradient(choices: Stream, engine: str) -> None:
     tangents = tuple(map(like, call.arrays))
 
     def derivatives(function: Any) -> Any:
-        _, pull = jax.vjp(function, *call.arrays)
-        return pull(cotangents), jax.jvp(function, call.arrays, tangents)
+        backward = lambda *arrays: jax.vjp(function, *arrays)[1](cotangents)
+        if order == "forward":
+            return jax.jvp(backward, call.arrays, tangents)
+        if order == "reverse":
+            return jax.vjp(backward, *call.arrays)[1](tangents)
+        return backward(*call.arrays), jax.jvp(function, call.arrays, tangents)
 
     got = jax.jit(derivatives, static_argnums=0)(run)
     with jax.default_device(jax.devices("cpu")[0]), jax.disable_jit():

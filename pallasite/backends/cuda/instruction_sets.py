@@ -97,7 +97,7 @@ BLACKWELL = InstructionSet(
     tensor_columns=512,
     registers={(1, 1): None, (2, 1): (40, 232), (3, 1): (32, 160)},
 )  # fmt: skip
-# Without integers, whose matmuls NVIDIA has left out of these chips.
+# ptxas has no matmul of integers for these chips.
 BLACKWELL_ULTRA = InstructionSet(
     "sm_103", "sm_103a", "tensor_mma", 128, 16, 16, (*_FLOATS, "f32"), _TURNED,
     tensor_columns=512, registers=BLACKWELL.registers,

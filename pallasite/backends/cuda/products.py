@@ -48,6 +48,7 @@ TF32 = ("tf32", "tf32_tf32_f32")  # precisions that round f32 to 19 bits
 ROUNDED = "cuda.rounded"  # note on copies of f32: to the bits that are multiplied
 AFTER_LOADS = "cuda.after_loads"  # note on arrivals: threads have loaded released data
 BEFORE_PRODUCTS = "cuda.before_products"  # note on waits of the thread that multiplies
+PAIRED = (-1,)  # the axis of the grid along which pairs of thread blocks multiply
 # Notes on matmuls: warpgroups issue them in turn; the next one's turn starts when the
 # matmul that ends the turn is issued.
 IN_TURN, ENDS_TURN = "cuda.in_turn", "cuda.ends_turn"
@@ -125,6 +126,7 @@ class Plan:
         self.group_of = {id(op): g for g in self.groups for op in g.loads}
         self.per_core = 1  # concurrent programs per SM
         self.repeats = False  # an SM runs several programs in turn
+        self.is_paired = False  # programs multiply with another thread block
         self.choose_stages()
 
     def place_of(self, product: Product) -> Op:

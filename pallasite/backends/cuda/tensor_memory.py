@@ -229,6 +229,9 @@ class TensorMemory(Semaphores):
         self.check_tensor_product(op)
         if self.warp is None and not self.alone:
             self.meet_before(op)
+            # A warp that is still in an earlier wait would miss its phase if commits
+            # after this matmul ended the barrier's next one, too.
+            self.sync()
             self.out.line("tensor_after();")
         right_ring = self.rings[rhs]
         rows, columns = sums.ref.shape

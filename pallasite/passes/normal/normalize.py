@@ -10,6 +10,7 @@ from pallasite.passes.normal.consecutive_indices import single_slices
 from pallasite.passes.normal.counted_loops import counted_loops
 from pallasite.passes.normal.folds import folds
 from pallasite.passes.normal.guarded_starts import guarded_starts
+from pallasite.passes.normal.guarded_stores import guarded_stores
 from pallasite.passes.normal.guarded_updates import guarded_updates
 from pallasite.passes.normal.idle_clamps import idle_clamps
 from pallasite.passes.normal.joined_loops import joined_loops
@@ -43,6 +44,8 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("loop_axes", loop_axes),
     ("wide_blocks", wide_blocks),
     ("single_slices", single_slices),
+    ("guarded_stores", guarded_stores),
+    ("loops_of_slices", loop_axes),  # whose accesses were index arrays before
     ("narrow_windows", narrow_windows),
     ("idle_clamps", idle_clamps),
     ("program_order", program_order),

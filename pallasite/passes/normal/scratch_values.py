@@ -80,11 +80,12 @@ def _forwarded(body: Block, scratch: set[Value], results: set[Value]) -> Block:
     last = {op.operands[0]: op for op in body.ops if op.name == "store"}
     for op in body.ops:
         ref = op.operands[0] if op.name in ("load", "store") else None
-        known = ref in scratch or ref in results
-        if known and op.name == "store":
-            held[ref] = loaded.get(op.operands[1], op.operands[1])
-        elif known:
-            loaded[op.result] = held[ref]
-        if not known or (ref in results and op is last[ref]):
+        if ref is None or not (ref in scratch or ref in results):
             ops.append(op)
+        elif op.name == "load":
+            loaded[op.result] = held[ref]
+        else:
+            held[ref] = loaded.get(op.operands[1], op.operands[1])
+            if ref in results and op is last[ref]:
+                ops.append(op)
     return substitute(replace(body, ops=tuple(ops)), loaded)

@@ -403,7 +403,7 @@ void copy_to_blocks(const void* map, u32 at, u32 barrier, u32 to, const int* fir
 }
 void copy_for_first(const void* map, u32 at, u32 barrier, const int* first, int rank) {
   Copy copy = copy_of(map, at, barrier & ((1 << BLOCK_SHIFT) - 1), first, rank);
-  copy.counts = blocks[barrier >> BLOCK_SHIFT];
+  if (barrier >> BLOCK_SHIFT) copy.counts = blocks[(barrier >> BLOCK_SHIFT) - 1];
   start(copy);
 }
 void copy_out(const void* map, u32 at, const int* first, int rank) {
