@@ -77,9 +77,7 @@ def test_a_copy_is_waited_for_before_the_end():
         plgpu.copy_gmem_to_smem(b.at[pl.ds(0, 32)], right.at[0])
         o[...] = jnp.zeros(o.shape, F32)
 
-    with pytest.raises(
-        CheckError, match="a copy is still in flight"
-    ) as raised:
+    with pytest.raises(CheckError, match="a copy is still in flight") as raised:
         run(kernel)
     assert "plgpu.wait_gmem_to_smem" in str(raised.value)
 
