@@ -23,6 +23,9 @@ from pallasite.language.gpu import NDLoopInfo as NDLoopInfo
 from pallasite.language.gpu import TraceScope as TraceScope
 from pallasite.language.gpu import TryClusterCancelResult as TryClusterCancelResult
 from pallasite.language.gpu import WarpMesh as WarpMesh
+from pallasite.language.gpu import (
+    async_copy_scales_to_tmem as async_copy_scales_to_tmem,
+)
 from pallasite.language.gpu import async_copy_smem_to_tmem as async_copy_smem_to_tmem
 from pallasite.language.gpu import async_load_tmem as async_load_tmem
 from pallasite.language.gpu import async_prefetch as async_prefetch
@@ -154,9 +157,9 @@ __getattr__ = missing.names(
         "pl.get_global(plgpu.SemaphoreType.REGULAR), or scratch_shapes=",
     )
     | missing.hints(
-        "async_copy_scales_to_tmem async_copy_sparse_metadata_to_tmem "
-        "format_tcgen05_sparse_metadata",
-        "scale and mask operands before tcgen05_mma, which does neither",
+        "async_copy_sparse_metadata_to_tmem format_tcgen05_sparse_metadata",
+        "pass all of the left operand to tcgen05_mma, with zeros: it multiplies no "
+        "sparse one",
     ),
     decorators=("inline_mgpu",),
 )

@@ -616,7 +616,8 @@ def _warps(im: Importer, eqn: Any, *captured: Value) -> None:
 def _tensor_mma(im: Importer, eqn: Any, adds: Value, *_: Value) -> None:
     (acc, at), *rest = _parts(im, eqn, 1)
     sums = view(im, acc, at)
-    (lhs, left), (rhs, right) = (_side(im, *part) for part in rest)
+    (lhs, left), (rhs, right) = (_side(im, *part) for part in rest[:2])
+    scales = [view(im, *part) for part in rest[2:]]
     contract = ((0 if left else 1,), (1 if right else 0,))
     axes = _pair(im, eqn)
     columns = rhs.ref.shape[0 if right else 1] * (2 if axes else 1)
@@ -632,7 +633,9 @@ def _tensor_mma(im: Importer, eqn: Any, adds: Value, *_: Value) -> None:
         facts = [("kernel", im.kernel_name), *sides]
         fix = "accumulator plgpu.TMEM((m, n), jnp.float32), operands (m, k) and (k, n)"
         raise KernelTypeError(problem, facts, im.where, fix)
-    im.builder.emit("tensor_mma", sums, lhs, rhs, adds, contract=contract, axes=axes)
+    checks.scales(im, sums.ref.shape, lhs.ref.shape[contract[0][0]], scales)
+    operands = (sums, lhs, rhs, adds, *scales)
+    im.builder.emit("tensor_mma", *operands, contract=contract, axes=axes)
 
 
 def _pair(im: Importer, eqn: Any) -> tuple[int, ...]:

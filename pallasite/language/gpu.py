@@ -330,21 +330,29 @@ def tcgen05_mma(
         acc: the accumulator, in tensor memory.
         a, b: the operands; `b` is in shared memory, `a` there or in tensor memory.
         barrier: gets one arrival when this and all earlier matmuls have completed.
-        a_scale, b_scale, a_sparse_metadata: not available.
+        a_scale, b_scale: tensor memory, (m, k // block) and (n, k // block): each block
+            along k of a row of `a`, and of a column of `b`, is multiplied by one. In
+            checked mode only.
+        a_sparse_metadata: not available.
         accumulate: False overwrites `acc`.
         collective_axis: a cluster axis of two thread blocks. The first one starts the
             matmul of both: each has its rows of `a` and `acc`, and half of the columns
             of `b`.
     """
-    given = dict(a_scale=a_scale, b_scale=b_scale, a_sparse_metadata=a_sparse_metadata)
-    for name, value in given.items():
-        if value is not None:
-            raise UnsupportedError(
-                f"tcgen05_mma({name}=...) is not supported",
-                at=user_location(),
-                fix="remove it",
-            )
-    flat, tree = flatten_views(acc, a, b)
+    if a_sparse_metadata is not None:
+        raise UnsupportedError(
+            "tcgen05_mma(a_sparse_metadata=...) is not supported",
+            at=user_location(),
+            fix="remove it, and pass all of `a`, with zeros",
+        )
+    scales = [scale for scale in (a_scale, b_scale) if scale is not None]
+    if len(scales) == 1:
+        raise SpecError(
+            "tcgen05_mma has scales of both operands, or of none",
+            at=user_location(),
+            fix="pass a_scale and b_scale",
+        )
+    flat, tree = flatten_views(acc, a, b, *scales)
     adds = jnp.asarray(accumulate, jnp.bool_)
     axes = () if collective_axis is None else (collective_axis,)
     tensor_mma_p.bind(adds, *flat, tree=tree, axes=axes)
@@ -367,12 +375,39 @@ def tcgen05_commit_arrive(
 
 
 def async_copy_smem_to_tmem(
-    smem_ref: Any, tmem_ref: Any, collective_axis: str | None = None
+    smem_ref: Any, tmem_ref: Any, collective_axis: Hashable = None
 ) -> None:
     """Start a copy into tensor memory; matmuls started afterwards see it."""
     flat, tree = flatten_views(smem_ref, tmem_ref)
     axes = () if collective_axis is None else (collective_axis,)
     tensor_copy_p.bind(*flat, tree=tree, axes=axes)
+
+
+def async_copy_scales_to_tmem(
+    smem_ref: Any, tmem_ref: Any, collective_axis: Hashable = None
+) -> None:
+    """Start a copy of scales, for `tcgen05_mma`, into tensor memory; matmuls started
+    afterwards see it. In checked mode only.
+
+    Args:
+        smem_ref: (rows // 128, blocks // 4, 32, 16): row 128 i + 32 q + r and block
+            4 j + c are at [i, j, r, 4 q + c].
+        tmem_ref: (rows, blocks).
+        collective_axis: a cluster axis of two thread blocks, both of which copy.
+    """
+    shape = tuple(smem_ref.shape)
+    if len(shape) != 4 or shape[2:] != (32, 16):
+        raise KernelTypeError(
+            "scales in shared memory have the shape (rows // 128, blocks // 4, 32, 16)",
+            [("got", f"{smem_ref.dtype}{list(shape)}")],
+            user_location(),
+            "x.reshape(rows // 128, 4, 32, blocks // 4, 4).transpose(0, 3, 2, 1, 4)"
+            ".reshape(rows // 128, blocks // 4, 32, 16)",
+        )
+    tiles, groups = shape[:2]
+    view = smem_ref.reshape(tiles, groups, 32, 4, 4).transpose((0, 3, 2, 1, 4))
+    view = view.reshape(tiles * 128, groups * 4)
+    async_copy_smem_to_tmem(view, tmem_ref, collective_axis)
 
 
 def async_load_tmem(src: Any, *, layout: Any = None, reduce: str | None = None) -> Any:
