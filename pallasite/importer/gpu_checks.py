@@ -104,6 +104,27 @@ def store(im: Any, value: Value, target: Value) -> None:
         )
 
 
+# By the dtype of scales: elements along k that one of them is for.
+SCALED = {"f8e8m0fnu": (16, 32), "f8e4m3fn": (16,)}
+
+
+def scales(im: Any, sides: Sequence[int], k: int, found: Sequence[Value]) -> None:
+    """Reject scales of a tcgen05_mma that no matrix instruction has."""
+    for scale, n, name in zip(found, sides, ("a_scale", "b_scale"), strict=False):
+        ref, blocks = scale.ref, scale.ref.shape[-1] if scale.ref.shape else 0
+        known = SCALED.get(ref.dtype.name, ())
+        fits = ref.shape[:1] == (n,) and ref.rank == 2 and blocks > 0
+        if ref.space == "tmem" and fits and any(b * blocks == k for b in known):
+            continue
+        raise KernelTypeError(
+            f"{name} is no tensor memory with scales of {n} x {k}",
+            [("kernel", im.kernel_name), (name, scale.type)],
+            im.where,
+            f"plgpu.TMEM(({n}, {k} // 32), jnp.float8_e8m0fnu), or {k} // 16 of "
+            "float8_e4m3fn; plgpu.async_copy_scales_to_tmem fills it",
+        )
+
+
 def product(
     im: Any, sums: Value, left: tuple[Value, bool], right: tuple[Value, bool]
 ) -> None:

@@ -269,12 +269,13 @@ class TensorMma:
     rhs: Value
     adds: Value
     contract: tuple[int, int]
+    scales: tuple[Value, ...] = ()  # of the left and of the right operand
 
     @staticmethod
     def of(op: Op) -> "TensorMma":
-        sums, lhs, rhs, adds = op.operands
+        sums, lhs, rhs, adds, *scales = op.operands
         (left,), (right,) = op.attrs["contract"]
-        return TensorMma(sums, lhs, rhs, adds, (left, right))
+        return TensorMma(sums, lhs, rhs, adds, (left, right), tuple(scales))
 
     @property
     def columns_dim(self) -> int:

@@ -6,19 +6,21 @@ barrier count an arrival when all so far have completed. `interpret/tensor_memor
 defines their meaning. `warps` is for code of single warps.
 """
 
+from collections.abc import Sequence
 from typing import cast
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.opdef import Attrs, TypeRuleError, Unit, Use
 from pallasite.ir.roles import TensorMma
-from pallasite.ir.types import BOOL, RefType, TileType, Type
+from pallasite.ir.types import BOOL, F32, RefType, TileType, Type
 from pallasite.ops.gpu import COUNTS, barrier_rule, gpu_row, nothing
 
 
 def _mma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
-    """Operands: accumulator, left operand, right operand, whether it accumulates."""
-    sums, lhs, rhs, adds = types
+    """Operands: accumulator, left operand, right operand, whether it accumulates; then
+    perhaps the scales of both sides."""
+    sums, lhs, rhs, adds, *scales = types
     if not isinstance(sums, RefType) or sums.space != "tmem":
         raise TypeRuleError(f"adds to tensor memory, got {sums}")
     for side, spaces in ((lhs, ("smem", "tmem")), (rhs, ("smem",))):
@@ -31,7 +33,20 @@ def _mma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     rows, columns = lhs.shape[1 - left], blocks * rhs.shape[1 - right]
     if lhs.shape[left] != rhs.shape[right] or sums.shape != (rows, columns):
         raise TypeRuleError(f"{lhs} times {rhs} does not match {sums}")
+    if scales:
+        _look_at_scales(scales, (rows, columns), lhs.shape[left])
     return ()
+
+
+def _look_at_scales(scales: Sequence[Type], sides: tuple[int, int], k: int) -> None:
+    """One per row, or per column, of each block along k."""
+    if len(scales) != 2:
+        raise TypeRuleError(f"{len(scales)} scales: both sides have some, or neither")
+    for scale, n in zip(scales, sides, strict=True):
+        if not isinstance(scale, RefType) or scale.space != "tmem":
+            raise TypeRuleError(f"{scale} is not tensor memory")
+        if scale.rank != 2 or scale.shape[0] != n or k % max(scale.shape[1], 1):
+            raise TypeRuleError(f"{scale} does not scale {n} x {k}")
 
 
 def _copy(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
@@ -44,7 +59,7 @@ def _copy(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 
 
 def mma_of(op: Op, columns: int) -> Block:
-    """What a matmul does to an accumulator: accumulator, left, and whole right."""
+    """What a matmul does to an accumulator: accumulator, left, whole right, scales."""
     mma = TensorMma.of(op)
     sums, lhs, rhs = mma.sums.ref, mma.lhs.ref, mma.rhs.ref
     shape = list(rhs.shape)
@@ -54,21 +69,38 @@ def mma_of(op: Op, columns: int) -> Block:
         Value(TileType(lhs.shape, lhs.dtype)),
         Value(TileType(tuple(shape), rhs.dtype)),
     ]
-    b = Builder(op.loc)
-    product = b.op("dot", *params[1:], contract=op.attrs["contract"], batch=((), ()),
+    b, sides = Builder(op.loc), params[1:]
+    if mma.scales:
+        scales = [Value(TileType(v.ref.shape, v.ref.dtype)) for v in mma.scales]
+        pairs = zip(sides, scales, mma.contract, strict=True)
+        params, sides = [*params, *scales], [_scaled(b, *each) for each in pairs]
+    product = b.op("dot", *sides, contract=op.attrs["contract"], batch=((), ()),
                    dtype=sums.dtype, precision=None)  # fmt: skip
     return b.block(params, (b.op("add", params[0], product), product))
+
+
+def _scaled(b: Builder, side: Value, scale: Value, along: int) -> Value:
+    """An operand times its scales, each of which is for a block along k."""
+    rows, blocks = scale.tile.shape
+    k = side.tile.shape[along]
+    each = (rows, blocks, k // blocks)
+    factors = b.broadcast(b.cast(scale, F32), each, (0, 1))
+    factors = b.op("reshape", factors, shape=(rows, k))
+    if along == 0:
+        factors = b.op("transpose", factors, perm=(1, 0))
+    return b.mul(b.cast(side, F32), factors)
 
 
 gpu_row(
     "tensor_mma",
     _mma,
-    4,
+    None,
     ("contract", "axes"),
     unit=Unit.MATRIX,
     uses=(Use.UPDATE, Use.READ),
     doc="starts a matmul that accumulates into tensor memory, or overwrites it; with "
-    "axes, a collective one of two blocks of a cluster",
+    "axes, a collective one of two blocks of a cluster; perhaps with scales of rows "
+    "and columns in blocks along k, in tensor memory",
 )
 gpu_row(
     "tensor_copy",

@@ -223,6 +223,12 @@ class TensorMemory(Semaphores):
 
     def emit_tensor_mma(self, op: Op) -> None:
         mma = TensorMma.of(op)
+        if mma.scales:
+            self.refuse(
+                op,
+                "scales of blocks along k",
+                "interpret=pl.Checked(); or scale the operands before",
+            )
         sums, lhs, rhs = mma.sums, mma.lhs, mma.rhs
         left, right = mma.contract
         dtype = rhs.ref.dtype.name
