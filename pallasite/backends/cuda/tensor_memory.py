@@ -305,7 +305,7 @@ class TensorMemory(Semaphores):
                 self.refuse(
                     op, f"{side.type} is not swizzled, or not made of whole panels"
                 )
-            if along == 0 and side.ref.dtype.bytes != 2:
+            if along == 0 and side.ref.dtype.bytes == WORD:
                 self.refuse(op, f"{side.ref.dtype} operands must be contiguous along k")
             if ring.shape[along] * ring.dtype.bytes % 32:
                 self.refuse(

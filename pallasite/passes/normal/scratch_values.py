@@ -19,6 +19,7 @@ from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.rewrite import substitute, users_of
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.carried import accesses_all
+from pallasite.passes.normal.canonicalize import canonicalize
 
 
 def scratch_values(kernel: Kernel) -> Kernel:
@@ -47,6 +48,12 @@ def scratch_values(kernel: Kernel) -> Kernel:
         return kernel
     kept = tuple(op for op in ops if not gone & set(op.results))
     return kernel.with_(body=replace(kernel.body, ops=kept))
+
+
+def values_of_steps(kernel: Kernel) -> Kernel:
+    """The same as a rule of the normal form: starts of sums are folded."""
+    new = scratch_values(kernel)
+    return kernel if new is kernel else canonicalize(new)
 
 
 def _results(op: Op) -> list[Value]:
