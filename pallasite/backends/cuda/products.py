@@ -43,7 +43,6 @@ PRODUCT_REGISTERS = 26  # per thread, for one instruction besides the accumulato
 # Three programs leave a thread few registers: all tiles of an iteration must fit.
 STEP_REGISTERS = {3: 110}
 STAGING_BYTES = 2 * 64 * SWIZZLE  # of a warpgroup, for outgoing tiles
-TRANSPOSABLE = ("bf16", "f16")
 TF32 = ("tf32", "tf32_tf32_f32")  # precisions that round f32 to 19 bits
 ROUNDED = "cuda.rounded"  # note on copies of f32: to the bits that are multiplied
 AFTER_LOADS = "cuda.after_loads"  # note on arrivals: threads have loaded released data
@@ -303,7 +302,7 @@ class Plan:
                     self.refuse(
                         op, f"the {word} operand, {name}, is not contiguous along k"
                     )
-        if lhs.load is None and name not in self.set.turned:
+        if lhs.load is None and name not in self.set.computed:
             self.refuse(op, f"a computed left operand of {name}")
 
     def check_shape(self, product: Product) -> None:
@@ -319,9 +318,6 @@ class Plan:
         is_rows = all(s.load is not None and s.contract == 0 for s in product.sides)
         if depth % step and not (is_rows and self.set.pads_depth):
             self.refuse(op, f"k={depth}, not a multiple of {step}")
-        rows = whole(product.result.tile.shape[0], SHORT_TILE)
-        if product.lhs.load and product.lhs.contract == 0 and rows % self.set.rows:
-            self.refuse(op, f"{rows} rows of a transposed left operand")
         for side in product.sides:
             if side.load is not None:
                 self.check_copy(op, side)
@@ -536,6 +532,10 @@ class Plan:
         lefts = frozenset(n for n, op in enumerate(loads) if id(op) in left)
         deep = {id(s.load) for p in self.products for s in p.sides if s.contract == 0}
         deeps = frozenset(n for n, op in enumerate(loads) if id(op) in deep)
+        turned = {id(p.lhs.load) for p in self.products if p.lhs.contract == 0}
+        if not self.set.has_tensor_memory:  # it has whole panels anyway
+            turned = set[int]()
+        wides = frozenset(n for n, op in enumerate(loads) if id(op) in turned)
         is_shared = all(
             self.home[id(product.dot)] is self.home[id(side.load)]
             for product in self.products
@@ -544,9 +544,10 @@ class Plan:
         )
         for ring in self.rings if is_shared else ():
             same = ring.arrays, ring.tiles, ring.loaded, ring.lefts, ring.deeps
-            if ring.is_shared and same == (arrays, tiles, loaded, lefts, deeps):
+            alike = same == (arrays, tiles, loaded, lefts, deeps)
+            if ring.is_shared and alike and ring.wides == wides:
                 return ring
-        made = Ring(arrays, tiles, is_shared, lines, loaded, lefts, deeps)
+        made = Ring(arrays, tiles, is_shared, lines, loaded, lefts, deeps, wides)
         made.unit = self.set.rows
         self.rings.append(made)
         return made
