@@ -27,6 +27,9 @@ from pallasite.language.gpu import (
     async_copy_scales_to_tmem as async_copy_scales_to_tmem,
 )
 from pallasite.language.gpu import async_copy_smem_to_tmem as async_copy_smem_to_tmem
+from pallasite.language.gpu import (
+    async_copy_sparse_metadata_to_tmem as async_copy_sparse_metadata_to_tmem,
+)
 from pallasite.language.gpu import async_load_tmem as async_load_tmem
 from pallasite.language.gpu import async_prefetch as async_prefetch
 from pallasite.language.gpu import async_store_smem as async_store_smem
@@ -74,6 +77,9 @@ from pallasite.language.gpu_arrays import atomic_max as atomic_max
 from pallasite.language.gpu_arrays import atomic_min as atomic_min
 from pallasite.language.gpu_arrays import atomic_or as atomic_or
 from pallasite.language.gpu_arrays import atomic_xor as atomic_xor
+from pallasite.language.gpu_arrays import (
+    format_tcgen05_sparse_metadata as format_tcgen05_sparse_metadata,
+)
 from pallasite.language.gpu_arrays import max as max
 from pallasite.language.gpu_arrays import min as min
 from pallasite.language.gpu_arrays import prod as prod
@@ -155,11 +161,6 @@ __getattr__ = missing.names(
     | missing.hints(
         "alloc_semaphore",
         "pl.get_global(plgpu.SemaphoreType.REGULAR), or scratch_shapes=",
-    )
-    | missing.hints(
-        "async_copy_sparse_metadata_to_tmem format_tcgen05_sparse_metadata",
-        "pass all of the left operand to tcgen05_mma, with zeros: it multiplies no "
-        "sparse one",
     ),
     decorators=("inline_mgpu",),
 )

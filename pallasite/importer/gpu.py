@@ -618,6 +618,7 @@ def _tensor_mma(im: Importer, eqn: Any, adds: Value, *_: Value) -> None:
     sums = view(im, acc, at)
     (lhs, left), (rhs, right) = (_side(im, *part) for part in rest[:2])
     scales = [view(im, *part) for part in rest[2:]]
+    places = [scales.pop()] if len(scales) % 2 else []
     contract = ((0 if left else 1,), (1 if right else 0,))
     axes = _pair(im, eqn)
     columns = rhs.ref.shape[0 if right else 1] * (2 if axes else 1)
@@ -626,15 +627,16 @@ def _tensor_mma(im: Importer, eqn: Any, adds: Value, *_: Value) -> None:
         problem = "tcgen05_mma needs an accumulator in tensor memory"
     elif (lhs.ref.shape[1 if left else 0], columns) != sums.ref.shape or lhs.ref.shape[
         contract[0][0]
-    ] != rhs.ref.shape[contract[1][0]]:
+    ] * (1 + len(places)) != rhs.ref.shape[contract[1][0]]:
         problem = "the shapes of the operands and the accumulator do not match"
     if problem is not None:
         sides = [("accumulator", sums.type), ("left", lhs.type), ("right", rhs.type)]
         facts = [("kernel", im.kernel_name), *sides]
         fix = "accumulator plgpu.TMEM((m, n), jnp.float32), operands (m, k) and (k, n)"
         raise KernelTypeError(problem, facts, im.where, fix)
-    checks.scales(im, sums.ref.shape, lhs.ref.shape[contract[0][0]], scales)
-    operands = (sums, lhs, rhs, adds, *scales)
+    checks.scales(im, sums.ref.shape, rhs.ref.shape[contract[1][0]], scales)
+    checks.places(im, lhs, left, places)
+    operands = (sums, lhs, rhs, adds, *scales, *places)
     im.builder.emit("tensor_mma", *operands, contract=contract, axes=axes)
 
 

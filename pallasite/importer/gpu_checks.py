@@ -8,6 +8,7 @@ from typing import Any
 from pallasite.errors import KernelTypeError, ResourceError
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Value
+from pallasite.ops.tensor_memory import KEPT, KEPT_TILE
 from pallasite.passes.analysis.cost import bytes_of
 from pallasite.target.table import GPUS
 
@@ -122,6 +123,25 @@ def scales(im: Any, sides: Sequence[int], k: int, found: Sequence[Value]) -> Non
             im.where,
             f"plgpu.TMEM(({n}, {k} // 32), jnp.float8_e8m0fnu), or {k} // 16 of "
             "float8_e4m3fn; plgpu.async_copy_scales_to_tmem fills it",
+        )
+
+
+def places(im: Any, lhs: Value, turned: bool, found: Sequence[Value]) -> None:
+    """Reject metadata that does not place the elements of a sparse left operand."""
+    for each in found:
+        ref, whole = (
+            each.ref,
+            not any(n % size for n, size in zip(lhs.ref.shape, KEPT_TILE, strict=True)),
+        )
+        fits = ref.space == "tmem" and ref.shape == lhs.ref.shape and whole
+        if fits and not turned and ref.dtype.bits == 2 and lhs.ref.dtype.bits in KEPT:
+            continue
+        raise KernelTypeError(
+            "a_sparse_metadata does not place the elements of the left operand",
+            [("kernel", im.kernel_name), ("left", lhs.type), ("metadata", each.type)],
+            im.where,
+            "left operand (m, k // 2) of 8 or 16 bits, m and k multiples of 128, and "
+            "plgpu.TMEM((m, k // 2), jnp.uint2)",
         )
 
 

@@ -205,12 +205,14 @@ class TensorWalker(ClusterWalker):
     def steps_tensor_mma(self, op: Op) -> Steps:
         mma = TensorMma.of(op)
         adds = bool(value_of(self.numbers.certain(self.env[mma.adds], "accumulate")))
-        parts = (mma.sums, mma.lhs, mma.rhs, *mma.scales)
+        parts = [mma.sums, mma.lhs, mma.rhs, *mma.scales]
+        parts += [] if mma.places is None else [mma.places]
         ends = [self._in_blocks(op, v) for v in parts]
         sums = _named("accumulator", ends[0])
         reads = _named("left operand", ends[1]) | _named("right operand", ends[2])
-        for name, scale in zip(("left scale", "right scale"), ends[3:], strict=False):
-            reads |= _named(name, scale)
+        names = ("left scale", "right scale") if mma.scales else ()
+        for name, more in zip((*names, "metadata"), ends[3:], strict=False):
+            reads |= _named(name, more)
         if adds:
             reads |= sums
         self._start(op, reads, sums, lambda: self._multiply_pair(op, ends, adds))

@@ -28,6 +28,7 @@ from pallasite.language.memory_spaces import MemoryRef, MemorySpace, as_axes
 from pallasite.language.peers import cluster_ref, each_device
 from pallasite.language.refs import flatten_views, kernel_primitive
 from pallasite.language.trace import trace, user_location
+from pallasite.ops.tensor_memory import KEPT_TILE
 
 # --- primitives ---
 
@@ -333,18 +334,14 @@ def tcgen05_mma(
         a_scale, b_scale: tensor memory, (m, k // block) and (n, k // block): each block
             along k of a row of `a`, and of a column of `b`, is multiplied by one. In
             checked mode only.
-        a_sparse_metadata: not available.
+        a_sparse_metadata: tensor memory, (m, k // 2) of uint2: `a` is (m, k // 2), two
+            of each four elements of a row, whose places these are. In checked mode
+            only.
         accumulate: False overwrites `acc`.
         collective_axis: a cluster axis of two thread blocks. The first one starts the
             matmul of both: each has its rows of `a` and `acc`, and half of the columns
             of `b`.
     """
-    if a_sparse_metadata is not None:
-        raise UnsupportedError(
-            "tcgen05_mma(a_sparse_metadata=...) is not supported",
-            at=user_location(),
-            fix="remove it, and pass all of `a`, with zeros",
-        )
     scales = [scale for scale in (a_scale, b_scale) if scale is not None]
     if len(scales) == 1:
         raise SpecError(
@@ -352,7 +349,8 @@ def tcgen05_mma(
             at=user_location(),
             fix="pass a_scale and b_scale",
         )
-    flat, tree = flatten_views(acc, a, b, *scales)
+    places = () if a_sparse_metadata is None else (a_sparse_metadata,)
+    flat, tree = flatten_views(acc, a, b, *scales, *places)
     adds = jnp.asarray(accumulate, jnp.bool_)
     axes = () if collective_axis is None else (collective_axis,)
     tensor_mma_p.bind(adds, *flat, tree=tree, axes=axes)
@@ -407,6 +405,24 @@ def async_copy_scales_to_tmem(
     tiles, groups = shape[:2]
     view = smem_ref.reshape(tiles, groups, 32, 4, 4).transpose((0, 3, 2, 1, 4))
     view = view.reshape(tiles * 128, groups * 4)
+    async_copy_smem_to_tmem(view, tmem_ref, collective_axis)
+
+
+def async_copy_sparse_metadata_to_tmem(
+    smem_ref: Any, tmem_ref: Any, collective_axis: Hashable = None
+) -> None:
+    """Start a copy of what `format_tcgen05_sparse_metadata` made into tensor memory of
+    (m, k // 2), for `tcgen05_mma`. In checked mode only."""
+    shape = tuple(smem_ref.shape)
+    if len(shape) != 4 or shape[2:] != KEPT_TILE:
+        raise KernelTypeError(
+            "metadata in shared memory has the shape (m // 128, k // 128, 128, 64)",
+            [("got", f"{smem_ref.dtype}{list(shape)}")],
+            user_location(),
+            "plgpu.format_tcgen05_sparse_metadata(metadata, dtype)",
+        )
+    view = smem_ref.transpose((0, 2, 1, 3))
+    view = view.reshape(shape[0] * shape[2], shape[1] * shape[3])
     async_copy_smem_to_tmem(view, tmem_ref, collective_axis)
 
 

@@ -37,6 +37,15 @@ SAME = {
         spelled("attention", "attention causal sinks d128", block_k=256),
         spelled("attention", "attention causal sinks d128"),
     ),
+    "statistics in lanes as results, beside segments": (
+        spelled(
+            "attention",
+            "attention causal segments d128",
+            stats="lanes",
+            stats_at="outputs",
+        ),
+        spelled("attention", "attention causal segments d128"),
+    ),
     "a sum in scratch": (
         spelled("reductions", "sum rows", acc="scratch"),
         spelled("reductions", "sum rows"),
@@ -48,6 +57,10 @@ SAME = {
     "a prefix sum in a loop": (
         spelled("scans", "prefix sum", loop="while", rows=128, columns=1024),
         spelled("scans", "prefix sum"),
+    ),
+    "a recurrence in large blocks": (
+        spelled("scans", "recurrence", within="at once", columns=1024),
+        spelled("scans", "recurrence", loop="at once"),
     ),
     "a recurrence in blocks": (
         spelled("scans", "recurrence", within="at once", start="select"),

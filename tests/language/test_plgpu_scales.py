@@ -1,4 +1,4 @@
-"""Scales of blocks along k, for tcgen05_mma, in checked mode."""
+"""Scales of blocks along k, and sparse operands, of tcgen05_mma, in checked mode."""
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +105,7 @@ def test_what_scales_are_copied_from_is_kept():
     [
         ("one", SpecError, "scales of both operands, or of none"),
         ("sides", KernelTypeError, "a_scale is no tensor memory with scales of 128"),
-        ("sparse", UnsupportedError, "a_sparse_metadata"),
+        ("sparse", KernelTypeError, "do not match"),
     ],
 )
 def test_what_does_not_match_is_refused(wrong, error, says):
@@ -128,3 +128,89 @@ def test_no_backend_has_them():
     lowered = pl.lower(called(a, b, sa, sb))(a, b, packed(sa), packed(sb))
     with pytest.raises(UnsupportedError, match="cannot run tensor_copy"):
         lowered.stages(backend="cuda")
+
+
+# --- sparse left operands ---
+
+
+def sparse(wrong=""):
+    def kernel(a, b, places, o, a_smem, b_smem, smem, tmem, sums, full, done):
+        for source, target in ((a, a_smem), (b, b_smem), (places, smem)):
+            plgpu.copy_gmem_to_smem(source, target, full)
+        plgpu.barrier_wait(full)
+        if wrong != "no copy":
+            plgpu.async_copy_sparse_metadata_to_tmem(smem, tmem)
+        more = dict(accumulate=False, a_sparse_metadata=tmem)
+        plgpu.tcgen05_mma(sums, a_smem, b_smem, done, **more)
+        plgpu.barrier_wait(done)
+        o[...] = plgpu.async_load_tmem(sums)
+        plgpu.wait_load_tmem()
+
+    return kernel
+
+
+def kept_places(rows, k):
+    """Two different places of each four, in order."""
+    pairs = np.array([(i, j) for i in range(4) for j in range(i + 1, 4)])
+    return pairs[np.random.default_rng(1).integers(len(pairs), size=(rows, k // 4))]
+
+
+def run_sparse(dtype, wrong="", k=256):
+    rng, places = np.random.default_rng(0), kept_places(M, k)
+    dense = np.zeros((M, k // 4, 4), np.float32)
+    kept = np.asarray(put(rng.normal(size=places.shape), F32).astype(dtype), np.float32)
+    np.put_along_axis(dense, places, kept, axis=2)
+    a, b = put(kept.reshape(M, k // 2), dtype), put(rng.normal(size=(k, 32)), dtype)
+    made = jnp.asarray(places).astype(jnp.uint2)
+    made = plgpu.format_tcgen05_sparse_metadata(made, dtype)
+    memory = [plgpu.SMEM(x.shape, x.dtype) for x in (a, b, made)]
+    layout = plgpu.TMEMLayout.SPARSE_METADATA_LAYOUT
+    memory += [plgpu.TMEM((M, k // 2), jnp.uint2, layout=layout)]
+    memory += [plgpu.TMEM((M, 32), F32), plgpu.Barrier(num_arrivals=3)]
+    memory += [plgpu.Barrier(orders_tensor_core=True)]
+    out = jax.ShapeDtypeStruct((M, 32), F32)
+    got = plgpu.kernel(sparse(wrong), out, scratch_shapes=memory)(a, b, made)
+    return got, dense.reshape(M, k) @ np.asarray(b, np.float32)
+
+
+@pytest.mark.parametrize("dtype", (jnp.float16, jnp.bfloat16, E4M3))
+def test_two_of_four_elements_are_multiplied(dtype):
+    got, want = run_sparse(dtype)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+
+
+def test_metadata_that_was_not_copied_is_undefined():
+    with pytest.raises(CheckError) as raised:
+        run_sparse(jnp.float16, "no copy")
+    assert raised.value.kind == "uninitialised"
+
+
+@pytest.mark.parametrize("dtype", (jnp.float16, E4M3))
+def test_metadata_is_in_the_chips_order(dtype):
+    """The place of an element, from its row and column, digit by digit."""
+    numbers = np.arange(256 * 128).reshape(256, 64, 2) % 4
+    made = plgpu.format_tcgen05_sparse_metadata(jnp.asarray(numbers, jnp.uint2), dtype)
+    flat = numbers.reshape(256, 128)
+    got = np.asarray(made).astype(int)
+    for row, column in ((0, 0), (13, 9), (77, 35), (130, 64), (255, 127)):
+        r, c = row % 128, column % 64
+        if dtype == jnp.float16:
+            at = r // 16 * 16 + c // 8 % 2 * 8 + r % 8
+            along = c // 16 * 16 + r // 8 % 2 * 8 + c % 8
+        else:
+            at, along = r, c
+        assert got[row // 128, column // 64, at, along] == flat[row, column]
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, operand",
+    [
+        ((128, 64, 3), jnp.uint2, jnp.float16),
+        ((128, 64, 2), jnp.uint8, jnp.float16),
+        ((100, 64, 2), jnp.uint2, jnp.float16),
+        ((128, 64, 2), jnp.uint2, F32),
+    ],
+)
+def test_other_metadata_is_refused(shape, dtype, operand):
+    with pytest.raises(SpecError, match="metadata of a sparse operand is uint2"):
+        plgpu.format_tcgen05_sparse_metadata(jnp.zeros(shape, dtype), operand)

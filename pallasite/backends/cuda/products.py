@@ -652,7 +652,7 @@ class Plan:
         for ring in self.rings:
             ring.stages = self.at_once(ring)
         left = available - SPARE_BYTES - STAGING_BYTES * self.warpgroups
-        left -= self.summed_bytes
+        left -= self.summed_bytes + self.repeated_bytes
         left -= sum(r.bytes * r.stages for r in self.rings)
         for target in range(2, MOST_STAGES + 1):
             if target == 3 and sum(r.bytes * r.stages for r in once) <= left:
@@ -682,6 +682,16 @@ class Plan:
             return over_rows
         over_columns = sum(self.is_over(op, 1) for op in reductions)
         return over_rows + 4 * self.threads * over_columns
+
+    @property
+    def repeated_bytes(self) -> int:
+        """Shared memory for columns that are stored in all lanes: to move one to the
+        threads that store it, and a tensor map (of 128 bytes) for each."""
+        stores = [op for op in walk(self.program) if op.name == "store"]
+        made = [self.made.get(op.operands[1]) for op in stores]
+        wide = [op for op in made if op is not None and op.name == "broadcast_in_dim"]
+        count = sum(op.operands[0].tile.shape == (self.rows, 1) for op in wide)
+        return 4 * self.rows * bool(count) + 128 * count
 
     @property
     def reduces_rows(self) -> bool:

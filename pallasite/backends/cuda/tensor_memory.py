@@ -223,10 +223,10 @@ class TensorMemory(Semaphores):
 
     def emit_tensor_mma(self, op: Op) -> None:
         mma = TensorMma.of(op)
-        if mma.scales:
+        if mma.scales or mma.places is not None:
             self.refuse(
                 op,
-                "scales of blocks along k",
+                "scales of blocks along k, or a sparse left operand",
                 "interpret=pl.Checked(); or scale the operands before",
             )
         sums, lhs, rhs = mma.sums, mma.lhs, mma.rhs
