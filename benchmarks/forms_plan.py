@@ -18,7 +18,7 @@ from pallasite.passes.analysis.grid import analyze
 from pallasite.passes.analysis.work import count
 from pallasite.primitive import on_arrays, wants_emulation
 from pallasite.sites import in_parts, sites_in
-from pallasite.target import host, named
+from pallasite.target import Chip, host, named
 from pallasite.target.machine import Machine
 
 Row = dict[str, Any]
@@ -32,7 +32,8 @@ def plan(function: Callable, structs: Sequence[Any], target: str) -> Row:
     rows: list[Row] = []
     for site in sites_in(function, *structs):
         platform = "cuda" if chip.platform == "gpu" else chip.platform
-        if on_arrays(site.call, platform, chip.chip) is not None:
+        known = chip.chip if isinstance(chip.chip, Chip) else None
+        if on_arrays(site.call, platform, known) is not None:
             moved = sum(bytes_of(param.ref) for param in site.call.kernel.params)
             seconds = Machine.usual(chip.chip or host()).copying(moved)
             rows.append({"backend": "xla", "seconds": seconds, "programs": 0})
