@@ -24,6 +24,7 @@ class Ring:
     loaded: frozenset[int] = frozenset()  # tiles that threads load: lines and boxes
     lefts: frozenset[int] = frozenset()  # tiles whose rows are a matmul's
     deeps: frozenset[int] = frozenset()  # tiles whose rows a matmul contracts
+    wides: frozenset[int] = frozenset()  # tiles whose columns are a matmul's rows
     stages: int = 1
     unit: int = SHORT_TILE  # rows that an instruction reads
     # Tiles of which each of two thread blocks has half, and along which dimension.
@@ -40,6 +41,8 @@ class Ring:
         *rows, columns = self.own(number)
         if number in self.lefts:
             return (whole(prod(rows), self.unit), columns)
+        if number in self.wides:
+            columns = whole(columns, self.unit)
         return (
             (self.depth(number), columns) if number in self.deeps else (*rows, columns)
         )

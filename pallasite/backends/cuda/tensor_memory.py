@@ -223,6 +223,12 @@ class TensorMemory(Semaphores):
 
     def emit_tensor_mma(self, op: Op) -> None:
         mma = TensorMma.of(op)
+        if mma.scales or mma.places is not None:
+            self.refuse(
+                op,
+                "scales of blocks along k, or a sparse left operand",
+                "interpret=pl.Checked(); or scale the operands before",
+            )
         sums, lhs, rhs = mma.sums, mma.lhs, mma.rhs
         left, right = mma.contract
         dtype = rhs.ref.dtype.name
@@ -299,7 +305,7 @@ class TensorMemory(Semaphores):
                 self.refuse(
                     op, f"{side.type} is not swizzled, or not made of whole panels"
                 )
-            if along == 0 and side.ref.dtype.bytes != 2:
+            if along == 0 and side.ref.dtype.bytes == WORD:
                 self.refuse(op, f"{side.ref.dtype} operands must be contiguous along k")
             if ring.shape[along] * ring.dtype.bytes % 32:
                 self.refuse(

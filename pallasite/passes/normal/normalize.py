@@ -28,7 +28,7 @@ from pallasite.passes.normal.program_order import program_order
 from pallasite.passes.normal.replicated import replicated
 from pallasite.passes.normal.rows_in_place import rows_in_place
 from pallasite.passes.normal.scratch_parts import scratch_parts
-from pallasite.passes.normal.scratch_values import scratch_values
+from pallasite.passes.normal.scratch_values import values_of_steps
 from pallasite.passes.normal.unit_dims import unit_dims
 from pallasite.passes.normal.whole_loops import whole_loops
 from pallasite.passes.normal.wide_blocks import wide_blocks
@@ -53,7 +53,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("positions", positions),
     ("known_clamps", known_clamps),
     ("known_comparisons", known_comparisons),
-    ("scratch_values", scratch_values),
+    ("scratch_values", values_of_steps),
     ("masks", masks),
     ("masked_branches", masked_branches),
     ("joined_loops", joined_loops),

@@ -15,6 +15,7 @@ from pallasite.backends import base
 from pallasite.backends.cuda import nvrtc
 from pallasite.errors import UnsupportedError
 from tests.backends.cuda import host
+from tests.language import test_plgpu_ampere as ampere
 from tests.language import test_plgpu_peers as forms
 
 F32 = jnp.float32
@@ -136,3 +137,12 @@ def test_a_test_of_a_barrier_compiles():
     found = lowered(forms.polled(), operand(8, 32), **groups)
     ptx = base.Compiled(host.BACKEND, found, base.Options())["ptx"]
     assert "mbarrier.test_wait.parity.shared::cta.b64" in ptx
+
+
+@needs_compiler
+def test_warpgroups_meet_at_a_numbered_barrier(tmp_path):
+    x = operand(8, 32)
+    groups = dict(num_threads=2, thread_name="group")
+    found = lowered(ampere.handed_over(), x, scratch=(forms.BUFFER,), **groups)
+    (got,) = host.run(found, [x], tmp_path)
+    np.testing.assert_array_equal(got, 2 * x)
