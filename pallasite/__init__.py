@@ -22,6 +22,7 @@ from pallasite.language.helpers import empty as empty
 from pallasite.language.helpers import empty_like as empty_like
 from pallasite.language.helpers import empty_ref_like as empty_ref_like
 from pallasite.language.helpers import enable_debug_checks as enable_debug_checks
+from pallasite.language.helpers import enable_poison_buffers as enable_poison_buffers
 from pallasite.language.helpers import loop as loop
 from pallasite.language.helpers import max_contiguous as max_contiguous
 from pallasite.language.helpers import next_power_of_2 as next_power_of_2
@@ -102,8 +103,6 @@ __getattr__ = _missing.names(
     {
         "Indirect": "gather rows by index in the kernel: "
         "pltpu.async_copy(x_ref.at[indices_ref], rows_ref, sem)",
-        "enable_poison_buffers": "interpret=True poisons uninitialised memory, "
-        "pl.Checked() reports what uses it",
     },
 )
 

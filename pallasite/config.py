@@ -71,6 +71,13 @@ KNOBS: dict[str, Knob] = {
             "whether pl.debug_check checks anything",
         ),
         Knob(
+            "poison_buffers",
+            "PALLASITE_POISON_BUFFERS",
+            _flag,
+            False,
+            "whether memory of pl.run_scoped begins with NaNs",
+        ),
+        Knob(
             "libtpu_python",
             "PALLASITE_LIBTPU_PYTHON",
             str,

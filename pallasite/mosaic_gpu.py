@@ -4,12 +4,14 @@
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from pallasite import config, missing
 from pallasite.calls.gpu_kernel import Mesh as Mesh
 from pallasite.calls.gpu_kernel import kernel as kernel
 from pallasite.calls.gpu_pipeline import BlockSpec as BlockSpec
+from pallasite.calls.gpu_pipeline import PipelinePipeline as PipelinePipeline
 from pallasite.calls.gpu_pipeline import emit_pipeline as emit_pipeline
 from pallasite.calls.gpu_pipeline import (
     emit_pipeline_warp_specialized as emit_pipeline_warp_specialized,
@@ -21,7 +23,13 @@ from pallasite.language.gpu import NDLoopInfo as NDLoopInfo
 from pallasite.language.gpu import TraceScope as TraceScope
 from pallasite.language.gpu import TryClusterCancelResult as TryClusterCancelResult
 from pallasite.language.gpu import WarpMesh as WarpMesh
+from pallasite.language.gpu import (
+    async_copy_scales_to_tmem as async_copy_scales_to_tmem,
+)
 from pallasite.language.gpu import async_copy_smem_to_tmem as async_copy_smem_to_tmem
+from pallasite.language.gpu import (
+    async_copy_sparse_metadata_to_tmem as async_copy_sparse_metadata_to_tmem,
+)
 from pallasite.language.gpu import async_load_tmem as async_load_tmem
 from pallasite.language.gpu import async_prefetch as async_prefetch
 from pallasite.language.gpu import async_store_smem as async_store_smem
@@ -45,14 +53,18 @@ from pallasite.language.gpu import (
 from pallasite.language.gpu import griddepcontrol_wait as griddepcontrol_wait
 from pallasite.language.gpu import layout_cast as layout_cast
 from pallasite.language.gpu import load as load
+from pallasite.language.gpu import mma as mma
+from pallasite.language.gpu import named_barrier as named_barrier
 from pallasite.language.gpu import nd_loop as nd_loop
 from pallasite.language.gpu import planar_snake as planar_snake
 from pallasite.language.gpu import query_cluster_cancel as query_cluster_cancel
 from pallasite.language.gpu import set_max_registers as set_max_registers
 from pallasite.language.gpu import tcgen05_commit_arrive as tcgen05_commit_arrive
 from pallasite.language.gpu import tcgen05_mma as tcgen05_mma
+from pallasite.language.gpu import transform_ref as transform_ref
 from pallasite.language.gpu import transpose_ref as transpose_ref
 from pallasite.language.gpu import try_cluster_cancel as try_cluster_cancel
+from pallasite.language.gpu import wait_gmem_to_smem as wait_gmem_to_smem
 from pallasite.language.gpu import wait_load_tmem as wait_load_tmem
 from pallasite.language.gpu import wait_smem_to_gmem as wait_smem_to_gmem
 from pallasite.language.gpu import warp_map as warp_map
@@ -65,6 +77,9 @@ from pallasite.language.gpu_arrays import atomic_max as atomic_max
 from pallasite.language.gpu_arrays import atomic_min as atomic_min
 from pallasite.language.gpu_arrays import atomic_or as atomic_or
 from pallasite.language.gpu_arrays import atomic_xor as atomic_xor
+from pallasite.language.gpu_arrays import (
+    format_tcgen05_sparse_metadata as format_tcgen05_sparse_metadata,
+)
 from pallasite.language.gpu_arrays import max as max
 from pallasite.language.gpu_arrays import min as min
 from pallasite.language.gpu_arrays import prod as prod
@@ -128,32 +143,24 @@ def set_gpu_interpret_mode(params: Any = None) -> None:
     config.keep("interpret", given)
 
 
+def as_torch_kernel(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with kernels for tensors of PyTorch: `pallasite.torch.wrap(fn)`."""
+    from pallasite import torch
+
+    return torch.wrap(fn)
+
+
 __getattr__ = missing.names(
     "pallasite.mosaic_gpu",
-    missing.hints("transform_ref", "use ref.transpose(...), ref.reshape(...)")
-    | missing.hints(
-        "PipelinePipeline", "start one emit_pipeline after the other has ended"
-    )
-    | missing.hints("as_torch_kernel", "call the kernel with arrays from jax.dlpack")
-    | missing.hints("im2col_ref", "copy a window's rows, one copy_gmem_to_smem each")
+    missing.hints("im2col_ref", "copy a window's rows, one copy_gmem_to_smem each")
     | missing.hints(
         "inline_mgpu",
         "its code is for upstream's compiler, which does not run here: use jnp, lax "
-        "and plgpu operations",
-    )
-    | missing.hints(
-        "mma wait_gmem_to_smem",
-        "kernels for GPUs before Hopper: pl.pallas_call and jnp.dot run there; on "
-        "later ones plgpu.wgmma, and copies with barriers",
+        "and plgpu operations (docs/compat.md has a table)",
     )
     | missing.hints(
         "alloc_semaphore",
         "pl.get_global(plgpu.SemaphoreType.REGULAR), or scratch_shapes=",
-    )
-    | missing.hints(
-        "async_copy_scales_to_tmem async_copy_sparse_metadata_to_tmem "
-        "format_tcgen05_sparse_metadata",
-        "scale and mask operands before tcgen05_mma, which does neither",
     ),
     decorators=("inline_mgpu",),
 )

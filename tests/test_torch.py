@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import pallasite as pl
 import pallasite.torch
 from pallasite import kernels
+from pallasite import mosaic_gpu as plgpu
 from pallasite.errors import KernelTypeError, PerformanceWarning, UnsupportedError
 from pallasite.kernels import masks
 from pallasite.torch import programs, tensors
@@ -460,3 +461,13 @@ def test_graph_capture_is_refused():
 def test_cpu_tensors_run_on_the_cpu_beside_a_gpu():
     y = pallasite.torch.wrap(scale)(normal(8, 128), normal(8, 128))
     assert y.device.type == "cpu"
+
+
+def test_upstreams_name_wraps_a_gpu_kernel():
+    def double(x, o):
+        o[...] = x[...] * 2
+
+    shape = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    function = plgpu.as_torch_kernel(plgpu.kernel(double, out_shape=shape))
+    x = normal(8, 128)
+    torch.testing.assert_close(function(x), x * 2)

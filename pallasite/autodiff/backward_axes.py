@@ -1,9 +1,11 @@
-"""Splits grid axes whose quotient chooses a cotangent's block into two axes.
+"""Splits grid axes of which a digit chooses a cotangent's block into two axes.
 
 Query heads that share keys see key block `head // 4`, so four consecutive programs add
 to one block of the keys' cotangent. With the heads as two axes, groups and heads within
 a group, that block belongs to one step of the first axis: groups run in parallel, and
-devices can share them.
+devices can share them. Tokens of several sequences see the angles of position `token %
+4096`: with sequences and positions as two axes, a position's angles belong to one step
+of the second.
 """
 
 from collections.abc import Iterable
@@ -20,7 +22,7 @@ from pallasite.passes.lower.per_program import Program
 
 
 def split_axes(program: Program, results: Iterable[Value]) -> Program:
-    """Split every axis whose quotient chooses blocks of a result."""
+    """Split every axis of which a quotient or remainder chooses blocks of a result."""
     results = set(results)
     axis = 0
     while axis < len(program.sizes):
@@ -33,42 +35,54 @@ def split_axes(program: Program, results: Iterable[Value]) -> Program:
 
 
 def _group(program: Program, axis: int, results: set[Value]) -> int:
-    """How many steps of an axis share a block of a result; 1: none, or not in order."""
+    """How many steps of an axis have the same quotient, or different remainders, that
+    choose a block of a result; 1: none, or not in order."""
     quotients = _Quotients(program, axis)
     for op in walk(program.body):
         if op.name == "block_view" and op.operands[0] in results:
             for index in op.operands[1:]:
-                if (group := quotients.group(index)) > 1:
+                if (group := quotients.digit(index)[0]) > 1:
                     return group
     return 1
 
 
 class _Quotients:
-    """Finds values that are an axis' grid index divided by a number."""
+    """Finds values that are an axis' grid index divided by a number, or what is left
+    of it."""
 
     def __init__(self, program: Program, axis: int):
         self.body, self.axis, self.size = program.body, axis, program.sizes[axis]
         self.code = IndexCode(program.body)
 
-    def group(self, index: Value) -> int:
-        """The divisor of the grid index; 1 if the value is not a proper quotient."""
+    def digit(self, index: Value) -> tuple[int, bool]:
+        """The divisor of the grid index, and whether the value is the remainder.
+
+        The divisor is 1 if it is neither that nor the quotient.
+        """
         if self.size < 4 or self.code.key(index) is None or index in self.code.ids:
-            return 1
+            return 1, False
         ids = self.body.params
         b = Builder()
         made = self.code.emit(b, index, {v: v for v in ids})
         steps = np.zeros((len(ids), self.size), np.int32)
         steps[self.axis] = np.arange(self.size)
         if not self._depends_on_axis_alone(b.ops, made):
-            return 1
+            return 1, False
         found = evaluate_map(b.block(ids, [made]), steps)
         if found is None:
-            return 1
-        # The first step with another block ends the first group.
-        group = int(np.argmax(found[0] != found[0][0]))
-        is_split = 1 < group < self.size and self.size % group == 0
-        same = is_split and np.array_equal(found[0], steps[self.axis] // group)
-        return group if same else 1
+            return 1, False
+        numbers, every = found[0], steps[self.axis]
+        # The first step with another block ends the first group; the first that starts
+        # again ends the first round.
+        for group, is_rest in (
+            (int(np.argmax(numbers != numbers[0])), False),
+            (1 + int(np.argmax(numbers[1:] == numbers[0])), True),
+        ):
+            if 1 < group < self.size and self.size % group == 0:
+                digit = every % group if is_rest else every // group
+                if np.array_equal(numbers, digit):
+                    return group, is_rest
+        return 1, False
 
     def _depends_on_axis_alone(self, ops: Iterable[Op], made: Value) -> bool:
         used = {v for op in ops for v in op.operands} | {made}
@@ -84,11 +98,16 @@ def _split(program: Program, axis: int, group: int) -> Program:
     outer, inner = Value(T.INDEX, name), Value(T.INDEX, f"{name}_within")
 
     def by_group(op: Op, builder: Builder) -> list[Value] | None:
-        indices = [quotients.group(v) == group for v in op.operands[1:]]
-        if op.name != "block_view" or not any(indices):
+        if op.name != "block_view":
             return None
-        pairs = zip(op.operands[1:], indices, strict=True)
-        chosen = [outer if is_group else v for v, is_group in pairs]
+        digits = [quotients.digit(v) for v in op.operands[1:]]
+        if all(divisor != group for divisor, _ in digits):
+            return None
+        pairs = zip(op.operands[1:], digits, strict=True)
+        chosen = [
+            (inner if is_rest else outer) if divisor == group else v
+            for v, (divisor, is_rest) in pairs
+        ]
         return list(builder.emit(op.name, op.operands[0], *chosen, **op.attrs))
 
     body = map_ops(program.body, by_group)

@@ -399,8 +399,6 @@ class _Build:
     def open_view(self, b: Builder, op: Op) -> Value:
         """What stands for a `block_view`: a window, or a part of a larger one."""
         ref, window = op.operands[0], op.attrs["window"]
-        if any(d.kind == "bounded" for d in window.dims):
-            raise NoBackwardKernel("blocks of varying size", at=op.loc)
         if ref in self.placed:
             kept = self.placed[ref].kept
         else:

@@ -4,6 +4,7 @@ Both are plain code that authors could write themselves: a ring of slots in shar
 memory, copies tracked by barriers, and waits.
 """
 
+import enum
 import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -354,6 +355,14 @@ def emit_pipeline(
     return run
 
 
+class PipelinePipeline(enum.IntEnum):
+    """Where a pipeline is among several that run one after another."""
+
+    START = 0
+    STEADY = 1
+    STOP = 2
+
+
 @dataclass(frozen=True)
 class WarpSpecializedPipeline:
     """What `emit_pipeline_warp_specialized` returns: call it with the arrays."""
@@ -365,6 +374,7 @@ class WarpSpecializedPipeline:
     max_concurrent_steps: int
     wg_axis: str
     num_compute_wgs: int
+    manual_produced_barriers: bool
     manual_consumed_barriers: bool
     compute_context: Any
     memory_thread_idx: int
@@ -386,10 +396,17 @@ class WarpSpecializedPipeline:
         return (
             tuple(side.memory(steps.slots) for side in ins),
             tuple(side.memory(1) for side in outs),
-            gpu_memory.Barrier(num_arrivals=max(1, len(ins)), num_barriers=steps.slots),
+            self._full(len(ins), steps.slots),
             (free,) * consumed,
             gpu_memory.Barrier(num_arrivals=compute),
         )
+
+    def _full(self, inputs: int, slots: int) -> tuple[Any, ...]:
+        """The barriers at which copies arrive: one per slot, or one per input, too."""
+        if self.manual_produced_barriers:
+            return (gpu_memory.Barrier(num_barriers=slots),) * inputs
+        arrivals = max(1, inputs)
+        return (gpu_memory.Barrier(num_arrivals=arrivals, num_barriers=slots),)
 
     def __call__(self, *arrays: Any, allocations: Any = None) -> None:
         if allocations is None:
@@ -453,7 +470,8 @@ class WarpSpecializedPipeline:
         delay = max((s.delay for s in ins), default=0)
         _check_delay(delay, self.max_concurrent_steps, self.at)
         if self.compute_context is None:  # otherwise it determines the carry
-            barriers = len(ins) if self.manual_consumed_barriers else 0
+            barriers = len(ins) * self.manual_consumed_barriers
+            barriers += len(ins) * self.manual_produced_barriers
             given = 1 + len(ins) + len(outs) + barriers
             _check_call(self.body, given, BODY_TAKES, self.at)
 
@@ -468,12 +486,12 @@ class WarpSpecializedPipeline:
                 for barriers in free:
                     gpu.barrier_wait(barriers.at[slot])
 
-            for side, ring in zip(ins, rings, strict=True):
+            for n, (side, ring) in enumerate(zip(ins, rings, strict=True)):
                 block = side.block(steps.indices(step))
                 gpu.copy_gmem_to_smem(
                     block,
                     ring.at[slot],
-                    full.at[slot],
+                    full[n % len(full)].at[slot],
                     collective_axes=side.axes or None,
                 )
             return carry
@@ -505,10 +523,12 @@ class WarpSpecializedPipeline:
     ) -> Any:
         ins, outs = sides
         slot, indices = steps.slot(step), steps.indices(step)
-        if ins:
-            gpu.barrier_wait(full.at[slot])
+        if ins and not self.manual_produced_barriers:
+            gpu.barrier_wait(full[0].at[slot])
         views = [ring.at[slot] for ring in rings]
         views += [result.at[0] for result in results]
+        if self.manual_produced_barriers:
+            views += [barriers.at[slot] for barriers in full]
         delay = max((s.delay for s in ins), default=0)
         # Not negative in the first steps, which release nothing.
         released = steps.slot(step + (steps.slots - delay if delay else 0))
@@ -556,6 +576,7 @@ def emit_pipeline_warp_specialized(
     wg_axis: str,
     num_compute_wgs: int,
     pipeline_state: Any = None,
+    manual_produced_barriers: bool = False,
     manual_consumed_barriers: bool = False,
     compute_context: Any = None,
     memory_thread_idx: int | None = None,
@@ -568,7 +589,10 @@ def emit_pipeline_warp_specialized(
             share the rest. Does not change results.
         wg_axis: name of the axis of warpgroups.
         num_compute_wgs: how many warpgroups compute.
-        pipeline_state: not available.
+        pipeline_state: a `PipelinePipeline`, or a value of one. Does not change
+            results; here each pipeline ends before the next one starts.
+        manual_produced_barriers: whether the body gets one barrier per input, after the
+            blocks, for which it waits before it reads the slot.
         manual_consumed_barriers: whether the body gets one barrier per input, after
             the blocks, on which it arrives when it has read the slot.
         compute_context: called with the pipeline, a function from the initial carry to
@@ -576,12 +600,7 @@ def emit_pipeline_warp_specialized(
         memory_thread_idx: which warpgroup copies; the last if None.
     """
     at = user_location()
-    if pipeline_state is not None:
-        raise UnsupportedError(
-            "pipeline_state is not supported",
-            at=at,
-            fix="remove it: a pipeline starts and ends by itself",
-        )
+    _check_state(pipeline_state, at)
     memory = num_compute_wgs if memory_thread_idx is None else memory_thread_idx
     return WarpSpecializedPipeline(
         body,
@@ -591,9 +610,22 @@ def emit_pipeline_warp_specialized(
         max_concurrent_steps,
         wg_axis,
         num_compute_wgs,
+        manual_produced_barriers,
         manual_consumed_barriers,
         compute_context,
         memory,
         memory_registers,
         at,
     )
+
+
+def _check_state(state: Any, at: Any) -> None:
+    if isinstance(state, int) and state in list(PipelinePipeline):
+        return
+    if state is not None and getattr(state, "shape", None) != ():
+        raise SpecError(
+            "pipeline_state is none of plgpu.PipelinePipeline",
+            [("got", repr(state))],
+            at,
+            "plgpu.PipelinePipeline.START, STEADY or STOP, or a value of one",
+        )

@@ -48,6 +48,7 @@ SWIZZLED_ROWS = 8  # rows that a chip swizzles together
 WARPS = 4  # of a warpgroup
 WARPGROUP = 128  # threads
 MEETING = 15  # the named barrier at which all warpgroups meet
+FIRST_NAMED = 9  # those of authors; the ones before are warpgroups' own
 ONCE = ("cond", "custom")  # ops whose regions run at most once
 # What blocks of a cluster may do to each other, if it has axes.
 IN_CLUSTER = ("cluster_copy", "cluster_arrive", "tensor_mma", "tensor_copy")
@@ -356,7 +357,12 @@ def _number(b: Builder, barriers: Value, one: Value) -> Value:
 
 @_rule("copy_gmem_to_smem")
 def _load_to_smem(im: Importer, eqn: Any, *_: Value) -> None:
-    source, target, (ref, transforms) = _parts(im, eqn)
+    source, target, *barrier = _parts(im, eqn)
+    if not barrier:
+        source, target = _ends(im, ("gmem", "smem"), source, target)
+        im.builder.emit("copy_start", source, target, priority=0)
+        return
+    ((ref, transforms),) = barrier
     axes = im.threads.axes_of(im, eqn.params["axes"])
     if axes and eqn.params["first"] is not None:
         _load_counted_by_first(im, source, target, (ref, transforms), axes, eqn)
@@ -524,6 +530,18 @@ def _async_store(im: Importer, eqn: Any, value: Value, *_: Value) -> None:
     im.builder.emit("async_store", value, target, counted, atomic=atomic)
 
 
+@_rule("wait_gmem_to_smem")
+def _wait_loads(im: Importer, eqn: Any) -> None:
+    im.builder.emit("load_wait", pending=eqn.params["pending"])
+
+
+@_rule("named_barrier")
+def _named_barrier(im: Importer, eqn: Any) -> None:
+    number, threads = eqn.params["number"] + FIRST_NAMED, eqn.params["threads"]
+    arrives = not eqn.params["wait"]
+    im.builder.emit("named_barrier", id=number, threads=threads, arrive_only=arrives)
+
+
 @_rule("wait_smem_to_gmem")
 def _wait_stores(im: Importer, eqn: Any) -> None:
     pending, read = eqn.params["pending"], eqn.params["read"]
@@ -598,7 +616,9 @@ def _warps(im: Importer, eqn: Any, *captured: Value) -> None:
 def _tensor_mma(im: Importer, eqn: Any, adds: Value, *_: Value) -> None:
     (acc, at), *rest = _parts(im, eqn, 1)
     sums = view(im, acc, at)
-    (lhs, left), (rhs, right) = (_side(im, *part) for part in rest)
+    (lhs, left), (rhs, right) = (_side(im, *part) for part in rest[:2])
+    scales = [view(im, *part) for part in rest[2:]]
+    places = [scales.pop()] if len(scales) % 2 else []
     contract = ((0 if left else 1,), (1 if right else 0,))
     axes = _pair(im, eqn)
     columns = rhs.ref.shape[0 if right else 1] * (2 if axes else 1)
@@ -607,14 +627,17 @@ def _tensor_mma(im: Importer, eqn: Any, adds: Value, *_: Value) -> None:
         problem = "tcgen05_mma needs an accumulator in tensor memory"
     elif (lhs.ref.shape[1 if left else 0], columns) != sums.ref.shape or lhs.ref.shape[
         contract[0][0]
-    ] != rhs.ref.shape[contract[1][0]]:
+    ] * (1 + len(places)) != rhs.ref.shape[contract[1][0]]:
         problem = "the shapes of the operands and the accumulator do not match"
     if problem is not None:
         sides = [("accumulator", sums.type), ("left", lhs.type), ("right", rhs.type)]
         facts = [("kernel", im.kernel_name), *sides]
         fix = "accumulator plgpu.TMEM((m, n), jnp.float32), operands (m, k) and (k, n)"
         raise KernelTypeError(problem, facts, im.where, fix)
-    im.builder.emit("tensor_mma", sums, lhs, rhs, adds, contract=contract, axes=axes)
+    checks.scales(im, sums.ref.shape, rhs.ref.shape[contract[1][0]], scales)
+    checks.places(im, lhs, left, places)
+    operands = (sums, lhs, rhs, adds, *scales, *places)
+    im.builder.emit("tensor_mma", *operands, contract=contract, axes=axes)
 
 
 def _pair(im: Importer, eqn: Any) -> tuple[int, ...]:

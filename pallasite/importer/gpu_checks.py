@@ -8,6 +8,7 @@ from typing import Any
 from pallasite.errors import KernelTypeError, ResourceError
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Value
+from pallasite.ops.tensor_memory import KEPT, KEPT_TILE
 from pallasite.passes.analysis.cost import bytes_of
 from pallasite.target.table import GPUS
 
@@ -101,6 +102,46 @@ def store(im: Any, value: Value, target: Value) -> None:
         fix = "slice the ref with .at[...], and .astype the value"
         raise KernelTypeError(
             problem, [("kernel", im.kernel_name), *facts], im.where, fix
+        )
+
+
+# By the dtype of scales: elements along k that one of them is for.
+SCALED = {"f8e8m0fnu": (16, 32), "f8e4m3fn": (16,)}
+
+
+def scales(im: Any, sides: Sequence[int], k: int, found: Sequence[Value]) -> None:
+    """Reject scales of a tcgen05_mma that no matrix instruction has."""
+    for scale, n, name in zip(found, sides, ("a_scale", "b_scale"), strict=False):
+        ref, blocks = scale.ref, scale.ref.shape[-1] if scale.ref.shape else 0
+        known = SCALED.get(ref.dtype.name, ())
+        fits = ref.shape[:1] == (n,) and ref.rank == 2 and blocks > 0
+        if ref.space == "tmem" and fits and any(b * blocks == k for b in known):
+            continue
+        raise KernelTypeError(
+            f"{name} is no tensor memory with scales of {n} x {k}",
+            [("kernel", im.kernel_name), (name, scale.type)],
+            im.where,
+            f"plgpu.TMEM(({n}, {k} // 32), jnp.float8_e8m0fnu), or {k} // 16 of "
+            "float8_e4m3fn; plgpu.async_copy_scales_to_tmem fills it",
+        )
+
+
+def places(im: Any, lhs: Value, turned: bool, found: Sequence[Value]) -> None:
+    """Reject metadata that does not place the elements of a sparse left operand."""
+    for each in found:
+        ref, whole = (
+            each.ref,
+            not any(n % size for n, size in zip(lhs.ref.shape, KEPT_TILE, strict=True)),
+        )
+        fits = ref.space == "tmem" and ref.shape == lhs.ref.shape and whole
+        if fits and not turned and ref.dtype.bits == 2 and lhs.ref.dtype.bits in KEPT:
+            continue
+        raise KernelTypeError(
+            "a_sparse_metadata does not place the elements of the left operand",
+            [("kernel", im.kernel_name), ("left", lhs.type), ("metadata", each.type)],
+            im.where,
+            "left operand (m, k // 2) of 8 or 16 bits, m and k multiples of 128, and "
+            "plgpu.TMEM((m, k // 2), jnp.uint2)",
         )
 
 

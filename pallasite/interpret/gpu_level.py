@@ -31,11 +31,18 @@ GPU_OPS = ("barrier_expect", "barrier_arrive", "barrier_wait", "wgmma", "wgmma_w
 GPU_OPS = (*GPU_OPS, "named_barrier", "fence_async", "bulk_commit", "bulk_wait")
 GPU_OPS = (*GPU_OPS, "cluster_barrier", "cluster_arrive", "cluster_copy")
 GPU_OPS = (*GPU_OPS, "tensor_mma", "tensor_copy", "tensor_commit")
-GPU_OPS = (*GPU_OPS, "barrier_test", "async_store", "peer_block")
+GPU_OPS = (*GPU_OPS, "barrier_test", "async_store", "peer_block", "load_wait")
 
 
 def uses_gpu_level(block: Block) -> bool:
-    return any(op.name in GPU_OPS for op in walk(block))
+    return any(op.name in GPU_OPS or _is_group_load(op) for op in walk(block))
+
+
+def _is_group_load(op: Op) -> bool:
+    """A copy to shared memory without a barrier."""
+    if op.name != "copy_start" or len(op.operands) != 2:
+        return False
+    return [v.ref.space for v in op.operands] == ["gmem", "smem"]
 
 
 def _bytes(end: End) -> int:
@@ -96,6 +103,14 @@ class Poll(Pause):
 
     def wanted(self) -> Sequence[InFlight]:
         return self.walker.signalling(self.barrier)
+
+
+class GroupLoad(Copy):
+    """A copy to shared memory that its context waits for."""
+
+    fix = "wait for it first (plgpu.wait_gmem_to_smem)"
+    fix_left = "wait for it (plgpu.wait_gmem_to_smem)"
+    semaphore_key = "load"  # type: ignore[assignment]  # no copy_wait is for it
 
 
 class Store(Copy):
@@ -246,6 +261,7 @@ class GpuWalker(DeviceWalker):
         self.products: dict[Context | None, list[Product]] = {}
         # Groups of stores per context; the last one is open.
         self.stores: dict[Context | None, list[list[Store]]] = {}
+        self.group_loads: dict[Context | None, list[GroupLoad]] = {}
         self.unfenced: dict[Value, np.ndarray] = {}  # per element: number of a write
         self.plain_writes: list[tuple[int, int, Op | None]] = [(0, 0, None)]
         self._sums: dict[Op, Block] = {}
@@ -400,6 +416,8 @@ class GpuWalker(DeviceWalker):
         if len(op.operands) > 2 and op.operands[2].ref.space == "mbarrier":
             return self._steps_load(op)
         if len(op.operands) == 2 and self.is_gpu:
+            if _is_group_load(op):
+                return self._steps_group_load(op)
             return self._steps_store(op)
         return super().steps_copy_start(op)
 
@@ -448,6 +466,28 @@ class GpuWalker(DeviceWalker):
         self.copies.start(load)
         if self.schedule.is_early:
             self.move(load)
+
+    def _steps_group_load(self, op: Op) -> Steps:
+        load: GroupLoad = self._started(GroupLoad, op, None)
+        with self.races.as_lane(load.lane):
+            self.races.access(load.source.root, "reads", load.source.elements)
+            self.races.access(load.target.root, "writes", load.target.elements)
+        self.copies.start(load)
+        self.group_loads.setdefault(self.schedule.current, []).append(load)
+        if self.schedule.is_early:
+            self.move(load)
+        yield Pause(op)
+
+    def steps_load_wait(self, op: Op) -> Steps:
+        yield Pause(op)
+        flying = self.group_loads.setdefault(self.schedule.current, [])
+        done = max(0, len(flying) - op.attrs["pending"])
+        for load in flying[:done]:
+            if not load.moved:
+                self.move(load)
+            self.copies.flying.remove(load)
+            self.races.end_copy(load.lane)
+        del flying[:done]
 
     def _steps_store(self, op: Op) -> Steps:
         store: Store = self._started(Store, op, None)
@@ -641,6 +681,7 @@ class GpuWalker(DeviceWalker):
         "named_barrier": steps_named_barrier,
         "bulk_commit": steps_bulk_commit,
         "bulk_wait": steps_bulk_wait,
+        "load_wait": steps_load_wait,
         "fence_async": steps_fence_async,
         "wgmma": steps_wgmma,
         "wgmma_wait": steps_wgmma_wait,

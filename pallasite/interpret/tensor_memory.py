@@ -205,9 +205,14 @@ class TensorWalker(ClusterWalker):
     def steps_tensor_mma(self, op: Op) -> Steps:
         mma = TensorMma.of(op)
         adds = bool(value_of(self.numbers.certain(self.env[mma.adds], "accumulate")))
-        ends = [self._in_blocks(op, v) for v in (mma.sums, mma.lhs, mma.rhs)]
+        parts = [mma.sums, mma.lhs, mma.rhs, *mma.scales]
+        parts += [] if mma.places is None else [mma.places]
+        ends = [self._in_blocks(op, v) for v in parts]
         sums = _named("accumulator", ends[0])
         reads = _named("left operand", ends[1]) | _named("right operand", ends[2])
+        names = ("left scale", "right scale") if mma.scales else ()
+        for name, more in zip((*names, "metadata"), ends[3:], strict=False):
+            reads |= _named(name, more)
         if adds:
             reads |= sums
         self._start(op, reads, sums, lambda: self._multiply_pair(op, ends, adds))
@@ -221,15 +226,16 @@ class TensorWalker(ClusterWalker):
         return [self.end_at(own, block) for block in self.peers(op)]
 
     def _multiply_pair(self, op: Op, ends: Sequence[Sequence[End]], adds: bool) -> None:
-        all_sums, all_left, all_right = ends
+        all_sums, all_left, all_right, *scales = ends
         along = TensorMma.of(op).columns_dim
         sides = [self._seen(self.read(end.view)) for end in all_right]
         right = sides[0] if len(sides) == 1 else self._joined(sides, along)
         if op not in self._products:
             self._products[op] = mma_of(op, np.shape(value_of(right))[along])
         block = self._products[op]
-        for sums, left in zip(all_sums, all_left, strict=True):
+        for n, (sums, left) in enumerate(zip(all_sums, all_left, strict=True)):
             tiles = [self.read(sums.view), self._seen(self.read(left.view)), right]
+            tiles += [self._seen(self.read(each[n].view)) for each in scales]
             env = dict(zip(block.params, tiles, strict=True))
             for each in block.ops:
                 (env[each.result],) = run_pure(

@@ -629,6 +629,7 @@ class Walker:
         "fence_async": do_order,
         "bulk_commit": do_order,
         "bulk_wait": do_order,
+        "load_wait": do_order,
         "set_registers": do_order,
         "named_barrier": do_refuse,
         "warps": do_refuse,

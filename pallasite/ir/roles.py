@@ -269,12 +269,15 @@ class TensorMma:
     rhs: Value
     adds: Value
     contract: tuple[int, int]
+    scales: tuple[Value, ...] = ()  # of the left and of the right operand
+    places: Value | None = None  # of what a sparse left operand has
 
     @staticmethod
     def of(op: Op) -> "TensorMma":
-        sums, lhs, rhs, adds = op.operands
+        sums, lhs, rhs, adds, *scales = op.operands
+        places = scales.pop() if len(scales) % 2 else None
         (left,), (right,) = op.attrs["contract"]
-        return TensorMma(sums, lhs, rhs, adds, (left, right))
+        return TensorMma(sums, lhs, rhs, adds, (left, right), tuple(scales), places)
 
     @property
     def columns_dim(self) -> int:

@@ -18,12 +18,17 @@ import jax.numpy as jnp
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.language import refs, specs
-from pallasite.language.gpu_memory import CopyPartition, OOBFillMode
+from pallasite.language.gpu_memory import (
+    CopyPartition,
+    OOBFillMode,
+    SwizzleTransform,
+)
 from pallasite.language.helpers import when
 from pallasite.language.memory_spaces import MemoryRef, MemorySpace, as_axes
 from pallasite.language.peers import cluster_ref, each_device
 from pallasite.language.refs import flatten_views, kernel_primitive
 from pallasite.language.trace import trace, user_location
+from pallasite.ops.tensor_memory import KEPT_TILE
 
 # --- primitives ---
 
@@ -40,6 +45,8 @@ barrier_arrive_p = _effect_primitive("barrier_arrive")
 barrier_wait_p = _effect_primitive("barrier_wait")
 load_to_smem_p = _effect_primitive("copy_gmem_to_smem")
 store_to_gmem_p = _effect_primitive("copy_smem_to_gmem")
+wait_loads_p = _effect_primitive("wait_gmem_to_smem")
+named_barrier_p = _effect_primitive("named_barrier")
 wait_stores_p = _effect_primitive("wait_smem_to_gmem")
 commit_stores_p = _effect_primitive("commit_smem_to_gmem_group")
 commit_smem_p = _effect_primitive("commit_smem")
@@ -92,7 +99,7 @@ def barrier_arrive_and_wait(barrier: Any) -> None:
 def copy_gmem_to_smem(
     src: Any,
     dst: Any,
-    barrier: Any,
+    barrier: Any = None,
     *,
     collective_axes: Hashable | Sequence[Hashable] = None,
     leader_tracked: CopyPartition | None = None,
@@ -102,7 +109,8 @@ def copy_gmem_to_smem(
     """Start a copy into shared memory; `barrier` gets one arrival on completion.
 
     Args:
-        src, dst, barrier: main memory, shared memory, one barrier.
+        src, dst, barrier: main memory, shared memory, one barrier. Without a barrier,
+            as before Hopper, `wait_gmem_to_smem` waits for the copy.
         collective_axes: cluster axes whose thread blocks all start this copy and all
             receive the data, each copying a part of it.
         leader_tracked: each thread block copies its part or all of `src` for itself;
@@ -123,7 +131,13 @@ def copy_gmem_to_smem(
             at=user_location(),
             fix="pass collective_axes, too",
         )
-    flat, tree = flatten_views(src, dst, barrier)
+    if barrier is None and collective_axes is not None:
+        raise SpecError(
+            "a copy for several thread blocks needs a barrier",
+            at=user_location(),
+            fix="plgpu.Barrier() in scratch_shapes; or remove collective_axes",
+        )
+    flat, tree = flatten_views(src, dst, *(() if barrier is None else (barrier,)))
     load_to_smem_p.bind(
         *flat,
         tree=tree,
@@ -171,6 +185,52 @@ def copy_smem_to_gmem(
 def commit_smem_to_gmem_group() -> None:
     """Group the copies from shared memory started since the last group."""
     commit_stores_p.bind()
+
+
+def wait_gmem_to_smem(n: int) -> None:
+    """Wait until at most `n` copies without a barrier, of this warpgroup, are in
+    flight. In checked mode only: no backend has kernels that schedule themselves for
+    chips before Hopper."""
+    wait_loads_p.bind(pending=int(n))
+
+
+def mma(acc: Any, a: Any, b: Any, /) -> jax.Array:
+    """`acc + a @ b` of values, at once: the matrix instructions before Hopper's. In
+    checked mode only, as `wait_gmem_to_smem`."""
+    acc, a, b = (jnp.asarray(x) for x in (acc, a, b))
+    shapes = [x.shape for x in (acc, a, b)]
+    fits = all(len(s) == 2 for s in shapes) and (
+        shapes[0] == (shapes[1][0], shapes[2][1]) and shapes[1][1] == shapes[2][0]
+    )
+    if not fits or a.dtype != b.dtype:
+        types = [f"{x.dtype}{list(x.shape)}" for x in (acc, a, b)]
+        raise KernelTypeError(
+            "mma adds the product of (m, k) and (k, n) of one dtype to (m, n)",
+            [*zip(("acc", "a", "b"), types, strict=True)],
+            user_location(),
+            "load the operands with .at[...] of the right shape, and .astype one",
+        )
+    return acc + jax.lax.dot(a, b, preferred_element_type=acc.dtype)
+
+
+def named_barrier(number: int, threads: int, *, wait: bool = True) -> None:
+    """Meet other warpgroups at a numbered barrier, without memory of its own.
+
+    Args:
+        number: 0 to 5.
+        threads: of all warpgroups that meet there, 128 each.
+        wait: False arrives and goes on (PTX's `barrier.arrive`).
+    """
+    if not 0 <= number < NAMED_BARRIERS or threads < 128 or threads % 128:
+        raise SpecError(
+            f"there is no barrier {number} for {threads} threads",
+            at=user_location(),
+            fix=f"numbers 0 to {NAMED_BARRIERS - 1}, a multiple of 128 threads",
+        )
+    named_barrier_p.bind(number=int(number), threads=int(threads), wait=bool(wait))
+
+
+NAMED_BARRIERS = 6  # of the 16 of a thread block; the others are the backend's
 
 
 def wait_smem_to_gmem(n: int, wait_read_only: bool = False) -> None:
@@ -271,21 +331,26 @@ def tcgen05_mma(
         acc: the accumulator, in tensor memory.
         a, b: the operands; `b` is in shared memory, `a` there or in tensor memory.
         barrier: gets one arrival when this and all earlier matmuls have completed.
-        a_scale, b_scale, a_sparse_metadata: not available.
+        a_scale, b_scale: tensor memory, (m, k // block) and (n, k // block): each block
+            along k of a row of `a`, and of a column of `b`, is multiplied by one. In
+            checked mode only.
+        a_sparse_metadata: tensor memory, (m, k // 2) of uint2: `a` is (m, k // 2), two
+            of each four elements of a row, whose places these are. In checked mode
+            only.
         accumulate: False overwrites `acc`.
         collective_axis: a cluster axis of two thread blocks. The first one starts the
             matmul of both: each has its rows of `a` and `acc`, and half of the columns
             of `b`.
     """
-    given = dict(a_scale=a_scale, b_scale=b_scale, a_sparse_metadata=a_sparse_metadata)
-    for name, value in given.items():
-        if value is not None:
-            raise UnsupportedError(
-                f"tcgen05_mma({name}=...) is not supported",
-                at=user_location(),
-                fix="remove it",
-            )
-    flat, tree = flatten_views(acc, a, b)
+    scales = [scale for scale in (a_scale, b_scale) if scale is not None]
+    if len(scales) == 1:
+        raise SpecError(
+            "tcgen05_mma has scales of both operands, or of none",
+            at=user_location(),
+            fix="pass a_scale and b_scale",
+        )
+    places = () if a_sparse_metadata is None else (a_sparse_metadata,)
+    flat, tree = flatten_views(acc, a, b, *scales, *places)
     adds = jnp.asarray(accumulate, jnp.bool_)
     axes = () if collective_axis is None else (collective_axis,)
     tensor_mma_p.bind(adds, *flat, tree=tree, axes=axes)
@@ -308,12 +373,57 @@ def tcgen05_commit_arrive(
 
 
 def async_copy_smem_to_tmem(
-    smem_ref: Any, tmem_ref: Any, collective_axis: str | None = None
+    smem_ref: Any, tmem_ref: Any, collective_axis: Hashable = None
 ) -> None:
     """Start a copy into tensor memory; matmuls started afterwards see it."""
     flat, tree = flatten_views(smem_ref, tmem_ref)
     axes = () if collective_axis is None else (collective_axis,)
     tensor_copy_p.bind(*flat, tree=tree, axes=axes)
+
+
+def async_copy_scales_to_tmem(
+    smem_ref: Any, tmem_ref: Any, collective_axis: Hashable = None
+) -> None:
+    """Start a copy of scales, for `tcgen05_mma`, into tensor memory; matmuls started
+    afterwards see it. In checked mode only.
+
+    Args:
+        smem_ref: (rows // 128, blocks // 4, 32, 16): row 128 i + 32 q + r and block
+            4 j + c are at [i, j, r, 4 q + c].
+        tmem_ref: (rows, blocks).
+        collective_axis: a cluster axis of two thread blocks, both of which copy.
+    """
+    shape = tuple(smem_ref.shape)
+    if len(shape) != 4 or shape[2:] != (32, 16):
+        raise KernelTypeError(
+            "scales in shared memory have the shape (rows // 128, blocks // 4, 32, 16)",
+            [("got", f"{smem_ref.dtype}{list(shape)}")],
+            user_location(),
+            "x.reshape(rows // 128, 4, 32, blocks // 4, 4).transpose(0, 3, 2, 1, 4)"
+            ".reshape(rows // 128, blocks // 4, 32, 16)",
+        )
+    tiles, groups = shape[:2]
+    view = smem_ref.reshape(tiles, groups, 32, 4, 4).transpose((0, 3, 2, 1, 4))
+    view = view.reshape(tiles * 128, groups * 4)
+    async_copy_smem_to_tmem(view, tmem_ref, collective_axis)
+
+
+def async_copy_sparse_metadata_to_tmem(
+    smem_ref: Any, tmem_ref: Any, collective_axis: Hashable = None
+) -> None:
+    """Start a copy of what `format_tcgen05_sparse_metadata` made into tensor memory of
+    (m, k // 2), for `tcgen05_mma`. In checked mode only."""
+    shape = tuple(smem_ref.shape)
+    if len(shape) != 4 or shape[2:] != KEPT_TILE:
+        raise KernelTypeError(
+            "metadata in shared memory has the shape (m // 128, k // 128, 128, 64)",
+            [("got", f"{smem_ref.dtype}{list(shape)}")],
+            user_location(),
+            "plgpu.format_tcgen05_sparse_metadata(metadata, dtype)",
+        )
+    view = smem_ref.transpose((0, 2, 1, 3))
+    view = view.reshape(shape[0] * shape[2], shape[1] * shape[3])
+    async_copy_smem_to_tmem(view, tmem_ref, collective_axis)
 
 
 def async_load_tmem(src: Any, *, layout: Any = None, reduce: str | None = None) -> Any:
@@ -493,6 +603,21 @@ def load(
 def transpose_ref(ref: Any, permutation: Sequence[int]) -> Any:
     """A view of a ref with permuted dimensions."""
     return ref.transpose(tuple(permutation))
+
+
+def transform_ref(ref: Any, transform: Any) -> Any:
+    """A view of a ref through a view transform: one that JAX's views are made of, or a
+    layout of shared memory, which changes nothing here unless it changes the shape."""
+    if isinstance(transform, SwizzleTransform):
+        return ref
+    if not hasattr(transform, "transform_type"):
+        raise KernelTypeError(
+            "transform_ref needs a transform of views",
+            [("got", repr(transform))],
+            user_location(),
+            "ref.reshape(...), ref.transpose(...), plgpu.transpose_ref(ref, order)",
+        )
+    return jaxcompat.transformed_ref(ref, transform)
 
 
 # --- loops over work shared by thread blocks ---

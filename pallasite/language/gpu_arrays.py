@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallasite.errors import SpecError
 from pallasite.language import refs
 from pallasite.language.trace import user_location
+from pallasite.ops.tensor_memory import KEPT, KEPT_TILE
 
 Axes = int | Sequence[int] | None
 
@@ -81,3 +82,33 @@ def store(ref: Any, *index_and_value: Any, optimized: bool = True, **more: Any) 
     """Write elements of a ref: `store(view, value)`, or as `pl.store`."""
     del optimized
     refs.store(ref, *index_and_value, **more)
+
+
+def format_tcgen05_sparse_metadata(meta: Any, operand_dtype: Any) -> jax.Array:
+    """The places of a sparse operand's elements, as `tcgen05_mma` needs them.
+
+    Args:
+        meta: (m, k // 4, 2) of uint2: in which places of each four elements of a row
+            the operand has its two.
+        operand_dtype: of the operand; 8 or 16 bits.
+
+    Returns:
+        (m // 128, k // 128, 128, 64), for `async_copy_sparse_metadata_to_tmem`.
+    """
+    bits, (tall, wide) = jnp.finfo(operand_dtype).bits, KEPT_TILE
+    rows, count = meta.shape[0], 2 * meta.shape[1]
+    is_right = meta.ndim == 3 and meta.shape[2] == 2 and meta.dtype == jnp.uint2
+    if not is_right or bits not in KEPT or rows % tall or count % wide:
+        raise SpecError(
+            "metadata of a sparse operand is uint2, (m, k // 4, 2), m and k multiples "
+            "of 128, for elements of 8 or 16 bits",
+            [("got", f"{meta.dtype}{list(meta.shape)}"), ("operand", operand_dtype)],
+            user_location(),
+            "pad it with zeros",
+        )
+    down, along, order = KEPT[bits]
+    tiles = meta.reshape(rows // tall, *down, count // wide, *along)
+    first, second = 0, 1 + len(down)
+    places = [*range(1, second), *range(second + 1, tiles.ndim)]
+    tiles = tiles.transpose(first, second, *(places[d] for d in order))
+    return tiles.reshape(rows // tall, count // wide, tall, wide)

@@ -305,6 +305,14 @@ def enable_debug_checks(
     return config.override(debug_checks=bool(new_val))
 
 
+def enable_poison_buffers(
+    new_val: bool = True,
+) -> contextlib.AbstractContextManager[None]:
+    """A `with` block in whose kernels floats that `pl.run_scoped` allocates begin as
+    NaNs, on every backend."""
+    return config.override(poison_buffers=bool(new_val))
+
+
 def reciprocal(x: Any, *, approx: bool = False, full_range: bool = True) -> jax.Array:
     """`1 / x` in full precision, even where the chip has a faster approximation."""
     del approx, full_range

@@ -79,15 +79,25 @@ class MemorySpace(enum.Enum):
 class MemoryRef:
     """Memory that a kernel requests: shape, dtype and space.
 
-    `MemoryRef(shape, dtype, space)`, or `MemoryRef(array_type, space)`.
+    `MemoryRef(shape, dtype, space)`, or `MemoryRef(inner_aval, space)`, of an array
+    type.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     memory_space: MemorySpace
 
-    def __init__(self, shape: Any, dtype: Any, memory_space: Any = None):
-        if memory_space is None:
+    def __init__(
+        self,
+        shape: Any = None,
+        dtype: Any = None,
+        memory_space: Any = None,
+        *,
+        inner_aval: Any = None,
+    ):
+        if inner_aval is not None:
+            shape, dtype = inner_aval.shape, inner_aval.dtype
+        elif memory_space is None:
             shape, dtype, memory_space = shape.shape, shape.dtype, dtype
         object.__setattr__(self, "shape", tuple(shape))
         object.__setattr__(self, "dtype", np.dtype(dtype))

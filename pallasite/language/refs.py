@@ -658,6 +658,9 @@ def run_scoped(f: Any, *types: Any, collective_axes: Any = (), **kw_types: Any) 
     """
     leaves, tree = jax.tree.flatten((types, kw_types), is_leaf=_is_memory)
     refs = [allocate(leaf, collective_axes) for leaf in leaves]
+    if config.get("poison_buffers"):
+        for ref in refs:
+            _poison(ref)
     args, kwargs = jax.tree.unflatten(tree, refs)
     result = f(*args, **kwargs)
     if any(jaxcompat.is_ref(leaf) for leaf in jax.tree.leaves(result)):
@@ -669,6 +672,16 @@ def run_scoped(f: Any, *types: Any, collective_axes: Any = (), **kw_types: Any) 
     for ref in refs:
         jax.ref.free_ref(ref)
     return result
+
+
+_POISONED = ("vmem", "smem", "any", "hbm")
+
+
+def _poison(ref: Any) -> None:
+    """NaNs, where memory is for floats."""
+    is_data = getattr(jaxcompat.memory_space_of(ref), "value", None) in _POISONED
+    if is_data and jnp.issubdtype(ref.dtype, jnp.floating):
+        ref[...] = jnp.full(ref.shape, jnp.nan, ref.dtype)
 
 
 def with_scoped(*types: Any, **kw_types: Any) -> Callable[..., Callable[..., Any]]:

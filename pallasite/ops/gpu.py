@@ -325,6 +325,15 @@ gpu_row(
     "until the others have read their sources",
 )
 gpu_row(
+    "load_wait",
+    _bulk_wait,
+    0,
+    ("pending",),
+    unit=Unit.CONTROL,
+    doc="waits until at most `pending` copies to shared memory without a barrier are "
+    "in flight",
+)
+gpu_row(
     "set_registers",
     _registers,
     0,

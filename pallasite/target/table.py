@@ -127,8 +127,7 @@ GPUS: dict[str, Gpu] = {
             device_kinds=("NVIDIA B200",), cores=148, arch="sm_100",
             matrix=(256, 256, 16),
         ),
-        # Twice the exponentials of its predecessor, and matmuls of integers and of f64
-        # only at a fraction of its rates.
+        # Twice the exponentials of its predecessor, and no matmuls of integers.
         _gpu(
             "b300", (288, 8000), 126, 227,
             {"f64": 1.2 * T, "f32": 1125 * T, "bf16": 2250 * T, "f16": 2250 * T,

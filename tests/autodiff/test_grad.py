@@ -565,3 +565,46 @@ def test_operands_that_are_stored_to(first):
 
     gradients = (jax.grad(loss(f), (0, 1))(X, X[4:] * 2) for f in (call, reference))
     agree(*gradients)
+
+
+@pytest.mark.parametrize("bounded", [0, 1])
+def test_slices_of_bounded_length(bounded):
+    """What a program sees of such a block follows from two numbers, not one."""
+    starts, lengths, most = [0, 3, 4, 9], [3, 1, 0, 2], (4, 4)
+    shape = [pl.BoundedSlice(4) if d == bounded else 4 for d in range(2)]
+
+    def kernel(start_ref, length_ref, x_ref, o_ref):
+        o_ref[...] = jnp.sin(x_ref[...]).sum(1 - bounded, keepdims=True) * x_ref[...]
+
+    def part(i, starts_ref, lengths_ref):
+        place = pl.ds(starts_ref[i], lengths_ref[i])
+        return (place, i % 2) if bounded == 0 else (i % 2, place)
+
+    def sums(x):
+        spec = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=4,
+            in_specs=[pl.BlockSpec(tuple(shape), part, fill=0.0)],
+            out_specs=pl.BlockSpec((None, 4, 4), lambda i, *_: (i, 0, 0)),
+        )
+        out = jax.ShapeDtypeStruct((4, *most), x.dtype)
+        return pl.pallas_call(kernel, out, grid_spec=spec)(
+            jnp.array(starts), jnp.array(lengths), x
+        )
+
+    def reference(x):
+        x = x if bounded == 0 else x.T
+        found = []
+        for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            rows = x[start : start + length, 4 * (i % 2) : 4 * (i % 2) + 4]
+            block = jnp.pad(rows, ((0, 4 - len(rows)), (0, 4 - rows.shape[1])))
+            block = jnp.sin(block).sum(1, keepdims=True) * block
+            found.append(block if bounded == 0 else block.T)
+        return jnp.stack(found)
+
+    x = jnp.asarray(RNG.normal(size=(11, 7) if bounded == 0 else (7, 11)), jnp.float32)
+    agree(sums(x), reference(x))
+    got, want = (
+        jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2))(x) for f in (sums, reference)
+    )
+    agree(got, want)

@@ -56,7 +56,7 @@ dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
 device_description_str: "{chip.device_kinds[0]}"
 """
 AMD = ("mi300x", "mi355x", "r9700")
-CHIPS = ("a100", "h100", "h200", "b200", *AMD)
+CHIPS = ("a100", "h100", "h200", "b200", "b300", *AMD)
 CHANGES = ("none", "triton", "vmap", "grad", "jvp")
 
 

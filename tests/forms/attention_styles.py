@@ -51,7 +51,9 @@ class Style:
     stats: str = "column"  # (n, 1); vector: (n,); lanes: (n, 128); tiled: and repeated
     stats_at: str = "scratch"  # outputs; "all outputs": the accumulator as well
     heads: str = "squeezed"  # leading, values, flat, whole, vmap
-    mask: str = "finite"  # infinite, additive, zeroed
+    mask: str = "finite"  # infinite, additive, zeroed, multiplied
+    low: str = "finite"  # infinite, lowest: where maxima start
+    places: str = "iota"  # arange: of rows and columns
     exp: str = "exp"  # exp2
     divide: str = "end"  # reciprocal
     scale: str = "scores"  # queries
@@ -68,7 +70,9 @@ AXES: dict[str, tuple[Any, ...]] = {
     "stats": ("column", "vector", "lanes", "tiled"),
     "stats_at": ("scratch", "outputs", "all outputs"),
     "heads": ("squeezed", "leading", "values", "flat", "whole", "vmap"),
-    "mask": ("finite", "infinite", "additive", "zeroed"),
+    "mask": ("finite", "infinite", "additive", "zeroed", "multiplied"),
+    "low": ("finite", "infinite", "lowest"),
+    "places": ("iota", "arange"),
     "exp": ("exp", "exp2"),
     "divide": ("end", "reciprocal"),
     "scale": ("scores", "queries"),
@@ -151,9 +155,11 @@ class Step:
         """Maximum, sum and accumulator before the first step."""
         n = {"column": (self.bq, 1), "vector": (self.bq,)}
         shape = n.get(self.style.stats, (self.bq, LANES))
-        m = jnp.full(shape, FINITE if sink is None else sink * self.factor, F32)
-        if sink is None and self.style.mask == "infinite":
-            m = jnp.full(shape, -jnp.inf, F32)
+        low = {"infinite": -jnp.inf, "lowest": -0.7 * float(jnp.finfo(F32).max)}
+        first = low.get(self.style.low, FINITE)
+        if self.style.mask == "infinite":
+            first = -jnp.inf
+        m = jnp.full(shape, first if sink is None else sink * self.factor, F32)
         l = jnp.full(shape, 0.0 if sink is None else 1.0, F32)
         return m, l, jnp.zeros((self.bq, self.dims.value_depth), F32)
 
@@ -184,6 +190,9 @@ class Step:
         return s * self.factor if late and self.base2 else s
 
     def _places(self, shape: tuple[int, ...], i: Any, j: Any) -> tuple[Any, Any]:
+        if self.style.places == "arange":
+            down, across = (jnp.arange(n, dtype=I32) for n in shape)
+            return i * self.bq + down[:, None], j * self.bk + across[None, :]
         rows = i * self.bq + lax.broadcasted_iota(I32, shape, 0)
         return rows, j * self.bk + lax.broadcasted_iota(I32, shape, 1)
 
@@ -219,6 +228,8 @@ class Step:
         p = self.power(s - self._wide(new, s.shape[1]))
         if seen is not None and self.style.mask == "zeroed":
             p = jnp.where(seen, p, 0.0)
+        if seen is not None and self.style.mask == "multiplied":
+            p = p * seen.astype(F32)
         l = alpha * l + (p.sum(axis=-1) if flat else p.sum(axis=-1, keepdims=True))
         if self.what.edge and not self.style.fill:
             inside = j * self.bk + lax.broadcasted_iota(I32, v.shape, 0)

@@ -28,22 +28,26 @@ class RowStyle:
     """How a softmax or a norm of rows is written."""
 
     loop: str = "whole"  # fori, while, scan, grid
-    stats: str = "column"  # vector
+    stats: str = "column"  # vector; partial: as wide as a part, summed at the end
+    square: str = "product"  # square, power
+    mean: str = "quotient"  # product: by 1 / width
     lead: str = "block"  # squeezed, indexed: one row a program, of rank 1
     refs: str = "blocks"  # whole
     exp: str = "exp"  # exp2
-    divide: str = "end"  # reciprocal
+    divide: str = "end"  # reciprocal, or rsqrt; inverse: of the root
     rows: int = 8
     chunk: int = 512
 
 
 ROW_AXES: dict[str, tuple[Any, ...]] = {
     "loop": ("whole", "fori", "while", "scan", "grid"),
-    "stats": ("column", "vector"),
+    "stats": ("column", "vector", "partial"),
+    "square": ("product", "square", "power"),
+    "mean": ("quotient", "product"),
     "lead": ("block", "squeezed", "indexed"),
     "refs": ("blocks", "whole"),
     "exp": ("exp", "exp2"),
-    "divide": ("end", "reciprocal"),
+    "divide": ("end", "reciprocal", "inverse"),
     "rows": (8, 16, 4),
     "chunk": (512, 1024, 256),
 }
@@ -54,6 +58,13 @@ def rows_fit(kind: str, style: RowStyle) -> bool:
         (style.lead == "block" or (style.loop == "whole" and style.refs == "blocks"))
         and (style.loop != "grid" or style.refs == "blocks")
         and (kind == "softmax" or style.exp == "exp")
+        and (kind != "softmax" or (style.square == "product"))
+        and (kind != "softmax" or style.mean == "quotient")
+        and (kind != "softmax" or style.divide != "inverse")
+        and (
+            style.stats != "partial"
+            or (kind != "softmax" and style.loop not in ("whole", "grid"))
+        )
     )
 
 
@@ -76,13 +87,26 @@ class RowWork:
         keep = self.style.stats == "column" and x.ndim == 2
         over = {"axis": -1, "keepdims": keep}
         if self.kind != "softmax":
-            return a + x.sum(**over), b + (x * x).sum(**over)
+            if self.style.stats == "partial":
+                return a + x, b + self._squared(x)
+            return a + x.sum(**over), b + self._squared(x).sum(**over)
         x = self.values(x)
         new = jnp.maximum(a, x.max(**over))
         p = self.power(x - self._beside(new, x))
         return new, b * self.power(a - new) + p.sum(**over)
 
+    def _squared(self, x: Any) -> Any:
+        kind = self.style.square
+        return jnp.square(x) if kind == "square" else x**2 if kind == "power" else x * x
+
+    def _mean(self, total: Any) -> Any:
+        if self.style.mean == "product":
+            return total * (1.0 / self.width)
+        return total / self.width
+
     def _beside(self, stat: Any, x: Any) -> Any:
+        if self.style.stats == "partial":
+            return stat.sum(axis=-1, keepdims=True)
         return stat[:, None] if x.ndim == 2 and stat.ndim == 1 else stat
 
     def finish(self, state: tuple[Any, Any], x: Any) -> Any:
@@ -90,10 +114,12 @@ class RowWork:
         if self.kind == "softmax":
             p = self.power(self.values(x) - a)
             return p * (1.0 / b) if self.style.divide == "reciprocal" else p / b
-        mean = a / self.width if self.kind == "layer norm" else 0.0
-        variance = b / self.width - mean * mean
+        mean = self._mean(a) if self.kind == "layer norm" else 0.0
+        variance = self._mean(b) - mean * mean
         if self.style.divide == "reciprocal":
             return (x - mean) * lax.rsqrt(variance + EPS)
+        if self.style.divide == "inverse":
+            return (x - mean) * (1.0 / jnp.sqrt(variance + EPS))
         return (x - mean) / jnp.sqrt(variance + EPS)
 
 
@@ -129,6 +155,7 @@ def _rows_in_programs(work: RowWork, chunk: int, x: Any) -> Any:
         at = pl.ds(pl.program_id(0) * rows, rows) if whole else slice(None)
         flat = style.lead != "block"
         shape = () if flat else (rows, 1) if style.stats == "column" else (rows,)
+        shape = (rows, chunk) if style.stats == "partial" else shape
         state = work.start(shape)
         if style.loop == "whole":
             index = {"squeezed": ..., "indexed": 0}.get(style.lead, (at, slice(None)))

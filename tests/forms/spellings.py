@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.forms import attention, attention_styles, matmul, matmul_styles, row_styles
+from tests.forms import (
+    attention,
+    attention_styles,
+    map_styles,
+    matmul,
+    matmul_styles,
+    row_styles,
+)
 from tests.forms.form import Problem, Size
 
 
@@ -102,6 +109,15 @@ BASES = {
             matmul_styles.fits,
             matmul_styles.matmul,
             matmul.problem,
+        ),
+        Base(
+            "maps",
+            map_styles.MAPS,
+            map_styles.Style,
+            map_styles.AXES,
+            map_styles.fits,
+            map_styles.maps,
+            map_styles.problem,
         ),
         Base(
             "rows",

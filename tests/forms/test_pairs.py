@@ -21,6 +21,31 @@ SAME = {
         spelled("matmul", "matmul", block_m=64, block_k=64),
         spelled("matmul", "matmul"),
     ),
+    "wide columns of a shallow product at the edge": (
+        spelled("matmul", "matmul edges", edge="mask", block_m=64, block_k=32),
+        spelled("matmul", "matmul edges", block_n=256),
+    ),
+    "maxima that start as minus infinity, few queries": (
+        spelled("attention", "attention causal d128", mask="infinite", block_q=64),
+        spelled("attention", "attention causal d128"),
+    ),
+    "maxima that start as minus infinity, many keys": (
+        spelled("attention", "attention causal d128", low="infinite", block_k=256),
+        spelled("attention", "attention causal d128", loop="fori"),
+    ),
+    "maxima that start as sinks, many keys": (
+        spelled("attention", "attention causal sinks d128", block_k=256),
+        spelled("attention", "attention causal sinks d128"),
+    ),
+    "statistics in lanes as results, beside segments": (
+        spelled(
+            "attention",
+            "attention causal segments d128",
+            stats="lanes",
+            stats_at="outputs",
+        ),
+        spelled("attention", "attention causal segments d128"),
+    ),
     "a sum in scratch": (
         spelled("reductions", "sum rows", acc="scratch"),
         spelled("reductions", "sum rows"),
@@ -32,6 +57,10 @@ SAME = {
     "a prefix sum in a loop": (
         spelled("scans", "prefix sum", loop="while", rows=128, columns=1024),
         spelled("scans", "prefix sum"),
+    ),
+    "a recurrence in large blocks": (
+        spelled("scans", "recurrence", within="at once", columns=1024),
+        spelled("scans", "recurrence", loop="at once"),
     ),
     "a recurrence in blocks": (
         spelled("scans", "recurrence", within="at once", start="select"),

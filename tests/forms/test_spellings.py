@@ -16,6 +16,7 @@ from tests.forms.spellings import BASES, pairs, spelling
 TINY = SIZES["tiny"]
 SEED = 7
 COUNT = {"attention": 6, "matmul": 8, "rows": 5, "reductions": 5, "scans": 4}
+COUNT["maps"] = 6
 # What a computation in f32 may be off by, of sums in another order.
 ALLOWED = 1e-4
 

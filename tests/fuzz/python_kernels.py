@@ -16,10 +16,11 @@ from jax import lax
 import pallasite as pl
 from pallasite import tpu as pltpu
 from tests.fuzz.choices import Choices, chance, pick
+from tests.fuzz.operands import BLOCK, FILL, Shown, random_operand
 from tests.fuzz.snippets import COLUMNS, GET, ONE, PUT, ROWS, TWO
 
 Script = list[tuple[Any, ...]]
-BLOCK = (ROWS, COLUMNS)
+TABLE = np.array([1, 0, 2, -1], np.int32)  # rows of blocks that are looked up
 
 
 # --- what a kernel calls, in a kernel and in plain Python ---
@@ -152,8 +153,12 @@ def random_script(
 def run_script(
     script: Script, tiles: list[Any], refs: Sequence[Any], row: Any, api: Any
 ) -> None:
-    """Run the lines; `tiles` grows by what they make."""
+    """Run the lines; `tiles` grows by what they make. Without refs, those for refs are
+    left out.
+    """
     for kind, *rest in script:
+        if not refs and kind in ("put", "get"):
+            continue
         if kind == "when":
             axis, number, inner = rest
             condition = api.program_id(axis) == number
@@ -203,24 +208,44 @@ MAPS: dict[str, Callable[[int, int], Callable[[Any, Any], tuple[Any, Any]]]] = {
 
 @dataclass(frozen=True)
 class RandomCall:
-    """A drawn call: two inputs in, one output and one running block out."""
+    """A drawn call: two inputs in, one output and one running block out.
+
+    One that is `alone` has only the output, and no scratch.
+    """
 
     grid: tuple[int, int]
     shape: tuple[int, int]
-    maps: tuple[str, str]
+    maps: tuple[str, ...]
+    shown: tuple[Shown, ...]
     running: str  # the map of the running block
+    alone: bool
     script: Script
     row: int
     arrays: tuple[np.ndarray, ...]
 
     def __repr__(self) -> str:
         maps = (*self.maps, self.running)
-        return f"RandomCall({self.grid}, {self.shape}, {maps}, {self.script})"
+        parts = self.grid, self.shape, maps, self.shown, self.alone, self.script
+        return f"RandomCall({', '.join(map(str, parts))})"
 
     def index_map(self, number: int) -> Callable[[Any, Any], tuple[Any, Any]]:
         return MAPS[self.maps[number]](*self.grid)
 
-    def program(self, x: Any, y: Any, out: Any, running: Any, scratch: Any, api: Any):
+    def program(self, x: Any, y: Any, out: Any, *memory: Any, api: Any):
+        tiles = [x[...], y[...]]
+        out[...] = tiles[0]
+        row = api.program_id(1) + self.row
+        if self.alone:
+            run_script(self.script, tiles, (), row, api)
+        else:
+            running, scratch = memory
+            self.start(running, scratch, api)
+            refs = out, running, scratch, x, y
+            run_script(self.script, tiles, refs, row, api)
+            running[...] += tiles[-1] * 0.5
+        out[...] += tiles[-1]
+
+    def start(self, running: Any, scratch: Any, api: Any) -> None:
         i, j = api.program_id(0), api.program_id(1)
 
         # At its first visit, if not only then.
@@ -232,28 +257,25 @@ class RandomCall:
         def _():
             scratch[...] = jnp.full(BLOCK, 0.25)
 
-        tiles = [x[...], y[...]]
-        out[...] = tiles[0]
-        row = j + self.row
-        run_script(self.script, tiles, (out, running, scratch, x, y), row, api)
-        out[...] += tiles[-1]
-        running[...] += tiles[-1] * 0.5
-
     def __call__(self, *arrays: Any, interpret: bool) -> Any:
-        specs = [pl.BlockSpec(BLOCK, self.index_map(n), fill=0.5) for n in range(2)]
+        tables = [TABLE] if any(s.kind == "looked up" for s in self.shown) else []
         shapes = [self.shape, (self.shape[0], COLUMNS)]
-        return pl.pallas_call(
-            lambda *refs: self.program(*refs, InKernel),
-            out_shape=[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes],
+        outputs = [MAPS[name](*self.grid) for name in ("both", self.running)]
+        if self.alone:
+            del shapes[1], outputs[1]
+        spec = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(tables),
             grid=self.grid,
-            in_specs=specs,
-            out_specs=[
-                pl.BlockSpec(BLOCK, MAPS["both"](*self.grid)),
-                pl.BlockSpec(BLOCK, MAPS[self.running](*self.grid)),
-            ],
-            scratch_shapes=[pltpu.VMEM(BLOCK, jnp.float32)],
+            in_specs=[s.spec(self.index_map(n)) for n, s in enumerate(self.shown)],
+            out_specs=[Shown().spec(numbers) for numbers in outputs],
+            scratch_shapes=[] if self.alone else [pltpu.VMEM(BLOCK, jnp.float32)],
+        )
+        return pl.pallas_call(
+            lambda *refs: self.program(*refs[len(tables) :], api=InKernel),
+            out_shape=[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes],
+            grid_spec=spec,
             interpret=interpret,
-        )(*arrays)
+        )(*tables, *arrays)
 
     def in_python(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """The results of running the programs one after another."""
@@ -267,7 +289,7 @@ class RandomCall:
         (m, n), xp = self.grid, block.xp
         whole = (m * ROWS, n * COLUMNS)
         padding = [(0, a - b) for a, b in zip(whole, self.shape, strict=True)]
-        padded = [xp.pad(a, padding, constant_values=0.5) for a in arrays]
+        padded = [xp.pad(a, padding, constant_values=FILL) for a in arrays]
         shapes = whole, (whole[0], COLUMNS), BLOCK
         *made, scratch = (xp.full(shape, np.nan, np.float32) for shape in shapes)
         seen, scratch = [*padded, *made], block(scratch)
@@ -276,13 +298,20 @@ class RandomCall:
         # One op at a time: on a GPU each would be compiled and launched by itself.
         with jax.default_device(jax.devices("cpu")[0]), jax.disable_jit():
             for i, j in np.ndindex(m, n):
-                places = [_slices(index_map(i, j), self.grid) for index_map in maps]
+                numbers = [index_map(i, j) for index_map in maps]
+                places = [_slices(number, self.grid) for number in numbers]
                 blocks = [block(x[at]) for x, at in zip(seen, places, strict=True)]
-                self.program(*blocks, scratch, InPython((i, j)))
-                parts = zip(blocks, seen, places, strict=True)
-                seen = [each.put_back(x, at) for each, x, at in parts]
+                cut = [k for k, s in enumerate(self.shown) if s.kind != "blocks"]
+                for k in cut:
+                    part = self.shown[k].part(xp, arrays[k], numbers[k], TABLE)
+                    blocks[k] = block(part)
+                self.program(*blocks, scratch, api=InPython((i, j)))
+                for k, at in enumerate(places):
+                    if k not in cut:
+                        seen[k] = blocks[k].put_back(seen[k], at)
         (rows, columns), (*_, out, running) = self.shape, seen
-        return [out[:rows, :columns], running[:rows]]
+        results = [out[:rows, :columns], running[:rows]]
+        return results[:1] if self.alone else results
 
 
 def _slices(place: tuple[int, int], grid: tuple[int, int]) -> tuple[slice, ...]:
@@ -292,7 +321,7 @@ def _slices(place: tuple[int, int], grid: tuple[int, int]) -> tuple[slice, ...]:
 
 
 def random_call(choices: Choices, hangs: bool = True) -> RandomCall:
-    """A call; with `hangs`, the last blocks may hang over the arrays."""
+    """A call; with `hangs`, blocks may hang over the arrays, or lie anywhere."""
     grid = (choices.integer(1, 2), choices.integer(1, 3))
     hang = [choices.integer(1, 3) if chance(choices, 30) else 0 for _ in range(2)]
     hang = hang if hangs else [0, 0]
@@ -303,5 +332,8 @@ def random_call(choices: Choices, hangs: bool = True) -> RandomCall:
     row = choices.integer(0, 4)
     visited = grid[0] <= grid[1]  # by the first steps, each of its blocks
     running = "turns" if visited and chance(choices, 25) else "rows"
-    script = random_script(choices, len(grid), any(hang))
-    return RandomCall(grid, shape, maps, running, script, row, arrays)
+    shown = tuple(random_operand(choices) if hangs else Shown() for _ in range(2))
+    alone = chance(choices, 40)
+    cut = any(hang) or any(each.kind != "blocks" for each in shown)
+    script = random_script(choices, len(grid), cut)
+    return RandomCall(grid, shape, maps, shown, running, alone, script, row, arrays)

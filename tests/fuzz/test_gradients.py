@@ -1,6 +1,7 @@
 """Derivatives of random Python kernels, against those of the same code as plain JAX.
 
-Half of the calls run in the emulation, half on the platform's own backend.
+Some calls run in the emulation, some on the platform's own backend; there, half of the
+backward kernels are those planned for a GPU, which divide the work in other ways.
 """
 
 import functools
@@ -10,8 +11,10 @@ import jax
 import numpy as np
 import pytest
 
+from pallasite.autodiff import backward
+from pallasite.target import GPUS
 from tests.fuzz.batches import each_batch
-from tests.fuzz.choices import Stream
+from tests.fuzz.choices import Stream, chance, pick
 from tests.fuzz.python_kernels import RandomCall, random_call
 from tests.share import SHARE
 
@@ -30,8 +33,18 @@ def test_derivatives_of_python_kernels(engine: str, batches: int):
 
 
 def check_gradient(choices: Stream, engine: str) -> None:
-    """The cotangents of both operands and a tangent of both results."""
-    call = random_call(choices)
+    """The cotangents of both operands and a tangent of the results; or, in one of three
+    cases each, derivatives of those cotangents in forward or in reverse mode.
+    """
+    order = pick(choices, ("first", "forward", "reverse"))
+    chip = GPUS["h200"] if engine == "cpu" and chance(choices, 50) else None
+    with pytest.MonkeyPatch.context() as patch:
+        if chip is not None:
+            patch.setattr(backward, "chip_for", lambda backend: chip)
+        _check(random_call(choices), choices, order, engine)
+
+
+def _check(call: RandomCall, choices: Stream, order: str, engine: str) -> None:
     run = functools.partial(call, interpret=engine == "emulation")
     rng = np.random.default_rng(choices.integer(0, 255))
     like = lambda x: rng.standard_normal(x.shape).astype(np.float32)
@@ -39,8 +52,12 @@ def check_gradient(choices: Stream, engine: str) -> None:
     tangents = tuple(map(like, call.arrays))
 
     def derivatives(function: Any) -> Any:
-        _, pull = jax.vjp(function, *call.arrays)
-        return pull(cotangents), jax.jvp(function, call.arrays, tangents)
+        backward = lambda *arrays: jax.vjp(function, *arrays)[1](cotangents)
+        if order == "forward":
+            return jax.jvp(backward, call.arrays, tangents)
+        if order == "reverse":
+            return jax.vjp(backward, *call.arrays)[1](tangents)
+        return backward(*call.arrays), jax.jvp(function, call.arrays, tangents)
 
     got = jax.jit(derivatives, static_argnums=0)(run)
     with jax.default_device(jax.devices("cpu")[0]), jax.disable_jit():

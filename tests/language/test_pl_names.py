@@ -16,7 +16,7 @@ from pallasite.errors import KernelTypeError, SpecError
 from pallasite.missing import Missing
 
 REFUSED = {
-    "pallas": {"Indirect", "enable_poison_buffers"},
+    "pallas": {"Indirect"},
     "pallas.triton": set(),
     "pallas.tpu_sc": {"slice_subcore_vmem_from_shared"},
 }  # fmt: skip

@@ -253,27 +253,27 @@ def test_each_true_test_is_the_wait_for_one_phase():
 # --- memory that all warpgroups allocate again ---
 
 
-def test_memory_is_allocated_again_when_all_are_done_with_it():
+def again(x, o):
     """A store of one warpgroup reads what the other's next copy would overwrite."""
+    group = lax.axis_index("group")
 
-    def kernel(x, o):
-        group = lax.axis_index("group")
+    @pl.loop(0, 3)
+    def _(step):
+        def inner(buffer, full):
+            @pl.when(group == 0)
+            def _():
+                plgpu.copy_gmem_to_smem(x.at[step], buffer, full)
 
-        @pl.loop(0, 3)
-        def _(step):
-            def inner(buffer, full):
-                @pl.when(group == 0)
-                def _():
-                    plgpu.copy_gmem_to_smem(x.at[step], buffer, full)
+            @pl.when(group == 1)
+            def _():
+                plgpu.barrier_wait(full)
+                plgpu.copy_smem_to_gmem(buffer, o.at[step])
+                plgpu.wait_smem_to_gmem(0)
 
-                @pl.when(group == 1)
-                def _():
-                    plgpu.barrier_wait(full)
-                    plgpu.copy_smem_to_gmem(buffer, o.at[step])
-                    plgpu.wait_smem_to_gmem(0)
+        pl.run_scoped(inner, BUFFER, BARRIER, collective_axes="group")
 
-            pl.run_scoped(inner, BUFFER, BARRIER, collective_axes="group")
 
+def test_memory_is_allocated_again_when_all_are_done_with_it():
     x = operand(3, 8, 32)
     groups: Any = dict(num_threads=2, thread_name="group")
-    np.testing.assert_array_equal(plgpu.kernel(kernel, x, **groups)(x), x)
+    np.testing.assert_array_equal(plgpu.kernel(again, x, **groups)(x), x)

@@ -44,6 +44,34 @@ def test_the_same_state_in_more_steps(body: str, size: int):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+INFINITE = FIRST.replace("-65536.0", "-inf")
+LAST = """
+%seven: i32 = constant {value=7}
+%last: bool = eq %s, %seven
+%end: i32 = cast %last {dtype=i32}
+cond %end
+  branch () {}
+  branch () {
+    %result: f32[8] = load %top[:]
+    store %ob[:] = %result
+  }
+"""
+
+
+@pytest.mark.parametrize("size", [2, 1])
+def test_a_part_of_minus_infinities_adds_nothing(size: int):
+    """The maximum before anything finite is the lowest finite number."""
+    kernel = steps(INFINITE + SCORES + REST)
+    new = cut(kernel, size)
+    x = np.random.default_rng(0).standard_normal((8, 32)).astype(np.float32)
+    x[3, :3] = x[5, 1:] = -np.inf
+    x[6, 9] = np.inf
+    with np.errstate(invalid="ignore"):
+        (want,), (got,) = outputs(kernel, [x]), outputs(new, [x])
+    assert list(np.flatnonzero(np.isnan(want))) == [6]
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def test_wide_steps_become_those_that_were_widened():
     kernel = canonicalize(steps(FIRST + SCORES + REST))
     wide = canonicalize(widen_steps(kernel, 16))
@@ -55,11 +83,17 @@ def test_positions_are_those_of_the_new_steps():
     assert "div" not in new.text and "rem" not in new.text
 
 
+def _swapped(body: str) -> str:
+    """The maximum in the result, the sum in scratch."""
+    return body.replace("%top", "%t").replace("%ob", "%top").replace("%t[", "%ob[")
+
+
 @pytest.mark.parametrize(
     "body, reason",
     [
-        (FIRST.replace("-65536.0", "-inf") + SCORES + REST, "minus infinity"),
-        (SCORES + REST, "minus infinity"),
+        (INFINITE + SCORES + REST + LAST, "the last step reads a maximum"),
+        (_swapped(INFINITE + SCORES + REST), "is a result"),
+        (SCORES + REST, "starts in another way"),
         (FIRST + SCORES + REST.replace("%sum: f32[8] = add", "%sum: f32[8] = mul"),
          "neither a maximum"),
     ],

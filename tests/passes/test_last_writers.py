@@ -107,6 +107,19 @@ def by_arrays(slots_ref, x_ref, _, o_ref):
         o_ref[slots // PAGE, slots % PAGE] = x_ref[...]
 
 
+def padded(slots_ref, x_ref, _, o_ref):
+    """As rows of experts, whose blocks are filled up with tokens that are none."""
+    slots = pl.load(slots_ref, pl.ds(pl.program_id(0) * ROWS, ROWS))
+    real = jnp.broadcast_to((slots < SLOTS - 4)[:, None], (ROWS, WIDTH))
+    pl.store(o_ref, (slots, slice(None)), x_ref[...], mask=real)
+
+
+def in_part(slots_ref, x_ref, _, o_ref):
+    slots = pl.load(slots_ref, pl.ds(pl.program_id(0) * ROWS, ROWS))
+    mask = lax.broadcasted_iota(I32, (ROWS, WIDTH), 1) < slots[:, None]
+    pl.store(o_ref, (slots, slice(None)), x_ref[...], mask=mask)
+
+
 NAMED = pl.BlockSpec((1, WIDTH), lambda i, slots: (slots[i], 0))
 COLUMNS = WIDTH // 2
 HALF = pl.BlockSpec((1, COLUMNS), lambda i, j, _: (i, j))
@@ -124,6 +137,7 @@ FORMS = {
     "by_array": (stored(by_array, [BLOCK, WHOLE], FLAT, (STEPS // ROWS,)), FLAT),
     "in_block": (stored(by_array, [BLOCK, ALL], FLAT, (STEPS // ROWS,)), FLAT),
     "by_arrays": (stored(by_arrays, [BLOCK, WHOLE], PAGED, (STEPS // ROWS,)), PAGED),
+    "padded": (stored(padded, [BLOCK, WHOLE], FLAT, (STEPS // ROWS,)), FLAT),
     "looped": (stored(looped, [BLOCK, WHOLE], FLAT, (STEPS // ROWS,)), FLAT),
     "scattered": (stored(scattered, [WHOLE, WHOLE], FLAT, ()), FLAT),
 }
@@ -331,6 +345,12 @@ REFUSED = [read_first, partly, masked, two_constants, counted]
 @pytest.mark.parametrize("body", REFUSED, ids=lambda f: f.__name__)
 def test_refused(body):
     function = stored(body, [ROW, NAMED], FLAT)
+    kernel = normal(sites.kernels_in(function, *structs(FLAT))[0])
+    assert last_writers(kernel) is None
+
+
+def test_rows_that_masks_store_in_part():
+    function = stored(in_part, [BLOCK, WHOLE], FLAT, (STEPS // ROWS,))
     kernel = normal(sites.kernels_in(function, *structs(FLAT))[0])
     assert last_writers(kernel) is None
 

@@ -556,3 +556,59 @@ def test_programs_that_skip_by_rounded_numbers_are_merged(condition, depth):
     arrays = [rng.normal(size=(32, 32)).astype("f4") for _ in range(2)]
     (got,), (want,) = outputs(new, arrays), outputs(kernel, arrays)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def running_softmax(condition, start):
+    """Sums of exponentials relative to a running maximum; programs skip some steps."""
+
+    def kernel(x_ref, o_ref, m_ref, l_ref):
+        i, k = pl.program_id(0), pl.program_id(1)
+
+        @pl.when(k == 0)
+        def _():
+            m_ref[...] = jnp.full_like(m_ref, start)
+            l_ref[...] = jnp.zeros_like(l_ref)
+
+        @pl.when(condition(i, k))
+        def _():
+            x, old = x_ref[...], m_ref[...]
+            new = jnp.maximum(old, x.max(axis=1, keepdims=True))
+            p = jnp.exp(x - new).sum(axis=1, keepdims=True)
+            l_ref[...] = jnp.exp(old - new) * l_ref[...] + p
+            m_ref[...] = new
+
+        @pl.when(k == 3)
+        def _():
+            o_ref[...] = l_ref[...]
+
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((32, 1), "float32"),
+        grid=(4, 4),
+        in_specs=[pl.BlockSpec((8, 8), lambda i, k: (i, k))],
+        out_specs=pl.BlockSpec((8, 1), lambda i, k: (i, 0)),
+        scratch_shapes=[pltpu.VMEM((8, 1), jnp.float32)] * 2,
+    )
+    (kernel,) = map(run, kernels_in(call, jax.ShapeDtypeStruct((32, 32), "float32")))
+    return kernel
+
+
+def test_a_maximum_from_minus_infinity_is_merged_if_all_take_the_first_step():
+    """Rows whose first steps are masked in all are NaN, before and after."""
+    kernel = running_softmax(lambda i, k: k <= i, -jnp.inf)
+    new = grow(kernel, (0, 0), 2, fills=True)
+    verify(new)
+    x = np.random.default_rng(0).normal(size=(32, 32)).astype("f4")
+    x[9, :8] = x[30] = -np.inf
+    x[17, 5] = np.inf
+    with np.errstate(invalid="ignore"):
+        (got,), (want,) = outputs(new, [x]), outputs(kernel, [x])
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert list(np.flatnonzero(np.isnan(want))) == [9, 17, 30]
+
+
+def test_a_maximum_from_minus_infinity_is_not_merged_before_a_step():
+    after = lambda i, k: k >= i
+    grow(running_softmax(after, -1e30), (0, 0), 2, fills=True)
+    with pytest.raises(CannotReblock, match="before the first step"):
+        grow(running_softmax(after, -jnp.inf), (0, 0), 2, fills=True)

@@ -230,6 +230,22 @@ HOST_MIXED = """
     on_host(run, m.reference(a, b, out_dtype=jnp.bfloat16), a, b, atol=5e-1)
 """
 
+HOST_BLACKWELL = """
+    from pallasite.backends import cuda
+    from pallasite.target import GPUS
+
+    cuda._chip = lambda options: GPUS["b200"]
+    m = load("blackwell_matmul_mgpu")
+    a, b = normal(512, 192), normal(192, 256)
+    want = a.astype(jnp.float32) @ b.astype(jnp.float32)
+    options = dict(tile_m=128, tile_n=64, tile_k=64, max_concurrent_steps=2)
+    for collective in (False, True):
+        config = m.TuningConfig(
+            **options, collective=collective, epilogue_tile_n=32, grid_tile_width=2
+        )
+        on_host(lambda a, b: m.matmul_kernel(a, b, config), want, a, b, atol=5e-2)
+"""
+
 COMPILED_BLACKWELL = """
     from pallasite.backends import base, cuda
     from pallasite.target import GPUS
@@ -261,6 +277,7 @@ ON_HOST = {
     "ragged": HOST_RAGGED,
     "transposed ragged": HOST_TRANSPOSED_RAGGED,
     "mixed": HOST_MIXED,
+    "blackwell": HOST_BLACKWELL,
 }
 # Each piece of code on its own: what it sets and what it changes of jax is gone after.
 EACH = """

@@ -21,7 +21,13 @@ from pallasite.backends.base import (
     stored_launch,
 )
 from pallasite.backends.cuda import emit, nvrtc
-from pallasite.backends.cuda.authored import all_at_once, one_role, rounds, share_core
+from pallasite.backends.cuda.authored import (
+    all_at_once,
+    one_role,
+    rounds,
+    share_core,
+    stores_at_once,
+)
 from pallasite.backends.cuda.before_waits import before_waits
 from pallasite.backends.cuda.fewer_dims import fewer_dims
 from pallasite.backends.cuda.instruction_sets import instruction_set
@@ -119,6 +125,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
         Pass("plain_copies", plain_copies),
+        Pass("stores_at_once", stores_at_once),
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
         Pass("row_strips", partial(row_strips, most_bytes=STRIP_BYTES)),
         Pass("canonicalize", canonicalize),

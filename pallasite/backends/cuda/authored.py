@@ -30,6 +30,7 @@ from pallasite.target import Gpu
 WARPGROUP_OPS = {"barrier_wait", "copy_start", "wgmma", "bulk_wait", "set_registers"}
 WARPGROUP_OPS |= {"cluster_barrier", "tensor_mma", "warps"}
 WARPGROUP_OPS |= {"sem_signal", "sem_wait", "sem_reach", "sem_read"}
+WARPGROUP_OPS |= {"barrier_test", "peer_block"}
 # The chips that have an op, for ops that not all have.
 ONLY_ON = {
     "wgmma": (HOPPER.arch,),
@@ -48,7 +49,7 @@ MOST_THREADS = 1024  # of thread blocks that share an SM: 64 registers for each
 GRANULE = 8  # granularity of a thread's register count
 # What makes some programs take longer, and what leaves something to the next one.
 ONLY_ONCE = {"while", "alloc", "named_barrier", "tensor_mma", "warps"}
-ONLY_ONCE |= {"sem_signal", "sem_wait", "sem_reach", "sem_read"}
+ONLY_ONCE |= {"sem_signal", "sem_wait", "sem_reach", "sem_read", "barrier_test"}
 BEFORE_ROLES = {"alloc", "constant"}  # what no program of a thread block changes
 NO_COPIES: frozenset[str] = frozenset()
 BLOCKS = "cuda.blocks"  # thread blocks, where they are fewer than a pipeline's programs
@@ -79,6 +80,28 @@ def one_role(kernel: Kernel, chip: Gpu) -> Kernel:
     role = Op("roles", attrs=notes, regions=(rest,), loc=pipeline.op.loc)
     block = Block(body.params, (*memory, role))
     return with_pipeline(kernel, pipeline.with_(body=block).to_op())
+
+
+def stores_at_once(kernel: Kernel) -> Kernel:
+    """Stores to other thread blocks that are done when they are started: the stores,
+    then the arrival, which a fence orders. They could land later; none has to."""
+
+    def change(op: Op, b: Rewriter) -> tuple[Value, ...] | None:
+        if op.name != "async_store":
+            return None
+        if op.attrs["atomic"] is not None:
+            raise UnsupportedError(
+                "backend 'cuda' has no atomics: async_store_smem(atomic=...)",
+                [("kernel", kernel.name)],
+                op.loc or kernel.loc,
+                "store to a part of its own for each thread block, and add them up",
+            )
+        value, target, barrier = op.operands
+        b.store(target, value)
+        b.emit("barrier_expect", barrier, bytes=0)
+        return ()
+
+    return map_ops(kernel, change)
 
 
 def share_core(kernel: Kernel, chip: Gpu) -> Kernel:

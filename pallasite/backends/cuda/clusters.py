@@ -1,15 +1,16 @@
-"""Clusters: multicast copies, and arrivals at barriers of other thread blocks.
+"""Clusters: multicast copies, and memory and barriers of other thread blocks.
 
 The thread blocks of a cluster are consecutive in the launch, so the position of one is
 its number modulo their count, and the cluster's axes are digits of it.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product as each_of
 
 from pallasite.backends.cuda.explicit import MAP_BYTES
 from pallasite.backends.cuda.role_code import RoleCode
-from pallasite.ir.nodes import Op
+from pallasite.ir.nodes import Op, Value
 from pallasite.ir.roles import Pipeline
 
 CLUSTER = "cluster"  # the semantics of such axes
@@ -24,6 +25,8 @@ class Clusters(RoleCode):
         # For each axis (-1 is the grid's last): its size, the stride to the next thread
         # block along it, this thread block's position.
         self.cluster: dict[int, tuple[int, int, str]] = {}
+        self.in_block: dict[Value, str] = {}  # other blocks' barriers: whose they are
+        self.has_peers = False  # blocks write each other's shared memory
 
     exchanges = False  # thread blocks read what others write to main memory
 
@@ -75,12 +78,53 @@ class Clusters(RoleCode):
         else:
             self.starts_together = True  # after barriers are initialised
 
+    def emit_peer_block(self, op: Op) -> None:
+        """The same place in another block: a number, for barriers, or a pointer."""
+        ref, *numbers = op.operands
+        axes = op.attrs["axes"]
+        parts = [self.first_peer(axes)]
+        for axis, number in zip(axes, numbers, strict=True):
+            size, step, _ = self.cluster[axis]
+            place = f"min(max({self.env[number].name}, 0), {size - 1})"
+            parts.append(f"{place} * {step}")
+        block = self.out.fresh("block")
+        self.out.line(f"const u32 {block} = {' + '.join(parts)};")
+        view = self.views[ref]
+        if ref in self.barriers:
+            self.barriers[op.result] = self.barriers[ref]
+            self.in_block[op.result] = block
+        else:
+            pointer = self.out.fresh("there")
+            self.out.line(f"auto* {pointer} = in_block({view.pointer}, {block});")
+            view = replace(view, pointer=pointer)
+        self.views[op.result] = view
+
+    def emit_subview(self, op: Op) -> None:
+        super().emit_subview(op)
+        if op.operands[0] in self.in_block:
+            self.in_block[op.result] = self.in_block[op.operands[0]]
+
+    def emit_barrier_expect(self, op: Op) -> None:
+        block = self.in_block.get(op.operands[0])
+        if block is None:
+            super().emit_barrier_expect(op)
+            return
+        at = self.barriers[op.operands[0]]
+        self.out.line("writes_before_arrival();")
+        self.out.line("__syncwarp();")
+        self.out.line(f"if (thread % 32 == 0) arrive_at({at}, {block});")
+
+    def emit_barrier_wait(self, op: Op) -> None:
+        super().emit_barrier_wait(op)
+        if self.has_peers:  # the wait orders what this block did
+            self.out.line("writes_before_arrival();")
+
     def emit_cluster_arrive(self, op: Op) -> None:
         axes, at = op.attrs["axes"], self.barriers[op.operands[0]]
         further = self.peers(axes)
         if op.attrs["to"] == "first":
             further = further[:1]
-        if self.exchanges:
+        if self.exchanges or self.has_peers:
             self.out.line("writes_before_arrival();")
         self.out.line("__syncwarp();")
         for lane, step in enumerate(further):
@@ -102,6 +146,10 @@ class Clusters(RoleCode):
 
 
 RULES = {
+    "peer_block": Clusters.emit_peer_block,
+    "subview": Clusters.emit_subview,
+    "barrier_expect": Clusters.emit_barrier_expect,
+    "barrier_wait": Clusters.emit_barrier_wait,
     "cluster_barrier": Clusters.emit_cluster_barrier,
     "cluster_arrive": Clusters.emit_cluster_arrive,
     "cluster_copy": Clusters.emit_cluster_copy,

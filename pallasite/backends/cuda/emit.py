@@ -126,6 +126,8 @@ class Emitter(TensorMemory):
         self.fenced = fenced(kernel, accesses)
         self.written = _written(accesses)
         self.exchanges = _exchanges(accesses)
+        peers = (op for op in walk(self.program.body) if op.name == "peer_block")
+        self.has_peers = any(op.operands[0].ref.space == "smem" for op in peers)
         self.rounded_away = rounded_away(kernel)
         self.threads, self.vector_elements = _threads(kernel, accesses)
         roles = [op for op in walk(self.program.body) if op.name == "roles"]

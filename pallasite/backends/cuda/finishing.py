@@ -7,7 +7,7 @@ the rest of the program with tiles in registers.
 from collections.abc import Sequence
 from typing import Any
 
-from pallasite.backends.cuda.products import AFTER_LOADS, Product
+from pallasite.backends.cuda.products import AFTER_LOADS, PAIRED, Product
 from pallasite.backends.cuda.rings import Group, RingMemory
 from pallasite.backends.cuda.roles import Role
 from pallasite.backends.cuda.tensor_sums import Part, Sums, TensorPlan
@@ -104,7 +104,14 @@ class Finishing(Role):
         assert part.ready is not None
         b.store(part.view(b, slot), tile)
         b.emit("tensor_wait", what="stores")
-        b.emit("barrier_arrive", self.barrier(b, part.ready, slot))
+        self.make_ready(self.barrier(b, part.ready, slot), b)
+
+    def make_ready(self, barrier: Value, b: Builder) -> None:
+        """Tell the thread that multiplies, which may be another thread block's."""
+        if self.plan.is_paired:
+            b.emit("cluster_arrive", barrier, axes=PAIRED, to="first")
+        else:
+            b.emit("barrier_arrive", barrier)
 
     def without_sums(self, loop: Loop, b: Builder) -> None:
         """The loop without the tiles that are added up in tensor memory."""
@@ -142,7 +149,7 @@ class Finishing(Role):
             tile = b.load(part.view(b, slot))
             b.emit("tensor_wait", what="loads")
             if not part.starts:
-                b.emit("barrier_arrive", self.barrier(b, part.ready, slot))
+                self.make_ready(self.barrier(b, part.ready, slot), b)
             self.new[value] = b.cast(tile, value.tile.dtype)
 
     def take_all(self, b: Builder) -> None:

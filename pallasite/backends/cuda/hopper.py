@@ -48,6 +48,15 @@ BARRIERS: dict[str, str] = {
         '    "@p bra DONE;\\nbra AGAIN;\\nDONE:\\n}"'
         ' :: "r"(at), "r"(parity) : "memory");\n}\n'
     ),
+    "barrier_test": (
+        "DEVICE int barrier_test(u32 at, u32 parity) {\n"
+        "  int is_over;\n"
+        '  asm volatile("{\\n.reg .pred p;\\n"\n'
+        '    "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\\n"\n'
+        '    "selp.s32 %0, 1, 0, p;\\n}"'
+        ' : "=r"(is_over) : "r"(at), "r"(parity) : "memory");\n'
+        "  return is_over;\n}\n"
+    ),
     "meet": (
         "DEVICE void meet(int id, int threads) {\n"
         '  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");\n}\n'
@@ -216,6 +225,13 @@ CLUSTERS: dict[str, str] = {
     "writes_before_arrival": (
         "DEVICE void writes_before_arrival() {\n"
         '  asm volatile("fence.acq_rel.cluster;" ::: "memory");\n}\n'
+    ),
+    # The same place in another thread block, for ordinary loads and stores.
+    "in_block": (
+        "template <class T> DEVICE T* in_block(T* at, u32 block) {\n"
+        "  u64 there;\n"
+        '  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(at), "r"(block));\n'
+        "  return (T*)there;\n}\n"
     ),
     "blocks_meet": (
         "DEVICE void blocks_meet() {\n"

@@ -29,7 +29,7 @@ class InstructionSet:
         least_columns: the same for up to 32.
         multiplied: types of operands; sums are i32 for integers, otherwise f32.
         turned: types of operands that need not be contiguous along k.
-        pads_depth: whether rows of zeros may follow those that are contracted.
+        computed: types of left operands that need not be loaded.
         tensor_columns: of tensor memory, of 32 bits; 0: sums are in registers.
         registers: of a thread in each role, by the number of computing warpgroups per
             program and of programs per SM; None: all threads keep what they start with.
@@ -44,7 +44,7 @@ class InstructionSet:
     least_columns: int
     multiplied: tuple[str, ...]
     turned: tuple[str, ...]
-    pads_depth: bool = False
+    computed: tuple[str, ...]
     tensor_columns: int = 0
     registers: Mapping[tuple[int, int], Registers] = field(default_factory=dict)
     full_registers: Mapping[tuple[int, int], Registers] = field(default_factory=dict)
@@ -82,27 +82,34 @@ class InstructionSet:
 WIDE = 128  # columns of a row that threads share, so that registers suffice
 MANY = 128  # registers of a thread for tiles, from which two warpgroups share them
 _FLOATS = ("bf16", "f16", "f8e4m3fn", "f8e5m2")
-_TURNED = ("bf16", "f16")
+_HALVES = ("bf16", "f16")
 # The thread that copies has just enough. Without the few more of `full_registers`,
 # ptxas serialises all matmuls of a kernel.
 HOPPER = InstructionSet(
-    "sm_90", "sm_90a", "wgmma", SHORT_TILE, 16, 8, (*_FLOATS, "i8", "f32"), _TURNED,
-    pads_depth=True,
+    "sm_90", "sm_90a", "wgmma", SHORT_TILE, 16, 8, (*_FLOATS, "i8", "f32"), _HALVES,
+    _HALVES,
     registers={(1, 1): None, (1, 2): (40, 216), (1, 3): (24, 136), (2, 1): (40, 232),
                (3, 1): (32, 160), (2, 2): (24, 104)},
     full_registers={(2, 1): (24, 240)},
 )  # fmt: skip
 BLACKWELL = InstructionSet(
-    "sm_100", "sm_100a", "tensor_mma", 128, 16, 16, (*_FLOATS, "i8", "f32"), _TURNED,
+    "sm_100", "sm_100a", "tensor_mma", 128, 16, 16, (*_FLOATS, "i8", "f32"),
+    (*_FLOATS, "i8"), _HALVES,
     tensor_columns=512,
     registers={(1, 1): None, (2, 1): (40, 232), (3, 1): (32, 160)},
 )  # fmt: skip
-# Without integers, whose matmuls NVIDIA has left out of these chips.
+# ptxas has no matmul of integers for these chips.
 BLACKWELL_ULTRA = InstructionSet(
-    "sm_103", "sm_103a", "tensor_mma", 128, 16, 16, (*_FLOATS, "f32"), _TURNED,
+    "sm_103", "sm_103a", "tensor_mma", 128, 16, 16, (*_FLOATS, "f32"), _FLOATS, _HALVES,
     tensor_columns=512, registers=BLACKWELL.registers,
 )  # fmt: skip
 SETS = {row.arch: row for row in (HOPPER, BLACKWELL, BLACKWELL_ULTRA)}
+
+
+def turned_types(chip: Gpu) -> tuple[str, ...]:
+    """Types of operands that matmuls take as they are stored, along k or not."""
+    found = instruction_set(chip)
+    return _HALVES if found is None else found.turned
 
 
 def instruction_set(chip: Gpu) -> InstructionSet | None:

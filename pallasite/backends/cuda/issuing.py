@@ -7,7 +7,7 @@ accumulators on to the warpgroups that take them.
 
 from typing import Any
 
-from pallasite.backends.cuda.products import BEFORE_PRODUCTS, Product, Side
+from pallasite.backends.cuda.products import BEFORE_PRODUCTS, PAIRED, Product, Side
 from pallasite.backends.cuda.rings import SCALAR, Group, RingMemory, alloc
 from pallasite.backends.cuda.roles import SingleThread
 from pallasite.backends.cuda.tensor_sums import Sums, TensorPlan
@@ -15,8 +15,6 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.roles import Loop
 from pallasite.ir.types import BOOL, TileType
-
-ONE_BLOCK = ()  # no other thread block takes part
 
 
 class Issuing(SingleThread):
@@ -28,6 +26,7 @@ class Issuing(SingleThread):
         self.at = dict[Sums, Value]()  # the slots that are added to
         self.started = dict[Sums, Value]()  # whether there is something to add to
         self.waited_for = set[Group]()
+        self.axes = PAIRED if self.plan.is_paired else ()  # of blocks that take part
         b = Builder()
         for part in tensors.parts:
             self.track(part, b)
@@ -38,7 +37,9 @@ class Issuing(SingleThread):
     def end(self, builder: Builder) -> None:
         """No thread block ends before what its matmuls arrive at."""
         last = self.barrier(builder, self.tensors.last, builder.index(0))
-        builder.emit("tensor_commit", last, axes=ONE_BLOCK)
+        inside = Builder(builder.loc)
+        inside.emit("tensor_commit", last, axes=self.axes)
+        self.in_first(inside, builder)
         builder.emit("barrier_wait", last, builder.index(0))
 
     def block(self, block: Block) -> Block:
@@ -85,7 +86,7 @@ class Issuing(SingleThread):
             if not any(self.multiplies(op, group) for op in rest):
                 empty = self.memory.empty[group.ring]
                 slot = self.open.pop(group)
-                b.emit("tensor_commit", self.barrier(b, empty, slot), axes=ONE_BLOCK)
+                b.emit("tensor_commit", self.barrier(b, empty, slot), axes=self.axes)
 
     def multiplies(self, op: Op, group: Group) -> bool:
         """Whether an op is a matmul of a group's tiles, or one in its regions is."""
@@ -118,7 +119,7 @@ class Issuing(SingleThread):
             adds = b.ne(b.load(self.started[sums]), b.index(0))
         view = sums.part.view(b, self.at[sums])
         contract = tuple((side.contract,) for side in product.sides)
-        b.emit("tensor_mma", view, lhs, rhs, adds, contract=contract, axes=ONE_BLOCK)
+        b.emit("tensor_mma", view, lhs, rhs, adds, contract=contract, axes=self.axes)
         if is_first and sums.loop is not None:
             b.store(self.started[sums], b.index(1))
         if is_last and sums.loop is None:
@@ -136,7 +137,7 @@ class Issuing(SingleThread):
     def pass_on(self, sums: Sums, b: Builder) -> None:
         assert sums.part.done is not None
         done = self.barrier(b, sums.part.done, self.at.pop(sums))
-        b.emit("tensor_commit", done, axes=ONE_BLOCK)
+        b.emit("tensor_commit", done, axes=self.axes)
 
     def add_up(self, loop: Loop, b: Builder) -> None:
         found = self.tensors.added_in(loop)

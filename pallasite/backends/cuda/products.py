@@ -5,7 +5,7 @@ main memory that only feed matmuls: these become TMA copies into ring buffers in
 memory. So does what threads would otherwise wait for: *lines* beside the operands, the
 per-row or per-column values of an iteration, and *boxes* from which left operands are
 computed (weights that a kernel converts to float); threads load both from shared
-memory. What a Hopper warpgroup cannot multiply is rejected here, with the reason.
+memory. What the chip's instructions cannot multiply is rejected here, with the reason.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,11 +43,11 @@ PRODUCT_REGISTERS = 26  # per thread, for one instruction besides the accumulato
 # Three programs leave a thread few registers: all tiles of an iteration must fit.
 STEP_REGISTERS = {3: 110}
 STAGING_BYTES = 2 * 64 * SWIZZLE  # of a warpgroup, for outgoing tiles
-TRANSPOSABLE = ("bf16", "f16")
 TF32 = ("tf32", "tf32_tf32_f32")  # precisions that round f32 to 19 bits
 ROUNDED = "cuda.rounded"  # note on copies of f32: to the bits that are multiplied
 AFTER_LOADS = "cuda.after_loads"  # note on arrivals: threads have loaded released data
 BEFORE_PRODUCTS = "cuda.before_products"  # note on waits of the thread that multiplies
+PAIRED = (-1,)  # the axis of the grid along which pairs of thread blocks multiply
 # Notes on matmuls: warpgroups issue them in turn; the next one's turn starts when the
 # matmul that ends the turn is issued.
 IN_TURN, ENDS_TURN = "cuda.in_turn", "cuda.ends_turn"
@@ -125,6 +125,7 @@ class Plan:
         self.group_of = {id(op): g for g in self.groups for op in g.loads}
         self.per_core = 1  # concurrent programs per SM
         self.repeats = False  # an SM runs several programs in turn
+        self.is_paired = False  # programs multiply with another thread block
         self.choose_stages()
 
     def place_of(self, product: Product) -> Op:
@@ -301,7 +302,7 @@ class Plan:
                     self.refuse(
                         op, f"the {word} operand, {name}, is not contiguous along k"
                     )
-        if lhs.load is None and name not in self.set.turned:
+        if lhs.load is None and name not in self.set.computed:
             self.refuse(op, f"a computed left operand of {name}")
 
     def check_shape(self, product: Product) -> None:
@@ -315,11 +316,8 @@ class Plan:
             )
         # Rows of zeros can follow those of loaded tiles.
         is_rows = all(s.load is not None and s.contract == 0 for s in product.sides)
-        if depth % step and not (is_rows and self.set.pads_depth):
+        if depth % step and not is_rows:
             self.refuse(op, f"k={depth}, not a multiple of {step}")
-        rows = whole(product.result.tile.shape[0], SHORT_TILE)
-        if product.lhs.load and product.lhs.contract == 0 and rows % self.set.rows:
-            self.refuse(op, f"{rows} rows of a transposed left operand")
         for side in product.sides:
             if side.load is not None:
                 self.check_copy(op, side)
@@ -534,6 +532,10 @@ class Plan:
         lefts = frozenset(n for n, op in enumerate(loads) if id(op) in left)
         deep = {id(s.load) for p in self.products for s in p.sides if s.contract == 0}
         deeps = frozenset(n for n, op in enumerate(loads) if id(op) in deep)
+        turned = {id(p.lhs.load) for p in self.products if p.lhs.contract == 0}
+        if not self.set.has_tensor_memory:  # it has whole panels anyway
+            turned = set[int]()
+        wides = frozenset(n for n, op in enumerate(loads) if id(op) in turned)
         is_shared = all(
             self.home[id(product.dot)] is self.home[id(side.load)]
             for product in self.products
@@ -542,9 +544,10 @@ class Plan:
         )
         for ring in self.rings if is_shared else ():
             same = ring.arrays, ring.tiles, ring.loaded, ring.lefts, ring.deeps
-            if ring.is_shared and same == (arrays, tiles, loaded, lefts, deeps):
+            alike = same == (arrays, tiles, loaded, lefts, deeps)
+            if ring.is_shared and alike and ring.wides == wides:
                 return ring
-        made = Ring(arrays, tiles, is_shared, lines, loaded, lefts, deeps)
+        made = Ring(arrays, tiles, is_shared, lines, loaded, lefts, deeps, wides)
         made.unit = self.set.rows
         self.rings.append(made)
         return made
@@ -649,7 +652,7 @@ class Plan:
         for ring in self.rings:
             ring.stages = self.at_once(ring)
         left = available - SPARE_BYTES - STAGING_BYTES * self.warpgroups
-        left -= self.summed_bytes
+        left -= self.summed_bytes + self.repeated_bytes
         left -= sum(r.bytes * r.stages for r in self.rings)
         for target in range(2, MOST_STAGES + 1):
             if target == 3 and sum(r.bytes * r.stages for r in once) <= left:
@@ -679,6 +682,16 @@ class Plan:
             return over_rows
         over_columns = sum(self.is_over(op, 1) for op in reductions)
         return over_rows + 4 * self.threads * over_columns
+
+    @property
+    def repeated_bytes(self) -> int:
+        """Shared memory for columns that are stored in all lanes: to move one to the
+        threads that store it, and a tensor map (of 128 bytes) for each."""
+        stores = [op for op in walk(self.program) if op.name == "store"]
+        made = [self.made.get(op.operands[1]) for op in stores]
+        wide = [op for op in made if op is not None and op.name == "broadcast_in_dim"]
+        count = sum(op.operands[0].tile.shape == (self.rows, 1) for op in wide)
+        return 4 * self.rows * bool(count) + 128 * count
 
     @property
     def reduces_rows(self) -> bool:

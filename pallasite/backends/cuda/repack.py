@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from pallasite.backends.cuda.products import ROW_MULTIPLE, TRANSPOSABLE
+from pallasite.backends.cuda.instruction_sets import turned_types
+from pallasite.backends.cuda.products import ROW_MULTIPLE
 from pallasite.ir.nodes import Access, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.rewrite import (
     Rewriter,
@@ -88,7 +89,7 @@ def repack(kernel: Kernel, chip: Gpu, always: bool = False) -> Kernel:
     `always`: wherever it is needed, so that one backend has any number of rows.
     """
     factors = _factors_of(kernel)
-    packings = [p for p in _packings(kernel) if p.operand not in factors]
+    packings = [p for p in _packings(kernel, chip) if p.operand not in factors]
     needed = [p for p in packings if p.is_needed(kernel)]
     if packings and not always and _pays(kernel, packings, chip, WORTH_LINES):
         chosen = packings
@@ -129,7 +130,7 @@ def _pays(
 # --- which operands ---
 
 
-def _packings(kernel: Kernel) -> list[Packing]:
+def _packings(kernel: Kernel, chip: Gpu) -> list[Packing]:
     """For all operands that need it and that only matmuls read."""
     made = {v: op for op in walk(kernel.body) for v in op.results}
     roots, users = Roots(kernel), users_of(kernel.body)
@@ -149,7 +150,7 @@ def _packings(kernel: Kernel) -> list[Packing]:
         if not dims or param not in constant or not _is_multiplied(param, users):
             continue
         width = param.ref.dtype.bytes
-        turned = dims == {0} and param.ref.dtype.name not in TRANSPOSABLE
+        turned = dims == {0} and param.ref.dtype.name not in turned_types(chip)
         columns = param.ref.shape[-2 if turned else -1]
         added = -columns % max(1, LINE // width)
         # Columns that are appended are zero, as what is past the edge must be then.

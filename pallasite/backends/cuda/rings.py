@@ -1,7 +1,7 @@
 """Shared memory and barriers of the rings through which roles pass tiles."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from pallasite.ir.build import Builder
@@ -24,14 +24,25 @@ class Ring:
     loaded: frozenset[int] = frozenset()  # tiles that threads load: lines and boxes
     lefts: frozenset[int] = frozenset()  # tiles whose rows are a matmul's
     deeps: frozenset[int] = frozenset()  # tiles whose rows a matmul contracts
+    wides: frozenset[int] = frozenset()  # tiles whose columns are a matmul's rows
     stages: int = 1
     unit: int = SHORT_TILE  # rows that an instruction reads
+    # Tiles of which each of two thread blocks has half, and along which dimension.
+    halves: dict[int, int] = field(default_factory=dict[int, int])
+
+    def own(self, number: int) -> tuple[int, ...]:
+        """The shape of this thread block's part of a tile."""
+        half = self.halves.get(number)
+        shape = self.tiles[number].shape
+        return tuple(n // 2 if dim == half else n for dim, n in enumerate(shape))
 
     def held(self, number: int) -> tuple[int, ...]:
         """The shape of a tile's memory: an instruction reads whole blocks of rows."""
-        *rows, columns = self.tiles[number].shape
+        *rows, columns = self.own(number)
         if number in self.lefts:
             return (whole(prod(rows), self.unit), columns)
+        if number in self.wides:
+            columns = whole(columns, self.unit)
         return (
             (self.depth(number), columns) if number in self.deeps else (*rows, columns)
         )
@@ -47,14 +58,14 @@ class Ring:
         total = 0
         for n, tile in enumerate(self.tiles):
             size = prod(self.held(n))
-            row = size if n in self.lines else tile.shape[-1]
+            row = size if n in self.lines else self.own(n)[-1]
             panels = -(-row * tile.dtype.bytes // SWIZZLE)
             total += size // row * panels * SWIZZLE
         return total
 
     @property
     def tile_bytes(self) -> int:
-        return sum(t.size * t.dtype.bytes for t in self.tiles)
+        return sum(prod(self.own(n)) * t.dtype.bytes for n, t in enumerate(self.tiles))
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, Op, Span, Value, walk
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.roles import Loop
-from pallasite.ir.types import TileType
+from pallasite.ir.types import I32, INDEX, TileType
 
 
 class Slots(Protocol):
@@ -30,6 +30,7 @@ class Role:
 
     def __init__(self, plan: Plan, memory: RingMemory):
         self.plan, self.memory = plan, memory
+        self.rank = Value(INDEX, "rank")  # of a pair's thread blocks
         self.new: dict[Value, Value] = {}
         b = Builder()
         self.slots: dict[Slots, Value] = {
@@ -53,6 +54,14 @@ class Role:
 
     def end(self, builder: Builder) -> None:
         """After the last program."""
+
+    def in_first(self, inside: Builder, b: Builder) -> None:
+        """Code for the first thread block of a pair, or for all that are alone."""
+        if not self.plan.is_paired:
+            b.ops += inside.ops
+            return
+        is_first = b.cast(b.eq(self.rank, b.index(0)), I32)
+        b.emit("cond", is_first, regions=(Block(), inside.block()))
 
     def value(self, value: Value) -> Value:
         return self.new.get(value, value)
@@ -91,10 +100,10 @@ class Role:
     ) -> Value:
         """The memory of a loaded tile; `depth`: with so many rows."""
         number, ring = group.loads.index(load), group.ring
-        ref, tile = self.memory.buffers[ring][number], ring.tiles[number]
+        ref, own = self.memory.buffers[ring][number], ring.own(number)
         shape = ref.ref.shape[1:]
         if number in ring.lefts or number in ring.deeps:
-            shape = (depth or prod(tile.shape[:-1]), tile.shape[-1])
+            shape = (depth or prod(own[:-1]), own[-1])
         return b.subview(ref, (At(None), *(Span(0, n) for n in shape)), [slot])
 
     def operand(self, side: Side, b: Builder) -> Value:

@@ -13,7 +13,7 @@ to that.
 from pallasite.backends.cuda.clusters import Clusters
 from pallasite.backends.cuda.memory import text_of
 from pallasite.ir.nodes import Op, Value
-from pallasite.ir.types import I32
+from pallasite.ir.types import BOOL, I32, DType
 
 
 class Semaphores(Clusters):
@@ -74,15 +74,23 @@ class Semaphores(Clusters):
         self.engine_too()
 
     def emit_count(self, op: Op) -> None:
-        """One thread reads it, so that all get the same number."""
+        self.ask(op, I32, f"semaphore_count({self.place_of(op.operands[0])})")
+        self.engine_too()
+
+    def emit_barrier_test(self, op: Op) -> None:
+        barrier, parity = op.operands
+        at = self.barriers[barrier]
+        self.ask(op, BOOL, f"barrier_test({at}, {self.env[parity].name})")
+        if self.has_peers:
+            self.out.line("writes_before_arrival();")
+
+    def ask(self, op: Op, dtype: DType, what: str) -> None:
+        """One thread looks, so that all get the same answer."""
         word = f"*(int*)(shared + {self.reserve(4, 4)})"
         self.sync()
-        self.out.line(
-            f"{self.once}{word} = semaphore_count({self.place_of(op.operands[0])});"
-        )
+        self.out.line(f"{self.once}{word} = {what};")
         self.sync()
-        self.env[op.result] = self.let(I32, word, op, "count")
-        self.engine_too()
+        self.env[op.result] = self.let(dtype, word, op, "found")
 
 
 RULES = {
@@ -90,4 +98,5 @@ RULES = {
     "sem_wait": Semaphores.emit_semaphore_wait,
     "sem_reach": Semaphores.emit_semaphore_wait,
     "sem_read": Semaphores.emit_count,
+    "barrier_test": Semaphores.emit_barrier_test,
 }

@@ -15,8 +15,11 @@ on what the matmuls are for.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
+from pallasite.backends.cuda.block_pairs import PAIR, halve, pair_axis
+from pallasite.backends.cuda.clusters import CLUSTER
 from pallasite.backends.cuda.computing import Computing
 from pallasite.backends.cuda.finishing import Finishing
 from pallasite.backends.cuda.issuing import Issuing
@@ -47,18 +50,19 @@ def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
     if not any(op.name == "dot" for op in walk(pipeline.body)):
         return kernel
     plan = Plan(kernel, pipeline.body, chip)
-    programs = prod(n for n in pipeline.grid if n is not None)
-    blocks = min(programs, chip.cores * plan.per_core)
-    order = Order.of(pipeline, blocks)
-    plan.repeats = programs > blocks
+    where = _places(plan, pipeline, chip)
     memory, roles = _roles(plan)
-    number, inner = Value(INDEX, "block"), Builder(pipeline.op.loc)
+    inner = Builder(pipeline.op.loc)
     inner.ops += memory
-    regions = []
+    if plan.is_paired:
+        inner.emit("cluster_barrier")
+    ids, regions = [Value(INDEX, "block"), Value(INDEX, "rank")], []
+    ids = ids[: len(where.grid)]
     for role in roles.values():
-        alone = _persistent(kernel, pipeline, role, order, blocks)
+        alone = _persistent(kernel, pipeline, role, where)
         made = Pipeline.of(find_pipeline(drop_unused(promote_refs(alone))))
-        regions.append(clone(Block((), made.body.ops), {made.ids[0]: number}))
+        same = dict(zip(made.ids, ids, strict=True))
+        regions.append(clone(Block((), made.body.ops), same))
     for region in regions[:-1]:
         _check_scalar(plan, region)
     # A second single thread is in the first one's warpgroup.
@@ -71,7 +75,40 @@ def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
     inner.ops.append(
         Op("roles", attrs=notes, regions=tuple(regions), loc=pipeline.op.loc)
     )
-    return _with_program(kernel, pipeline, inner.block([number]), blocks)
+    return _with_program(kernel, pipeline, inner.block(ids), where)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where programs run: in how many thread blocks, or pairs of them, in which order.
+
+    The first and second block of a pair have neighbours along `axis`.
+    """
+
+    order: Order
+    count: int
+    axis: int | None
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        return (self.count,) if self.axis is None else (self.count, PAIR)
+
+
+def _places(plan: Plan, pipeline: Pipeline, chip: Gpu) -> _Places:
+    axis, grid = pair_axis(plan, pipeline), pipeline.grid
+    most = chip.cores * plan.per_core
+    if axis is not None and most >= PAIR:
+        halve(plan)
+        plan.is_paired = True
+        plan.choose_stages()
+        halved = (n // PAIR if d == axis and n else n for d, n in enumerate(grid))
+        pipeline, most = pipeline.with_(grid=tuple(halved)), most // PAIR
+    else:
+        axis = None
+    programs = prod(n for n in pipeline.grid if n is not None)
+    count = min(programs, most)
+    plan.repeats = programs > count
+    return _Places(Order.of(pipeline, count), count, axis)
 
 
 def _roles(plan: Plan) -> tuple[Sequence[Op], dict[str, Role]]:
@@ -88,6 +125,7 @@ def _roles(plan: Plan) -> tuple[Sequence[Op], dict[str, Role]]:
 
     memory, b = RingMemory(plan.rings, arrivals), Builder()
     tensors = TensorPlan(plan, b)
+    memory.zeros_after_rows(b)  # before there are roles: another one reads them
     return [*memory.ops, *b.ops], {
         LOAD: Loading(plan, memory),
         MULTIPLY: Issuing(tensors, memory),
@@ -118,25 +156,35 @@ def _check_scalar(plan: Plan, body: Block) -> None:
 
 
 def _persistent(
-    kernel: Kernel, pipeline: Pipeline, role: Role, order: Order, blocks: int
+    kernel: Kernel, pipeline: Pipeline, role: Role, where: _Places
 ) -> Kernel:
     """Each thread block runs its share of the programs."""
+    order, blocks, axis = where.order, where.count, where.axis
     program = role.block(pipeline.body)
     turn, block = Value(INDEX, "turn"), Value(INDEX, "block")
     inside = Builder(pipeline.op.loc)
     number = order.program(inside, turn, block, blocks)
-    inline(inside, program, order.decoded(inside, number))
+    ids = order.decoded(inside, number)
+    if axis is not None:
+        ids[axis] = inside.add(inside.mul(ids[axis], inside.index(PAIR)), role.rank)
+    inline(inside, program, ids)
     body = Builder(pipeline.op.loc)
     body.ops += role.states
     first, step = body.index(0), body.index(1)
     limit = order.rounds(body, block, blocks)
-    body.emit("for", first, limit, step, regions=(inside.block([turn]),))
+    loop = Builder(pipeline.op.loc)
+    loop.emit("for", first, limit, step, regions=(inside.block([turn]),))
+    if isinstance(role, Issuing):
+        role.in_first(loop, body)
+    else:
+        body.ops += loop.ops
     role.end(body)
-    return _with_program(kernel, pipeline, body.block([block]), blocks)
+    params = [block, role.rank][: len(where.grid)]
+    return _with_program(kernel, pipeline, body.block(params), where)
 
 
 def _with_program(
-    kernel: Kernel, pipeline: Pipeline, body: Block, blocks: int
+    kernel: Kernel, pipeline: Pipeline, body: Block, where: _Places
 ) -> Kernel:
     outside = Builder(pipeline.op.loc)
     outside.ops += [op for op in kernel.body.ops if op is not pipeline.op]
@@ -144,9 +192,9 @@ def _with_program(
     outside.emit(
         "pipeline",
         regions=(body,),
-        grid=(blocks,),
+        grid=where.grid,
         windows=(),
-        semantics=("parallel",),
+        semantics=("parallel", CLUSTER)[: len(where.grid)],
         **notes,
     )
     return with_level(kernel.with_(body=outside.block()))

@@ -223,12 +223,21 @@ class TensorMemory(Semaphores):
 
     def emit_tensor_mma(self, op: Op) -> None:
         mma = TensorMma.of(op)
+        if mma.scales or mma.places is not None:
+            self.refuse(
+                op,
+                "scales of blocks along k, or a sparse left operand",
+                "interpret=pl.Checked(); or scale the operands before",
+            )
         sums, lhs, rhs = mma.sums, mma.lhs, mma.rhs
         left, right = mma.contract
         dtype = rhs.ref.dtype.name
         self.check_tensor_product(op)
         if self.warp is None and not self.alone:
             self.meet_before(op)
+            # A warp that is still in an earlier wait would miss its phase if commits
+            # after this matmul ended the barrier's next one, too.
+            self.sync()
             self.out.line("tensor_after();")
         right_ring = self.rings[rhs]
         rows, columns = sums.ref.shape
@@ -296,7 +305,7 @@ class TensorMemory(Semaphores):
                 self.refuse(
                     op, f"{side.type} is not swizzled, or not made of whole panels"
                 )
-            if along == 0 and side.ref.dtype.bytes != 2:
+            if along == 0 and side.ref.dtype.bytes == WORD:
                 self.refuse(op, f"{side.ref.dtype} operands must be contiguous along k")
             if ring.shape[along] * ring.dtype.bytes % 32:
                 self.refuse(

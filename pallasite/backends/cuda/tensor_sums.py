@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pallasite.backends.cuda.blackwell import LANES
+from pallasite.backends.cuda.block_pairs import PAIR
 from pallasite.backends.cuda.products import Plan, Product
 from pallasite.backends.cuda.rings import alloc
 from pallasite.ir.build import Builder
@@ -50,12 +51,12 @@ class Part:
         index = (At(None), *(Span(0, n) for n in self.shape))
         return b.subview(self.memory, index, [slot])
 
-    def alloc(self, b: Builder, warps: int) -> None:
-        """`warps` make a slot ready."""
+    def alloc(self, b: Builder, arrivals: int) -> None:
+        """So many arrivals make a slot ready."""
         shape = (self.stages, self.held_rows, self.shape[1])
         name = "sums" if self.is_result else "given"
         self.memory = alloc(b, RefType(shape, self.dtype, "tmem"), name)
-        self.ready = alloc(b, barriers(self.stages, warps), "ready")
+        self.ready = alloc(b, barriers(self.stages, arrivals), "ready")
         if self.is_result:
             self.done = alloc(b, barriers(self.stages, 1), "done")
 
@@ -100,7 +101,8 @@ class TensorPlan:
         self.given = {p: self.given_of(p) for p in plan.products if p.lhs.load is None}
         self.choose_stages()
         for part in self.parts:
-            part.alloc(b, 4 * plan.warpgroups)
+            # Of a pair, each thread block arrives as one, otherwise each warp does.
+            part.alloc(b, PAIR if plan.is_paired else 4 * plan.warpgroups)
         self.last = alloc(b, barriers(1, 1), "last")  # after all matmuls
 
     def part(self, tile: TileType, block: Block, is_result: bool, starts: bool) -> Part:

@@ -58,7 +58,7 @@ def program_of(kernel: Kernel) -> Program:
     """Decompose a kernel.
 
     Raises:
-        NoBackwardKernel: it is not a single pipeline.
+        NoBackwardKernel: it is not a single pipeline, or not one over fixed blocks.
     """
     if sum(op.name == "pipeline" for op in kernel.body.ops) != 1:
         raise NoBackwardKernel("the kernel is not one pipeline", at=kernel.loc)
@@ -80,6 +80,11 @@ def program_of(kernel: Kernel) -> Program:
         raise NoBackwardKernel("the grid is empty", at=kernel.loc)
     if any(0 in p.ref.shape for p in kernel.params):
         raise NoBackwardKernel("an array is empty", at=kernel.loc)
+    for op in walk(body):
+        dims = op.attrs["window"].dims if op.name == "block_view" else ()
+        if any(dim.kind == "bounded" for dim in dims):
+            # Two operands each; what follows has one per dimension.
+            raise NoBackwardKernel("blocks of varying size", at=op.loc)
     return Program(kernel.name, body, sizes, kernel.loc)
 
 

@@ -199,9 +199,7 @@ class _SingleSlices(_Slicing):
         for value, count, n in zip(arrays, counts, sizes, strict=True):
             inside = self.facts.of(value).within(0, n - 1)
             wide = count.dim is not None and value.tile.shape[count.dim] > n
-            if wide or not (
-                inside or (access.mask is not None and count.dim is not None)
-            ):
+            if wide or not (inside or access.mask is not None):
                 return None
         return counts
 

@@ -4,7 +4,8 @@ In: programs that see a whole array, or a larger block, and access it at `pl.ds(
 n)`. Out: windows of n elements whose index maps yield `i`. A window is a view of its
 array, so an access means the same if it is to the same elements: its start must be a
 multiple of n, and in range at every step that reaches it (a start out of range would be
-clamped). The last block may extend past the edge of the array if a mask says which
+clamped). Parts that lie side by side (at `4 * i * n`, `4 * i * n + n`, ...) are parts
+of one block. The last block may extend past the edge of the array if a mask says which
 elements there are. Both are proved from affine forms, or by enumerating the steps. A
 part that is fixed stays a part of its block, and so does one at a loop counter.
 
@@ -146,7 +147,7 @@ class _Narrowing:
 
     def pipeline(self) -> Pipeline | None:
         shown: list[Shown] = []
-        replaced: dict[Op, tuple[Value, frozenset[int]]] = {}
+        replaced: dict[Op, tuple[Value, Mapping[int, int | None]]] = {}
         for each in (*self.whole.shown, *self.captured()):
             new = self.narrowed(each)
             if len(new) < 1 or any(not group.dims for group in new):
@@ -154,8 +155,8 @@ class _Narrowing:
             for group in new:
                 if group.dims:
                     shown.append(group.shown)
-                    to = group.shown.block, frozenset(group.dims)
-                    replaced.update(dict.fromkeys((u.op for u in group.uses), to))
+                    block = group.shown.block
+                    replaced |= {u.op: (block, group.offsets(u)) for u in group.uses}
         if not replaced:
             return None
         body = _rewritten(self.whole.body, replaced)
@@ -197,12 +198,34 @@ class _Narrowing:
                 group = _Group(places)
                 groups.append(group)
             group.uses.append(use)
-        several = len(groups) > 1
-        if several and (shown.window.mode == "out" or len(groups) > MOST_WINDOWS):
-            return []
+        if len(groups) > 1:
+            joined = self.joined(shown, groups)
+            if joined is not None:
+                return [joined]
+            if shown.window.mode == "out" or len(groups) > MOST_WINDOWS:
+                return []
         for group in groups:
             self.add_window(shown, group)
         return groups
+
+    def joined(self, shown: Shown, groups: "Sequence[_Group]") -> "_Group | None":
+        """One group for parts that lie side by side along one dimension."""
+        pairs = list(zip(*(group.places for group in groups), strict=True))
+        apart = [d for d, p in enumerate(pairs) if not _all_same(p)]
+        if len(apart) != 1:
+            return None
+        (d,) = apart
+        whole = _side_by_side(pairs[d])
+        if whole is None:
+            return None
+        places = [*groups[0].places[:d], whole, *groups[0].places[d + 1 :]]
+        group = _Group(places, d)
+        for each in groups:
+            group.uses += each.uses
+            starts = _const(each.places[d]) - _const(whole)
+            group.starts |= dict.fromkeys(each.uses, starts)
+        self.add_window(shown, group)
+        return group if d in group.dims else None
 
     def places(self, shown: Shown, use: _Use) -> list[_Part | None]:
         """Per dimension of the block: size and place of the part; None: all of it."""
@@ -298,7 +321,7 @@ class _Narrowing:
                 first = b.mul(yields[number], b.index(old.size // size))
                 inside = b.add(first, inside)
             yields[number] = inside
-            is_point = isinstance(group.uses[0].entries[d][0], At)
+            is_point = isinstance(group.uses[0].entries[d][0], At) and d != group.joins
             kind = "squeezed" if is_point else "blocked" if blocked else "element"
             window_dims[number] = BlockDim(size, kind)
         window = replace(shown.window, dims=tuple(window_dims))
@@ -335,21 +358,54 @@ class _Narrowing:
 
 
 class _Group:
-    """Accesses to one operand that start at the same places."""
+    """Accesses to one operand that start at the same places; or side by side along a
+    dimension (`joins`), at some elements of it (`starts`)."""
 
-    def __init__(self, places: list[_Part | None]):
-        self.places = places
+    def __init__(self, places: list[_Part | None], joins: int | None = None):
+        self.places, self.joins = places, joins
+        self.starts: dict[_Use, int] = {}
         self.uses: list[_Use] = []
         self.dims: dict[int, _Part] = {}
         self.shown: Shown
 
     def takes(self, places: list[_Part | None]) -> bool:
-        pairs = zip(self.places, places, strict=True)
-        return all(
-            (a is None and b is None)
-            or (a is not None and b is not None and a[0] == b[0] and a[1].is_same(b[1]))
-            for a, b in pairs
+        return all(map(_all_same, zip(self.places, places, strict=True)))
+
+    def offsets(self, use: _Use) -> Mapping[int, int | None]:
+        """Where an access starts along the narrowed dimensions; None: it is all."""
+        return {d: self.starts[use] if d == self.joins else None for d in self.dims}
+
+
+def _all_same(parts: Sequence[_Part | None]) -> bool:
+    first, *rest = parts
+    return all(
+        (first is None and each is None)
+        or (
+            first is not None
+            and each is not None
+            and first[0] == each[0]
+            and first[1].is_same(each[1])
         )
+        for each in rest
+    )
+
+
+def _const(part: _Part | None) -> int:
+    affine = part[1].affine if part is not None else None
+    return (affine.const or 0) if affine is not None else 0
+
+
+def _side_by_side(parts: Sequence[_Part | None]) -> _Part | None:
+    """The part that parts make together, if each starts where another one ends."""
+    found = [part for part in parts if part is not None]
+    forms = {part[1].affine and part[1].affine.coeffs for part in found}
+    if len(found) < len(parts) or len(forms) > 1 or None in forms:
+        return None
+    found = sorted(found, key=_const)
+    ends = [_const(part) + part[0] for part in found]
+    if any(_const(part) > end for part, end in zip(found[1:], ends, strict=False)):
+        return None
+    return max(ends) - _const(found[0]), found[0][1]
 
 
 def _extent(dim: BlockDim, n: int, size: int, uses: Sequence[_Use]) -> int:
@@ -380,7 +436,9 @@ def _is_plain(shown: Shown) -> bool:
     return blocked and shown.window.space == "block"
 
 
-def _rewritten(block: Block, replaced: dict[Op, tuple[Value, frozenset[int]]]) -> Block:
+def _rewritten(
+    block: Block, replaced: Mapping[Op, tuple[Value, Mapping[int, int | None]]]
+) -> Block:
     """The block with accesses to narrower windows."""
     ops = []
     for op in block.ops:
@@ -391,13 +449,16 @@ def _rewritten(block: Block, replaced: dict[Op, tuple[Value, frozenset[int]]]) -
     return Block(block.params, tuple(ops), block.yields)
 
 
-def _narrower(op: Op, ref: Value, dims: frozenset[int]) -> Op:
+def _narrower(op: Op, ref: Value, starts: Mapping[int, int | None]) -> Op:
+    """`starts`: in the window, along the dimensions in which it is narrower."""
     access = Access.of(op)
     index, operands = [], []
     for d, (entry, operand) in enumerate(access.split_index()):
-        if d in dims:
+        if d in starts:
             if isinstance(entry, Span):
-                index.append(Span(0, entry.size))
+                index.append(Span(starts[d] or 0, entry.size))
+            elif starts[d] is not None:
+                index.append(At(starts[d]))
             continue
         index.append(entry)
         operands += [] if operand is None else [operand]

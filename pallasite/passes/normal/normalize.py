@@ -10,6 +10,7 @@ from pallasite.passes.normal.consecutive_indices import single_slices
 from pallasite.passes.normal.counted_loops import counted_loops
 from pallasite.passes.normal.folds import folds
 from pallasite.passes.normal.guarded_starts import guarded_starts
+from pallasite.passes.normal.guarded_stores import guarded_stores
 from pallasite.passes.normal.guarded_updates import guarded_updates
 from pallasite.passes.normal.idle_clamps import idle_clamps
 from pallasite.passes.normal.joined_loops import joined_loops
@@ -27,7 +28,7 @@ from pallasite.passes.normal.program_order import program_order
 from pallasite.passes.normal.replicated import replicated
 from pallasite.passes.normal.rows_in_place import rows_in_place
 from pallasite.passes.normal.scratch_parts import scratch_parts
-from pallasite.passes.normal.scratch_values import scratch_values
+from pallasite.passes.normal.scratch_values import values_of_steps
 from pallasite.passes.normal.unit_dims import unit_dims
 from pallasite.passes.normal.whole_loops import whole_loops
 from pallasite.passes.normal.wide_blocks import wide_blocks
@@ -43,6 +44,8 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("loop_axes", loop_axes),
     ("wide_blocks", wide_blocks),
     ("single_slices", single_slices),
+    ("guarded_stores", guarded_stores),
+    ("loops_of_slices", loop_axes),  # whose accesses were index arrays before
     ("narrow_windows", narrow_windows),
     ("idle_clamps", idle_clamps),
     ("program_order", program_order),
@@ -50,7 +53,7 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("positions", positions),
     ("known_clamps", known_clamps),
     ("known_comparisons", known_comparisons),
-    ("scratch_values", scratch_values),
+    ("scratch_values", values_of_steps),
     ("masks", masks),
     ("masked_branches", masked_branches),
     ("joined_loops", joined_loops),

@@ -19,6 +19,7 @@ from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.rewrite import substitute, users_of
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.carried import accesses_all
+from pallasite.passes.normal.canonicalize import canonicalize
 
 
 def scratch_values(kernel: Kernel) -> Kernel:
@@ -47,6 +48,12 @@ def scratch_values(kernel: Kernel) -> Kernel:
         return kernel
     kept = tuple(op for op in ops if not gone & set(op.results))
     return kernel.with_(body=replace(kernel.body, ops=kept))
+
+
+def values_of_steps(kernel: Kernel) -> Kernel:
+    """The same as a rule of the normal form: starts of sums are folded."""
+    new = scratch_values(kernel)
+    return kernel if new is kernel else canonicalize(new)
 
 
 def _results(op: Op) -> list[Value]:
@@ -80,11 +87,12 @@ def _forwarded(body: Block, scratch: set[Value], results: set[Value]) -> Block:
     last = {op.operands[0]: op for op in body.ops if op.name == "store"}
     for op in body.ops:
         ref = op.operands[0] if op.name in ("load", "store") else None
-        known = ref in scratch or ref in results
-        if known and op.name == "store":
-            held[ref] = loaded.get(op.operands[1], op.operands[1])
-        elif known:
-            loaded[op.result] = held[ref]
-        if not known or (ref in results and op is last[ref]):
+        if ref is None or not (ref in scratch or ref in results):
             ops.append(op)
+        elif op.name == "load":
+            loaded[op.result] = held[ref]
+        else:
+            held[ref] = loaded.get(op.operands[1], op.operands[1])
+            if ref in results and op is last[ref]:
+                ops.append(op)
     return substitute(replace(body, ops=tuple(ops)), loaded)

@@ -225,6 +225,9 @@ class Steps:
     ) -> dict[Value, "Fill"]:
         """The neutral values for programs, along another dimension, that skip a step.
 
+        A maximum that is still minus infinity does no harm if the program has taken a
+        step: the step rescaled the sums by exp(maximum - maximum), so they are NaN.
+
         Args:
             dim: of the rows of several programs.
             skips: conditions that hold for the programs that do not.
@@ -238,14 +241,15 @@ class Steps:
             mine = [term for term in terms if term in dim.members]
             if not mine:
                 raise CannotReblock("skipped steps add a sum of other elements")
-            if not any(map(self._vanishes, mine)):
+            if not any(self._vanishes(term, started=True) for term in mine):
                 found[mine[0]] = Fill(0.0, skips)
         return found
 
-    def _vanishes(self, term: Value) -> bool:
+    def _vanishes(self, term: Value, started: bool = False) -> bool:
         """Whether it is `exp(x - maximum)`: zero for an x of minus infinity.
 
-        This does not hold if the maximum may be minus infinity too.
+        This does not hold if the maximum may be minus infinity too. `started`: where it
+        is, the sums are NaN anyway.
         """
         op = self.inside.get(term)
         while op is not None and op.name == "cast":
@@ -258,7 +262,7 @@ class Steps:
         x, top = difference.operands
         top = self._shown(top)
         return any(
-            state.is_finite and state.new is top and over is x
+            (state.is_finite or started) and state.new is top and over is x
             for state, over in self.maxima.items()
         )
 

@@ -410,11 +410,11 @@ class _WithProducts:
     def _gain(self, sizes: Sizes) -> float:
         """How many times faster blocks of other sizes must be."""
         shrinks = any(n < dim.size for dim, n in sizes.items() if self._is_side(dim))
-        grows = all(n > dim.size for dim, n in sizes.items())
-        if grows and warpgroups(self._rows({})) < warpgroups(self._rows(sizes)):
-            shared = self.shares_core and not self._is_one_product
-            return GAIN if shared else GAIN_OF_WARPGROUPS
-        return GAIN if shrinks or not self._is_one_product else GAIN_OF_GROWTH
+        one = self._is_one_product
+        more = warpgroups(self._rows({})) < warpgroups(self._rows(sizes))
+        if more and (one or all(n > dim.size for dim, n in sizes.items())):
+            return GAIN if self.shares_core and not one else GAIN_OF_WARPGROUPS
+        return GAIN if shrinks or not one else GAIN_OF_GROWTH
 
     @cached_property
     def shares_core(self) -> bool:

@@ -59,8 +59,8 @@ def without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
                 enough = blocks.programs(new) >= chip.programs_per_core * chip.cores
                 if enough and largest(blocks, new) <= SMALL_TILE:
                     sizes = new
-    if not sizes and _goes_step_by_step(blocks):
-        sizes = _narrow(blocks, lines, SCHEDULERS * chip.cores)
+    if _goes_step_by_step(blocks):
+        sizes = _narrow(blocks, lines, SCHEDULERS * chip.cores, sizes)
     return _summed_in_loops(blocks.rewritten(sizes) if sizes else kernel, chip)
 
 
@@ -77,12 +77,15 @@ def _goes_step_by_step(blocks: Blocks) -> bool:
     )
 
 
-def _narrow(blocks: Blocks, lines: list[LoopDim], enough: float) -> Sizes:
-    """So many programs, of a warp or more each."""
-    sizes: Sizes = {}
+def _narrow(
+    blocks: Blocks, lines: list[LoopDim], enough: float, sizes: Sizes | None = None
+) -> Sizes:
+    """So many programs, of a warp or more each; `sizes`: the most elements of them."""
+    sizes = sizes or {}
     for dim in lines:
         for n in blocks.parts(dim, WARP):
-            if blocks.programs(sizes) < enough:
+            smaller = n < sizes.get(dim, dim.size)
+            if smaller and blocks.programs(sizes) < enough:
                 sizes = {**sizes, dim: n}
     return sizes
 

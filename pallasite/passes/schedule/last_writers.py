@@ -13,9 +13,10 @@ places in one step, of which the last one counts.
 
 Proof: everything else is independent (`grid.py` says so of the kernel without these
 accesses). Each access of a step is to the same elements of its place, so places are
-equal or disjoint, and the last store alone is seen afterwards. The numbers of places
-are computed from memory that no step writes; they are clamped as the accesses are. An
-axis whose steps have places of their own (`own`) need not be in the table, unless the
+equal or disjoint, and the last store alone is seen afterwards. A step does not store
+to places that a mask leaves out, and is not noted there. The numbers of places are
+computed from memory that no step writes; they are clamped as the accesses are. An axis
+whose steps have places of their own (`own`) need not be in the table, unless the
 numbers or the branches around the accesses depend on it.
 """
 
@@ -225,7 +226,9 @@ class _Places:
         accesses = [Access.of(op) for op in ops]
         if len({a.index for a in accesses}) > 1:
             return None
-        if any(a.mask is not None or a.other is not None for a in accesses):
+        if any(a.other is not None for a in accesses):
+            return None
+        if any(a.mask is not None and self.mask_of(a) is None for a in accesses):
             return None
         counts = self.counts(accesses[0])
         groups = self.groups({*ops})
@@ -236,7 +239,7 @@ class _Places:
             rest = self.constant(groups)
             if rest is None:
                 return None
-        tiles = {v.tile.shape for a in accesses for v in a.index_operands} - {()}
+        tiles = {_lanes(a) for a in accesses} - {()}
         if len(tiles) > (rest is None):
             return None
         named, axes = self.named(groups, counts)
@@ -244,6 +247,11 @@ class _Places:
             return None
         lanes = next(iter(tiles), ())
         return Contested(ref, tuple(groups), named, counts, axes, rest, lanes)
+
+    def mask_of(self, access: Access) -> Value | None:
+        """The mask of a store through an index array, if it is the same for a place."""
+        lanes = _lanes(access)
+        return _place_mask(access, lanes, producers_of(self.pipeline.body))
 
     def counts(self, access: Access) -> tuple[int, ...] | None:
         """How many numbers each dimension of a place has; None: places may overlap."""
@@ -365,6 +373,27 @@ class _Places:
         return frozenset(found)
 
 
+def _lanes(access: Access) -> tuple[int, ...]:
+    """The shape of an access's index arrays."""
+    return next((v.tile.shape for v in access.index_operands if v.tile.shape), ())
+
+
+def _place_mask(
+    access: Access, lanes: tuple[int, ...], made: Mapping[Value, Op]
+) -> Value | None:
+    """What a mask repeats for all elements of a place; None if they differ."""
+    mask = access.mask
+    assert mask is not None
+    if mask.tile.shape == lanes:
+        return mask
+    op = made.get(mask)
+    if op is None or op.name != "broadcast_in_dim" or not lanes:
+        return None
+    sizes = zip(op.operands[0].tile.shape, op.attrs["dims"], strict=True)
+    is_same = all(n == 1 or d < len(lanes) for n, d in sizes)
+    return op.operands[0] if is_same else None
+
+
 def _window(pipeline: Pipeline, block: Value) -> tuple[Value, Window] | None:
     for each in pipeline.shown:
         if each.block is block:
@@ -462,9 +491,20 @@ def _place(b: Builder, pipeline: Pipeline, one: Contested, op: Op) -> Value:
     return total
 
 
-def _inside(b: Builder, one: Contested, op: Op) -> Value | None:
+def _inside(
+    b: Builder, one: Contested, op: Op, made: Mapping[Value, Op]
+) -> Value | None:
     """Which places of an index array are places: a store drops others."""
     access, inside = Access.of(op), None
+    if access.mask is not None:
+        inside = _place_mask(access, one.lanes, made)
+        assert inside is not None
+        if inside.tile.shape != one.lanes:
+            dims = made[access.mask].attrs["dims"]
+            sizes = zip(inside.tile.shape, dims, strict=True)
+            kept = [(n, d) for n, d in sizes if d < len(one.lanes)]
+            inside = b.op("reshape", inside, shape=tuple(n for n, _ in kept))
+            inside = b.broadcast(inside, one.lanes, [d for _, d in kept])
     for entry, start in access.split_index():
         if isinstance(entry, Gather):
             assert start is not None
@@ -520,13 +560,13 @@ def _noting(kernel: Kernel, one: Contested) -> Kernel | None:
         Value(replace(TABLE, shape=(one.places,)), name) for name in ("before", "last")
     )
     firsts = {group[0]: n for n, group in enumerate(one.groups)}
-    lost = set[Value]()
+    lost, makers = set[Value](), producers_of(pipeline.body)
 
     def change(op: Op, b: Builder) -> bool:
         if op in firsts:
             place = _place(b, pipeline, one, op)
             turn = _turn(b, pipeline, one, firsts[op])
-            inside = _inside(b, one, op)
+            inside = _inside(b, one, op, makers)
             access = Access(table, one.index, (place,), turn, None, inside)
             attrs = {"kind": "max", "index": one.index, "mask": inside is not None}
             b.emit("atomic_rmw", *access_operands(access), **attrs)

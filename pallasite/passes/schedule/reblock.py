@@ -490,7 +490,8 @@ class _GrowSteps(_Grow):
 
     It runs if any of them takes it. A maximum does not change with minus infinity, nor
     a sum with a product of zero; what scales the sum, a power of how much the maximum
-    changed, is one then, if the maximum was finite.
+    changed, is one then, if the maximum was finite. A maximum that starts as minus
+    infinity is finite after the first step, or the sums are NaN; so all must take that.
     """
 
     def __init__(self, found: LoopDims, dim: LoopDim, factor: int):
@@ -501,8 +502,9 @@ class _GrowSteps(_Grow):
         proof = RunningSteps(found, steps, cut=True)
         if proof.guard is None:
             raise CannotReblock("no branch skips steps")
-        if not all(state.is_finite for state in proof.proved.maxima):
-            raise CannotReblock("a maximum may start as minus infinity")
+        finite = all(state.is_finite for state in proof.proved.maxima)
+        if not finite and not proof.all_take_the_first:
+            raise CannotReblock("a maximum may be minus infinity before the first step")
         self.made, self.guard = proof.made, proof.guard
         index = found.pipeline.ids[self.axis]
         parts = tuple(p for p in self.guard.parts if proof.depends(p, [index]))

@@ -158,8 +158,6 @@ def _with_windows(kernel: Kernel, program: Program) -> Kernel | None:
             continue
         ref, *numbers = op.operands
         window = op.attrs["window"]
-        if any(dim.kind == "bounded" for dim in window.dims):
-            return None
         key = ref, window, tuple(numbers)
         if key not in blocks:
             index_map = _index_map(ids, numbers, made)

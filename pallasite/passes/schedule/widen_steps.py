@@ -37,6 +37,7 @@ from pallasite.passes.analysis.grid import with_pipeline
 from pallasite.passes.analysis.guards import Guard, guard_of
 from pallasite.passes.analysis.guards import Part as Condition
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, loop_dims
+from pallasite.passes.analysis.step_table import StepTable
 from pallasite.passes.normal.resized_code import CannotReblock, Joined
 from pallasite.passes.normal.step_sums import Fill, State, Steps
 from pallasite.passes.schedule.loop_state import loop_state
@@ -436,6 +437,18 @@ class RunningSteps:
             raise CannotReblock("steps store a part of a block")
         number = number_of(self.made, self.begins[ref]) if ref in self.begins else None
         return State(load.result, new, number is not None and isfinite(number))
+
+    @property
+    def all_take_the_first(self) -> bool:
+        """Whether no program skips the first step."""
+        if self.guard is None:
+            return True
+        table = StepTable(self.pipeline.ids, self.pipeline.grid)
+        table.add_ops(self.pipeline.body.ops)
+        tests = [(table.of(part.value), part.truth) for part in self.guard.parts]
+        return all(
+            test is not None and (test[..., 0] == truth).all() for test, truth in tests
+        )
 
     def depends(self, part: Condition, on: Sequence[Value]) -> bool:
         pending = [part.value]

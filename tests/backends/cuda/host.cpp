@@ -403,7 +403,7 @@ void copy_to_blocks(const void* map, u32 at, u32 barrier, u32 to, const int* fir
 }
 void copy_for_first(const void* map, u32 at, u32 barrier, const int* first, int rank) {
   Copy copy = copy_of(map, at, barrier & ((1 << BLOCK_SHIFT) - 1), first, rank);
-  copy.counts = blocks[barrier >> BLOCK_SHIFT];
+  if (barrier >> BLOCK_SHIFT) copy.counts = blocks[(barrier >> BLOCK_SHIFT) - 1];
   start(copy);
 }
 void copy_out(const void* map, u32 at, const int* first, int rank) {
@@ -508,6 +508,11 @@ void arrive_at(u32 at, u32 number) {
   note_arrival(number, at);
   arrive_at(barrier(there, at));
 }
+char* in_block_at(const char* at, u32 number) {
+  check(number < blocks.size(), "a ref of a block that is not in the cluster");
+  check(blocks[number]->running > 0, "a ref of a block that has ended");
+  return blocks[number]->memory + (at - block().memory);
+}
 void blocks_meet() { met(cluster_meeting, block_threads * blocks.size(), true); }
 void barrier_expect(u32 at, u32 bytes) {
   expect(barrier(at), bytes);
@@ -528,6 +533,17 @@ void barrier_wait(u32 at, u32 parity) {
   }
   --b.waiting;
   note_wait(at);
+}
+int barrier_test(u32 at, u32 parity) {
+  Barrier& b = barrier(at);
+  check(b.count > 0, "a test of a barrier that is none");
+  if ((b.phase & 1) == (int)parity) {
+    spin();  // whoever looks again and again lets others run
+    all_arrive(at);
+  }
+  const bool is_over = (b.phase & 1) != (int)parity;
+  if (is_over) note_wait(at);
+  return is_over;
 }
 int semaphore_count(const int* at) {
   const int n = *at;

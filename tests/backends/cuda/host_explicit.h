@@ -109,6 +109,11 @@ void copy_to_blocks(u32 to, const void* map, u32 barrier, u32 blocks, C... c) {
   host::copy_to_blocks(map, to, barrier, blocks, first, sizeof...(c));
 }
 void arrive_at(u32 barrier, u32 block);
+int barrier_test(u32 barrier, u32 parity);
+char* in_block_at(const char* at, u32 block);
+template <class T> T* in_block(T* at, u32 block) {
+  return (T*)in_block_at((const char*)at, block);
+}
 inline void writes_before_arrival() {}
 void blocks_meet();
 template <int COLUMNS, int KIND, bool LEFT, bool RIGHT, class S>

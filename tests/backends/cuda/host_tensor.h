@@ -1,6 +1,6 @@
 // Tensor memory and tensor cores on a CPU, as kernels call them; `tensor_core.h` does it.
-// Addresses of shared memory in a cluster have the number of their block in the highest
-// bits.
+// Addresses of shared memory in a cluster have the number of their block, plus one, in
+// the highest bits; without it they are those of the thread's own block.
 constexpr int BLOCK_SHIFT = 24;
 
 namespace host {
@@ -26,7 +26,7 @@ void tensor_stored();
 void tensor_loaded();
 void tensor_before();
 void tensor_after();
-inline u32 block_address(u32 at, u32 block) { return at | block << BLOCK_SHIFT; }
+inline u32 block_address(u32 at, u32 block) { return at | block + 1 << BLOCK_SHIFT; }
 void barrier_arrive_for(u32 at, u32 arrivals);
 template <class... C> void copy_for_first(u32 to, const void* map, u32 barrier, C... c) {
   const int first[] = {c...};

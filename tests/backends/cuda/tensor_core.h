@@ -154,7 +154,7 @@ static Told decoded(const Work& w) {
   check(t.rows == LANES * w.group, "rows of an instruction");
   check(t.columns % (16 * w.group) == 0 && t.columns > 0 && t.columns <= 256,
         "columns of an instruction");
-  check(!(t.turned_left || t.turned_right) || w.kind == 0,
+  check(!(t.turned_left || t.turned_right) || w.kind != 1,
         "an operand that is not contiguous along k");
   return t;
 }

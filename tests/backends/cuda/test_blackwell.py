@@ -45,6 +45,12 @@ def small_chip(monkeypatch):
     monkeypatch.setattr(cuda, "_chip", lambda options: chip)
 
 
+@pytest.fixture
+def four_cores(monkeypatch):
+    chip = replace(GPUS["b200"], cores=4)
+    monkeypatch.setattr(cuda, "_chip", lambda options: chip)
+
+
 def kernel_of(function, *operands):
     (kernel,) = pl.lower(function)(*operands).kernels
     return kernel
@@ -62,9 +68,23 @@ PRODUCTS = {
     "few rows": dict(m=100, n=72, k=96, dtype=jnp.float16, block=(64, 64, 64)),
     "turned": dict(m=128, n=136, k=128, left="km", right="nk", out=bf16),
     "i8": dict(m=128, n=64, k=256, dtype=jnp.int8, right="nk", block=(128, 64, 128)),
+    "few rows, turned": dict(m=192, n=64, k=96, left="km", block=(64, 64, 32)),
+    "zeros after the depth": dict(m=128, n=64, k=40, left="km", block=(128, 64, 40)),
     "tf32": dict(m=128, n=64, k=64, dtype=f32, right="nk", precision=TF32),
     "e4m3": dict(m=128, n=96, k=256, dtype=e4m3, right="nk", block=(128, 32, 128)),
+    "e4m3, columns contiguous": dict(m=256, n=128, k=192, dtype=e4m3),
+    "e4m3, turned": dict(m=128, n=64, k=96, dtype=e4m3, left="km", right="nk"),
+    "i8, columns contiguous": dict(m=128, n=144, k=128, dtype=jnp.int8),
     "e5m2": dict(m=130, n=64, k=256, dtype=e5m2, right="nk", block=(128, 64, 128)),
+}
+
+PAIRED = {
+    "columns contiguous": dict(m=512, n=256, k=192, block=(128, 128, 64)),
+    "k contiguous, odd edges": dict(
+        m=500, n=200, k=136, right="nk", block=(128, 64, 64)
+    ),
+    "two warpgroups each": dict(m=256, n=512, k=128, block=(128, 256, 64)),
+    "8 bits": dict(m=256, n=96, k=256, dtype=e4m3, right="nk", block=(128, 32, 128)),
 }
 
 
@@ -98,7 +118,7 @@ def test_products(name, tmp_path):
 def test_roles():
     """One thread copies, one multiplies; sums of the next program are added up while
     those of this one are taken."""
-    call, x, y, _ = product(dict(m=512, n=512, k=256, block=(128, 256, 64)))
+    call, x, y, _ = product(dict(m=384, n=512, k=256, block=(128, 256, 64)))
     made = scheduled(call, x, y)
     (roles,) = [op for op in walk(made.body) if op.name == "roles"]
     assert roles.attrs["cuda.names"] == ("load", "multiply", "compute")
@@ -110,6 +130,41 @@ def test_roles():
     memory = [op.result.ref for op in walk(made.body) if op.name == "alloc"]
     (sums,) = [ref for ref in memory if ref.space == "tmem"]
     assert sums.shape == (2, 128, 256)  # slots, rows, columns
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", PAIRED)
+def test_pairs_of_thread_blocks(name, tmp_path, four_cores):
+    """Two programs that share right operands multiply together."""
+    call, x, y, want = product(PAIRED[name])
+    kernel = kernel_of(call, x, y)
+    text = host.cuda_text(kernel)
+    assert "__cluster_dims__(2, 1, 1)" in text and "tensor_product_" in text
+    assert re.search(r"tensor_product_\w+_2_shared", text)
+    operands, timings = [np.asarray(x), np.asarray(y)], tuple(host.TIMINGS)
+    (got,) = host.run(kernel, operands, tmp_path, timings=timings)
+    assert kernels.error(got, want) < 1e-5
+
+
+def test_a_block_of_a_pair_copies_half_of_the_right_operand(four_cores):
+    call, x, y, _ = product(PAIRED["two warpgroups each"])
+    made = scheduled(call, x, y)
+    memory = [op.result.ref for op in walk(made.body) if op.name == "alloc"]
+    rings = [ref.shape[1:] for ref in memory if ref.space == "smem"]
+    assert rings == [(128, 64), (64, 128)]
+    explicit = [np.asarray(x), np.asarray(y)]
+    (got,) = run_checked(made, explicit, pl.Checked(orders=("late",)))
+    assert kernels.error(got, kernels.reference(x, y, "mk", "kn", f32)) < 1e-5
+
+
+def test_programs_with_different_work_are_no_pairs(four_cores):
+    """With a causal mask, the number of steps follows from the rows."""
+    operands = [kernels.normal(1, 1024, 128, dtype=bf16, seed=n) for n in range(3)]
+    for causal in (False, True):
+        function = partial(kernels.attention, style="loop", causal=causal)
+        text = host.cuda_text(kernel_of(function, *operands))
+        assert "tensor_product_" in text
+        assert ("__cluster_dims__" in text) == (not causal)
 
 
 def loop_over_k(x, y):
@@ -255,6 +310,31 @@ OF_COMPUTE = {
     "no fence after stores": (r"stores_before_copies\(\);", ""),
 }
 MISTAKES = ["none", *OF_MULTIPLY, *OF_COMPUTE]
+OF_PAIRS = {
+    "bytes of one block": (r"(barrier_expect\(FULL [^;]*)\);", r"\1 / 2);"),
+    "copies counted apart": (r"block_address\((FULL [^;]*), 0\)", r"\1"),
+    "slot passed back to one": (
+        r"tensor_commit_to\((EMPTY [^;]*), 3 .*\);",
+        r"tensor_commit<2>(\1);",
+    ),
+    "sums passed on to one": (
+        r"tensor_commit_to\((DONE [^;]*), 3 .*\);",
+        r"tensor_commit<2>(\1);",
+    ),
+    "sums passed back apart": (
+        r"arrive_at\((READY [^;]*), 0 .*\);",
+        r"barrier_arrive(\1);",
+    ),
+    "both multiply": (
+        r"== \w+;(\s*const int \w+ = \(int\)\w+;\s*if .*\s*\}\s*else \{\s*int)",
+        r">= 0;\1",
+    ),
+    "no meeting at the start": (
+        r"blocks_meet\(\);(?=\s*tensor_after\(\);\s*const)",
+        ";",
+    ),
+    "no meeting at the end": (r"blocks_meet\(\);(?=\s*tensor_after\(\);\s*if)", ";"),
+}
 BARRIERS = ("FULL", "EMPTY", "READY", "DONE", "LAST")
 
 
@@ -264,6 +344,10 @@ def with_mistake(text: str, mistake: str) -> str:
         BARRIERS, re.findall(r"const u32 (barrier\d+)", text), strict=True
     ):
         text = re.sub(rf"\b{place}\b", name, text)
+    if mistake in OF_PAIRS:
+        pattern, instead = OF_PAIRS[mistake]
+        text, count = re.subn(pattern, instead, text)
+        assert count, mistake
     start = text.index("elected()) {", body)
     middle = text.index("const u32 group = ", start)
     parts = {"all": text[:start], "one": text[start:middle], "rest": text[middle:]}
@@ -286,8 +370,13 @@ def test_a_mistake_is_found(mistake, tmp_path, monkeypatch):
     chip = replace(GPUS["b200"], cores=1, memories=memories)
     monkeypatch.setattr(cuda, "_chip", lambda options: chip)
     call, x, y, want = product(MISTAKEN)
+    kernel = kernel_of(call, x, y)
+    assert is_right_with(mistake, kernel, x, y, want, tmp_path) == (mistake == "none")
+
+
+def is_right_with(mistake, kernel, x, y, want, folder) -> bool:
     edit = partial(with_mistake, mistake=mistake)
-    code = host.Code(kernel_of(call, x, y), tmp_path, optimise="-O0", edit=edit)
+    code = host.Code(kernel, folder, optimise="-O0", edit=edit)
 
     def is_right(timing: str) -> bool:
         try:
@@ -296,7 +385,18 @@ def test_a_mistake_is_found(mistake, tmp_path, monkeypatch):
             return False
         return kernels.error(got, want) < 1e-2
 
-    assert all(map(is_right, host.TIMINGS)) == (mistake == "none")
+    return all(map(is_right, host.TIMINGS))
+
+
+@needs_compiler
+@pytest.mark.parametrize("mistake", ["none", *OF_PAIRS])
+def test_a_mistake_of_pairs_is_found(mistake, tmp_path, monkeypatch):
+    memories = {**GPUS["b200"].memories, "shared": Memory(80 << 10)}
+    chip = replace(GPUS["b200"], cores=2, memories=memories)
+    monkeypatch.setattr(cuda, "_chip", lambda options: chip)
+    call, x, y, want = product(dict(m=1280, n=128, k=256, block=(128, 128, 64)))
+    kernel = kernel_of(call, x, y)
+    assert is_right_with(mistake, kernel, x, y, want, tmp_path) == (mistake == "none")
 
 
 # --- compilers ---

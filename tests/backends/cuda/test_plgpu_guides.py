@@ -15,6 +15,7 @@ from pallasite import mosaic_gpu as plgpu
 from pallasite.backends import base, cuda
 from pallasite.backends.cuda import nvrtc
 from pallasite.target import GPUS
+from tests.backends.cuda import host
 
 F16, F32 = jnp.float16, jnp.float32
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -34,8 +35,11 @@ def out(*shape, dtype=F16):
 
 
 @pytest.fixture
-def holds(monkeypatch):
-    """Check a function's result, and compile its kernel for a chip."""
+def holds(monkeypatch, tmp_path):
+    """Check a function's result, and compile its kernel for a chip.
+
+    That of Blackwell runs on the CPU, too.
+    """
 
     def check(function, args, want, chip="h100", *parts):
         got = function(*args)
@@ -44,6 +48,11 @@ def holds(monkeypatch):
         )
         monkeypatch.setattr(cuda, "_chip", lambda options: GPUS[chip])
         (kernel,) = pl.lower(function)(*args).kernels
+        if chip == "b200" and host.compiler() is not None:
+            on_cpu = host.run(kernel, [np.asarray(x) for x in args], tmp_path)[0]
+            np.testing.assert_allclose(
+                np.asarray(on_cpu, np.float32), np.asarray(want), rtol=2e-2, atol=5e-2
+            )
         ptx = base.Compiled(base.get("cuda"), kernel, base.Options())["ptx"]
         assert all(part in ptx for part in parts), parts
         assert chip == "h100" or "wgmma" not in ptx

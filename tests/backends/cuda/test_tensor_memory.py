@@ -12,6 +12,7 @@ from pallasite.backends import base, cuda
 from pallasite.backends.cuda import blackwell, nvrtc
 from pallasite.errors import PallasError, UnsupportedError
 from pallasite.target import GPUS
+from tests.backends.cuda import host
 
 F16, F32 = jnp.float16, jnp.float32
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -149,6 +150,26 @@ def test_other_types_are_compiled():
         else:
             turned = lambda x, y: product(x, y, dtype=dtype, sums=sums)
         assert "tcgen05.mma" in compiled(turned, x, y)["ptx"]
+
+
+@pytest.mark.skipif(host.compiler() is None, reason="needs g++")
+@pytest.mark.parametrize("name", ["product", "pair", "i8"])
+def test_products_run_on_the_cpu(name, tmp_path):
+    """`tensor_core.h` does what the instructions do."""
+    call, dtype, want = product, F16, lambda x, y: 2 * (1 + x @ y)
+    shapes = ((128, 64), (64, 128))
+    if name == "pair":
+        call, shapes, want = pair, ((256, 64), (64, 128)), lambda x, y: x @ y
+    elif name == "i8":
+        call = lambda x, y: turned_product(x, y, jnp.int8, jnp.int32)
+        dtype, shapes, want = jnp.int8, ((128, 128),) * 2, lambda x, y: x @ y.T
+    arrays = operands(*shapes, dtype=dtype)
+    (kernel,) = pl.lower(call)(*arrays).kernels
+    given, timings = [np.asarray(x) for x in arrays], tuple(host.TIMINGS)
+    (got,) = host.run(kernel, given, tmp_path, timings=timings)
+    np.testing.assert_allclose(
+        got, want(*(x.astype(F32) for x in arrays)), rtol=1e-4, atol=1e-3
+    )
 
 
 def turned_product(x, y, dtype, sums):

@@ -152,6 +152,33 @@ def test_two_places_of_a_result_stay():
     assert "out[16, 8]" in narrow_windows(kernel_of(both)).text
 
 
+# Halves of a block of two rows, swapped.
+HALVES = """
+      %s: i32 = mul %i, %c2
+      %t: i32 = add %s, %c1
+      %v: f32[1,8] = load %xb[%s:+1, :]
+      %w: f32[8] = load %xb[%t, :]
+      store %ob[%t:+1, :] = %v
+      store %ob[%s, :] = %w
+"""
+
+
+def test_parts_side_by_side_are_parts_of_a_block():
+    kernel = kernel_of(HALVES, grid="(8,)")
+    new = narrow_windows(kernel)
+    assert_same_meaning(kernel, new)
+    assert "windows=(in[2, 8], out[2, 8])" in new.text
+    assert "store %o_1[1:+1, :]" in new.text and "load %x_1[1, :]" in new.text
+
+
+@pytest.mark.parametrize("gap, by", [("%c1", "%c3"), ("%c2", "%c4")])
+def test_parts_of_a_result_that_are_no_block_stay(gap: str, by: str):
+    """They end before the next block starts, or leave rows out between them."""
+    code = HALVES.replace("mul %i, %c2", f"mul %i, {by}")
+    code = code.replace("add %s, %c1", f"add %s, {gap}")
+    assert "out[16, 8]" in narrow_windows(kernel_of(code)).text
+
+
 DYNAMIC = """
 kernel @k(%x: ref<f32[16,8] any>, %n: ref<i32[1] smem>,
     %o: ref<f32[16,8] any>) outputs 1 {
