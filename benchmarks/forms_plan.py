@@ -4,6 +4,7 @@ each has, and their estimated time beside the least that any code takes."""
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -20,6 +21,7 @@ from pallasite.primitive import on_arrays, wants_emulation
 from pallasite.sites import in_parts, sites_in
 from pallasite.target import Chip, host, named
 from pallasite.target.machine import Machine
+from pallasite.tools.traces import traced_for
 
 Row = dict[str, Any]
 MOST_TRIPS = 1 << 24
@@ -30,7 +32,7 @@ def plan(function: Callable, structs: Sequence[Any], target: str) -> Row:
     """Kernels of a function on a chip, and what planning took."""
     chip, start = named(target), time.perf_counter()
     rows: list[Row] = []
-    for site in sites_in(function, *structs):
+    for site in traced_for(chip, partial(sites_in, function, *structs)):
         platform = "cuda" if chip.platform == "gpu" else chip.platform
         known = chip.chip if isinstance(chip.chip, Chip) else None
         if on_arrays(site.call, platform, known) is not None:

@@ -214,9 +214,13 @@ class _Scatter:
             if d in spans:
                 along = len(named) + spans.index(d)
                 place = b.add(place, b.op("iota", type=place.tile, dim=along))
-            if shown is not None:
-                first = b.broadcast(shown[0], shape, ())
-                limit = b.add(first, b.like(shown[1], first))
+            limits = [] if shown is None else [shown]
+            if d and not self.is_in_array(b, d, starts[d]):
+                # Outside it along the first dimension, there is no such row.
+                limits.append((b.index(0), self.ref.ref.shape[d]))
+            for low, count in limits:
+                first = b.broadcast(low, shape, ())
+                limit = b.add(first, b.like(count, first))
                 outside = b.or_(b.lt(place, first), b.op("ge", place, limit))
                 missing = outside if missing is None else b.or_(missing, outside)
             size = b.like(self.ref.ref.shape[d], place)
@@ -312,6 +316,11 @@ class _Scatter:
         ends = [c * (n - 1) for c, n in sizes]
         low, high = (form.const + sum(f(e, 0) for e in ends) for f in (min, max))
         return low >= 0 and high <= last
+
+    def is_in_array(self, b: Builder, d: int, place: Place) -> bool:
+        """Whether no block hangs over the array's edge there, as far as is known."""
+        last = self.ref.ref.shape[d] - place.size
+        return not place.start.tile.shape and self.is_inside(b, place.start, last)
 
     def note(self, ops: Iterable[Op]) -> None:
         self.forms.add_ops(ops)

@@ -42,7 +42,7 @@ def _mma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return ()
 
 
-def _look_at_places(places: Type, lhs: RefType) -> None:
+def _look_at_places(places: Type, lhs: Type) -> None:
     if not isinstance(places, RefType) or places.space != "tmem":
         raise TypeRuleError(f"{places} is not tensor memory")
     if (
@@ -122,26 +122,30 @@ def _scaled(b: Builder, side: Value, scale: Value, along: int) -> Value:
     return b.mul(b.cast(side, F32), factors)
 
 
+def _shaped(b: Builder, x: Value, *shape: int) -> Value:
+    return b.op("reshape", x, shape=shape)
+
+
 def _dense(b: Builder, kept: Value, places: Value) -> Value:
     """A left operand with two of four elements, and zeros for the others."""
     (rows, count), (tall, wide) = kept.tile.shape, KEPT_TILE
     down, along, order = KEPT[kept.tile.dtype.bits]
-    reshape = lambda x, shape: b.op("reshape", x, shape=tuple(shape))
-    transpose = lambda x, perm: b.op("transpose", x, perm=tuple(perm))
     tiles, digits = (rows // tall, count // wide), (*down, *along)
-    found = reshape(places, (tiles[0], tall, tiles[1], wide))
-    found = transpose(found, (0, 2, 1, 3))
-    found = reshape(found, (*tiles, *(digits[d] for d in order)))
+    found = _shaped(b, places, tiles[0], tall, tiles[1], wide)
+    found = b.op("transpose", found, perm=(0, 2, 1, 3))
+    found = _shaped(b, found, *tiles, *(digits[d] for d in order))
     back = [2 + order.index(d) for d in range(len(digits))]
-    found = transpose(found, (0, *back[: len(down)], 1, *back[len(down) :]))
+    perm = (0, *back[: len(down)], 1, *back[len(down) :])
+    found = b.op("transpose", found, perm=perm)
     groups = (rows, count // 2, 2)  # two elements of each four
     each = (*groups, 4)
-    wanted = b.broadcast(b.cast(reshape(found, groups), INDEX.dtype), each, (0, 1, 2))
+    wanted = b.cast(_shaped(b, found, *groups), INDEX.dtype)
+    wanted = b.broadcast(wanted, each, (0, 1, 2))
     place = b.op("iota", type=TileType(each, INDEX.dtype), dim=3)
-    values = b.broadcast(reshape(kept, groups), each, (0, 1, 2))
+    values = b.broadcast(_shaped(b, kept, *groups), each, (0, 1, 2))
     values = b.cast(values, F32)
     spread = b.select(b.op("eq", wanted, place), values, b.like(0, values))
-    return reshape(b.op("reduce", spread, kind="sum", axes=(2,)), (rows, 2 * count))
+    return _shaped(b, b.op("reduce", spread, kind="sum", axes=(2,)), rows, 2 * count)
 
 
 gpu_row(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+import pallasite.tpu as pltpu
 from pallasite import config
 from pallasite.autodiff import backward
 from pallasite.autodiff.backward import plan
@@ -427,3 +428,76 @@ def test_random_places(seed: int):
     run, reference, x = random_access(np.random.default_rng(seed))
     np.testing.assert_allclose(run(x), reference(x), rtol=1e-5, atol=1e-5)
     check(run, reference, x)
+
+
+@pytest.mark.parametrize("columns", ["clamped", "padded", "divided"])
+def test_what_hangs_over_the_edge_reaches_no_other_row(columns):
+    """Elements past the last column are not the first ones of the next row."""
+    table = jnp.array([1, 0, 1])
+    width = {"clamped": 8, "padded": pl.Element(8, (1, 1)), "divided": 4}[columns]
+
+    def kernel(table_ref, x_ref, o_ref):
+        x = x_ref[...]
+        o_ref[...] = x * (1 + x.sum(1, keepdims=True))
+
+    def place(i, j, table_ref):
+        return table_ref[i], {"clamped": 1 + j, "padded": 0, "divided": j}[columns]
+
+    def run(x):
+        steps = 2 if columns == "divided" else 1
+        block = (4, 8 // steps)
+        spec = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(3, steps),
+            in_specs=[pl.BlockSpec((4, width), place, fill=0.5)],
+            out_specs=pl.BlockSpec(block, lambda i, j, _: (i, j)),
+        )
+        out = jax.ShapeDtypeStruct((12, 8), x.dtype)
+        return pl.pallas_call(kernel, out, grid_spec=spec)(table, x)
+
+    def reference(x):
+        before = 1 if columns == "padded" else 0
+        x = jnp.pad(x, ((0, 0), (before, 2 - before)), constant_values=0.5)
+        x = jnp.concatenate([x[4 * t : 4 * t + 4] for t in (1, 0, 1)])
+        parts = jnp.split(x, 2, axis=1) if columns == "divided" else [x]
+        return jnp.concatenate([p * (1 + p.sum(1, keepdims=True)) for p in parts], 1)
+
+    x = jax.random.normal(jax.random.key(3), (8, 6))
+    weights = jnp.cos(jnp.arange(96.0)).reshape(12, 8)
+    got, want = (
+        jax.grad(lambda x, f=f: (f(x) * weights).sum())(x) for f in (run, reference)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_blocks_that_hang_over_the_edge():
+    """As above, where index arrays name the rows."""
+    rows = jnp.array([2, 0, 2, 1])
+
+    def kernel(rows_ref, x_ref, o_ref):
+        x = x_ref[rows_ref[...], :]
+        o_ref[...] = x * (1 + x.sum(1, keepdims=True))
+
+    def run(x):
+        return pl.pallas_call(
+            kernel,
+            jax.ShapeDtypeStruct((4, 8), x.dtype),
+            grid=2,
+            in_specs=[
+                pl.BlockSpec((4,), lambda j: (0,)),
+                pl.BlockSpec((3, 4), lambda j: (0, j), fill=0.5),
+            ],
+            out_specs=pl.BlockSpec((4, 4), lambda j: (0, j)),
+        )(rows, x)
+
+    def reference(x):
+        x = jnp.pad(x, ((0, 0), (0, 2)), constant_values=0.5)[rows]
+        parts = jnp.split(x, 2, axis=1)
+        return jnp.concatenate([p * (1 + p.sum(1, keepdims=True)) for p in parts], 1)
+
+    x = jax.random.normal(jax.random.key(3), (3, 6))
+    weights = jnp.cos(jnp.arange(32.0)).reshape(4, 8)
+    got, want = (
+        jax.grad(lambda x, f=f: (f(x) * weights).sum())(x) for f in (run, reference)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

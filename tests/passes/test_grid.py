@@ -287,6 +287,10 @@ def test_operand_sharing_memory_must_move_with_the_output():
     assert analyze(kernel("yield %i, %k", read, **args)).sequential == (1,)
     same = analyze(kernel("yield %i, %j", read, in_map="yield %i, %j", **args))
     assert same.parallel == (0, 1, 2)
+    args["grid"] = "(2, 3, 4)"  # the first index alone tells blocks of both apart
+    partly = analyze(kernel("yield %i, %k", read, in_map="yield %i, %j", **args))
+    assert partly.sequential == (1, 2)
+    args["grid"] = "(2, 3, 1)"
     moved = analyze(kernel("yield %j, %i", read, in_map="yield %i, %j", **args))
     assert moved.sequential == (0, 1)
     assert (

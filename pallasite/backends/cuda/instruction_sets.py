@@ -30,7 +30,6 @@ class InstructionSet:
         multiplied: types of operands; sums are i32 for integers, otherwise f32.
         turned: types of operands that need not be contiguous along k.
         computed: types of left operands that need not be loaded.
-        pads_depth: whether rows of zeros may follow those that are contracted.
         tensor_columns: of tensor memory, of 32 bits; 0: sums are in registers.
         registers: of a thread in each role, by the number of computing warpgroups per
             program and of programs per SM; None: all threads keep what they start with.
@@ -46,7 +45,6 @@ class InstructionSet:
     multiplied: tuple[str, ...]
     turned: tuple[str, ...]
     computed: tuple[str, ...]
-    pads_depth: bool = False
     tensor_columns: int = 0
     registers: Mapping[tuple[int, int], Registers] = field(default_factory=dict)
     full_registers: Mapping[tuple[int, int], Registers] = field(default_factory=dict)
@@ -89,7 +87,7 @@ _HALVES = ("bf16", "f16")
 # ptxas serialises all matmuls of a kernel.
 HOPPER = InstructionSet(
     "sm_90", "sm_90a", "wgmma", SHORT_TILE, 16, 8, (*_FLOATS, "i8", "f32"), _HALVES,
-    _HALVES, pads_depth=True,
+    _HALVES,
     registers={(1, 1): None, (1, 2): (40, 216), (1, 3): (24, 136), (2, 1): (40, 232),
                (3, 1): (32, 160), (2, 2): (24, 104)},
     full_registers={(2, 1): (24, 240)},

@@ -5,7 +5,7 @@ main memory that only feed matmuls: these become TMA copies into ring buffers in
 memory. So does what threads would otherwise wait for: *lines* beside the operands, the
 per-row or per-column values of an iteration, and *boxes* from which left operands are
 computed (weights that a kernel converts to float); threads load both from shared
-memory. What a Hopper warpgroup cannot multiply is rejected here, with the reason.
+memory. What the chip's instructions cannot multiply is rejected here, with the reason.
 """
 
 from collections.abc import Iterator, Sequence
@@ -316,7 +316,7 @@ class Plan:
             )
         # Rows of zeros can follow those of loaded tiles.
         is_rows = all(s.load is not None and s.contract == 0 for s in product.sides)
-        if depth % step and not (is_rows and self.set.pads_depth):
+        if depth % step and not is_rows:
             self.refuse(op, f"k={depth}, not a multiple of {step}")
         for side in product.sides:
             if side.load is not None:

@@ -125,6 +125,7 @@ def _roles(plan: Plan) -> tuple[Sequence[Op], dict[str, Role]]:
 
     memory, b = RingMemory(plan.rings, arrivals), Builder()
     tensors = TensorPlan(plan, b)
+    memory.zeros_after_rows(b)  # before there are roles: another one reads them
     return [*memory.ops, *b.ops], {
         LOAD: Loading(plan, memory),
         MULTIPLY: Issuing(tensors, memory),

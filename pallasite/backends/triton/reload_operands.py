@@ -39,7 +39,7 @@ def reload_operands(kernel: Kernel, params: Mapping[str, Any], chip: Gpu) -> Ker
             return kernel
         available = int(FILLED * chip.shared.bytes)
         own = shared.multiplied(op)
-        others = kept - own - tried
+        others = {v for v in kept - own - tried if not _is_again(shared, v)}
         across = [v for v in shared.held if v in others]
         if across:
             value = max(across, key=lambda v: shared.held[v])
@@ -54,6 +54,12 @@ def reload_operands(kernel: Kernel, params: Mapping[str, Any], chip: Gpu) -> Ker
             kernel = made
         else:
             return kernel
+
+
+def _is_again(shared: SharedMemory, value: Value) -> bool:
+    """Whether an operand is already loaded right before its matmul, and its views."""
+    made = shared.producers.get(value)
+    return made is not None and bool(made.attrs.get(AGAIN))
 
 
 class _Edit(ABC):

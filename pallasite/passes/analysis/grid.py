@@ -247,7 +247,7 @@ class _Analysis:
         for carry in carries:
             if axis in carry.axes:
                 return Axis(size, False, f"{carry.name} carries values along it")
-        clash = self.aliased_read(windows)
+        clash = self.aliased_read(windows, axis)
         if clash is not None:
             return Axis(size, False, clash)
         most = self.most.get(axis) if size is None else None
@@ -309,8 +309,9 @@ class _Analysis:
                 return f"the scratch {ref.name}"
         return None
 
-    def aliased_read(self, windows: Sequence[WindowMoves]) -> str | None:
-        """An output read as an operand, elsewhere than where it is written."""
+    def aliased_read(self, windows: Sequence[WindowMoves], axis: int) -> str | None:
+        """An output read as an operand, elsewhere than where it is written, and maybe
+        where steps elsewhere along an axis write it."""
         results = {self.memory(r) for r in self.same}
         for ref in self.shared:
             if ref in self.same or (ref in results and not self.is_written(ref)):
@@ -329,9 +330,23 @@ class _Analysis:
                 same_maps = windows[i].forms == windows[o].forms
                 known = all(map(_is_known, windows[i].forms))
                 if not (same_dims and same_maps and known):
+                    if same_dims and axis in self.in_common(i, o, windows):
+                        continue
                     names = f"{windows[i].name} and {windows[o].name}"
                     return f"{names} alias, but their blocks do not move together"
         return None
+
+    def in_common(
+        self, one: int, other: int, windows: Sequence[WindowMoves]
+    ) -> frozenset[int]:
+        """The axes that tell blocks of both windows apart, by where both are alike."""
+        pairs = zip(
+            self.block_parts(one, windows[one].forms),
+            self.block_parts(other, windows[other].forms),
+            strict=True,
+        )
+        alike = [p for p, q in pairs if p == q and p[0] and p[0].const is not None]
+        return recoverable(alike, self.grid)
 
     def memory(self, ref: Value) -> Value:
         return self.same.get(ref, ref)

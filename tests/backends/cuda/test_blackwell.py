@@ -69,6 +69,7 @@ PRODUCTS = {
     "turned": dict(m=128, n=136, k=128, left="km", right="nk", out=bf16),
     "i8": dict(m=128, n=64, k=256, dtype=jnp.int8, right="nk", block=(128, 64, 128)),
     "few rows, turned": dict(m=192, n=64, k=96, left="km", block=(64, 64, 32)),
+    "zeros after the depth": dict(m=128, n=64, k=40, left="km", block=(128, 64, 40)),
     "tf32": dict(m=128, n=64, k=64, dtype=f32, right="nk", precision=TF32),
     "e4m3": dict(m=128, n=96, k=256, dtype=e4m3, right="nk", block=(128, 32, 128)),
     "e4m3, columns contiguous": dict(m=256, n=128, k=192, dtype=e4m3),

@@ -11,6 +11,7 @@ import pallasite as pl
 from pallasite.backends import base
 from pallasite.backends.triton.launch import AGAIN
 from pallasite.ir.nodes import walk
+from pallasite.ir.text import parse_kernel
 from pallasite.sites import kernels_in
 from pallasite.target import GPUS
 from tests.backends.triton import simulate
@@ -164,3 +165,35 @@ def test_operands_loaded_in_parts_are_clamped_as_one_whole(start):
     want = part @ y + part.sum() + y.sum()
     (got,) = simulated(kernel, [x, y, s], chip=tight)
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+
+
+VIEWS = """
+kernel @k(%x: ref<f32[6,9,32] any>, %y: ref<f32[32,32] any>, %o: ref<f32[28,32] any>)
+    outputs 1 {
+  pipeline {grid=(), windows=(), semantics=()}
+    body () {
+      %v: f32[6,9,32] = load %x[:, :, :]
+      %t: f32[6,9,32] = tanh %v
+      %w: f32[32,32] = load %y[:, :]
+      %a: f32[4,7,32] =
+        slice %t {starts=(0, 0, 0), limits=(4, 7, 32), strides=(1, 1, 1)}
+      %b: f32[4,7,32] =
+        slice %t {starts=(2, 1, 0), limits=(6, 8, 32), strides=(1, 1, 1)}
+      %p: f32[28,32] = reshape %a {shape=(28, 32)}
+      %q: f32[28,32] = reshape %b {shape=(28, 32)}
+      %c: f32[28,32] = dot %p, %w {contract=((1,), (0,)), batch=((), ()), dtype=f32}
+      %d: f32[28,32] = dot %q, %w {contract=((1,), (0,)), batch=((), ()), dtype=f32}
+      %e: f32[28,32] = add %c, %d
+      store %o[:, :] = %e
+    }
+}
+"""
+
+
+def test_an_operand_that_is_reshaped_is_loaded_again_once():
+    """Right before its matmul it is held, however little room there is."""
+    kernel = parse_kernel(VIEWS)
+    module = import_module("pallasite.backends.triton.reload_operands")
+    made = module.reload_operands(kernel, {}, with_shared(8 << 10))
+    again = [op for op in ops_of(made, "load") if AGAIN in op.attrs]
+    assert 0 < len(again) <= 4
