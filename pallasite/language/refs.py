@@ -312,7 +312,7 @@ def swap(
     eviction_policy: str | None = None,
     _function_name: str = "swap",
 ) -> jax.Array:
-    """Write elements and return their old values."""
+    """Write elements and return their old values; where a mask is off, return `val`."""
     del eviction_policy, _function_name
     return _bind_access(masked_swap_p, ref, idx, (val,), mask)
 

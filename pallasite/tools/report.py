@@ -171,6 +171,8 @@ class KernelReport:
         return "; ".join(parts)
 
     def _bound_line(self, bound: Roofline) -> str:
+        if not bound.seconds:
+            return "none: no arithmetic is known, and caches may hold the operands"
         others = [
             f"{name} {duration(seconds)}"
             for name, seconds in bound.units.items()

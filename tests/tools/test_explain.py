@@ -374,3 +374,14 @@ def test_a_jitted_function_is_traced_again_for_other_knobs():
             function(1.0)
     function(2.0)
     assert traced == ["", "v5e", ""]
+
+
+def test_what_no_unit_limits_has_no_bound():
+    """A GPU's cache may hold what a small kernel copies; no unit is named then."""
+
+    def copies(x):
+        copy = lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...])
+        return pl.pallas_call(copy, out_shape=S(x.shape, x.dtype))(x)
+
+    assert "\n  bound     none: " in str(only(copies, X, target="gpu:h200"))
+    assert "ns by vector" in str(only(double, X, target="gpu:h200"))
