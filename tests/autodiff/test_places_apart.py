@@ -79,10 +79,10 @@ def test_rows_and_columns_of_one_array(blocks, target, flat):
     same = lambda x: run(x, x)
     with config.override(target=target):
         steps = steps_of(same, x)
-        assert len(steps) == 2
-        assert sorted(parallel(s.kernel) for s in steps) == sorted(
-            [[32 // n] for n in blocks]
-        )
+        # For a TPU, all of so small an array is one block.
+        sizes = [] if target == "tpu:v5e" else sorted([32 // n] for n in blocks)
+        shown = sorted(parallel(s.kernel) for s in steps)
+        assert shown == (sizes or [[]]), shown
         check(same, lambda x: x @ x.T, x)
 
 
