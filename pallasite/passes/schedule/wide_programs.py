@@ -21,7 +21,7 @@ from pallasite.passes.schedule.widen_steps import widen_steps
 from pallasite.target import Tpu
 
 WIDE_STEP = 256  # elements along a step that is merged from several
-MOST_ROWS = 1024  # of a program with matmuls
+MOST_ROWS = 512  # of a program, unless it has all of them: then it adds up nothing
 # Of on-chip memory, for the largest tile: a reverse has several at a time, and
 # cotangents of whole operands.
 TILE_SHARE = 1 / 32
@@ -64,11 +64,16 @@ def _suits(blocks: Blocks, place: tuple[int, int], chip: Tpu, own: float) -> boo
     largest = max(sizes, default=0)
     return (
         dim is not None
-        and dim.size <= MOST_ROWS
+        and (dim.size <= MOST_ROWS or _has_all(blocks, dim))
         and largest <= TILE_SHARE * chip.scoped_vmem
         and blocks.programs({}) >= chip.cores
         and _work(blocks) <= MORE_WORK * own
     )
+
+
+def _has_all(blocks: Blocks, dim: LoopDim) -> bool:
+    arrays = blocks.found.pipeline.arrays
+    return all(dim.size >= arrays[n].ref.shape[d] for n, d in dim.windows)
 
 
 def _is_of_rows(blocks: Blocks, dim: LoopDim) -> bool:
