@@ -79,10 +79,10 @@ def test_missing_submodule_and_name_say_so(run_python: Callable[..., str]):
     code = """
         import pallasite
         pallasite.install()
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-        from jax.experimental.pallas.mosaic_gpu import remote_ref
+        from jax.experimental.pallas import tpu as pltpu
+        from jax.experimental.pallas.tpu import dma_semaphore
         try:
-            remote_ref(1, 2)
+            dma_semaphore(1, 2)
         except NotImplementedError as error:
             print(error)
         try:
@@ -91,7 +91,7 @@ def test_missing_submodule_and_name_say_so(run_python: Callable[..., str]):
             print(error)
     """
     out = run_python("-c", textwrap.dedent(code))
-    assert "pallasite.mosaic_gpu.remote_ref is not supported by Pallasite" in out
+    assert "pallasite.tpu.dma_semaphore is not supported by Pallasite" in out
     assert "is not part of Pallasite" in out
 
 

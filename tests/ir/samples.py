@@ -352,6 +352,19 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
     "barrier_expect": lambda b, x: b.emit("barrier_expect", mbarrier(b), bytes=512),
     "barrier_arrive": lambda b, x: b.emit("barrier_arrive", mbarrier(b)),
     "barrier_wait": lambda b, x: b.emit("barrier_wait", mbarrier(b), b.index(0)),
+    "barrier_test": lambda b, x: b.op("barrier_test", mbarrier(b), b.index(0)),
+    "load_wait": lambda b, x: b.emit("load_wait", pending=1),
+    "async_store": lambda b, x: b.emit(
+        "async_store",
+        tile(b, 64, 8),
+        b.op("alloc", type=RefType((64, 8), F32, "smem")),
+        mbarrier(b),
+        atomic=None,
+    ),
+    "peer_block": lambda b, x: b.op(
+        "peer_block", swizzled(b, 64, 8), b.index(0), axes=("x",)
+    ),
+    "peer_device": lambda b, x: b.op("peer_device", x, b.index(1)),
     "named_barrier": lambda b, x: b.emit(
         "named_barrier", id=1, threads=128, arrive_only=True
     ),

@@ -231,7 +231,10 @@ def test_a_result_that_is_read_is_not_stored_part_by_part():
     def kernel(x_ref, o_ref):
         x = x_ref[...]
         o_ref[...] = x / x.sum(0)
-        o_ref[...] += x
+
+        @pl.loop(0, 2)
+        def _(_):
+            o_ref[...] += x
 
     shape = jax.ShapeDtypeStruct((8, 4), F32)
     with pytest.raises(CannotReblock, match="is written"):

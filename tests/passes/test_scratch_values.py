@@ -143,3 +143,24 @@ def test_scratch_of_a_step_that_adds_to_it_twice():
     )
     assert len(kernels_in(call, x)) == 1
     np.testing.assert_allclose(call(x), jnp.exp(-(x @ x + x)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(8, 128), (7, 128)], ids=["aliased", "edge"])
+def test_results_that_something_else_shows_stay(shape):
+    """An operand in the same memory sees every store; past an end nothing is stored."""
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jnp.zeros((4, 128))
+        o_ref[...] = x_ref[...] + o_ref[...]
+
+    block = pl.BlockSpec((4, 128), lambda i: (i, 0))
+    call = pl.pallas_call(
+        kernel,
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+        grid=(2,),
+        in_specs=[block],
+        out_specs=block,
+        input_output_aliases={0: 0} if shape[0] == 8 else {},
+    )
+    (made,) = kernels_in(call, jnp.zeros(shape))
+    assert scratch_values(made) is made

@@ -12,10 +12,11 @@ each load gives what the store before it wrote, in the same step, and of the sto
 the last can be seen after the step: scratch is overwritten by the next one.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import substitute, users_of
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.carried import accesses_all
@@ -35,7 +36,7 @@ def scratch_values(kernel: Kernel) -> Kernel:
             found = {v for v in _allocated(kernel.body) if _is_value(body, v, users[v])}
             results = {
                 block
-                for block in _results(op)
+                for block in _results(kernel, op)
                 if len(users[block]) > 1 and _is_value(body, block, users[block])
             }
             if found or results:
@@ -56,12 +57,22 @@ def values_of_steps(kernel: Kernel) -> Kernel:
     return kernel if new is kernel else canonicalize(new)
 
 
-def _results(op: Op) -> list[Value]:
-    """The blocks of results that no window reads."""
+def _results(kernel: Kernel, op: Op) -> list[Value]:
+    """The blocks of results whose memory nothing else shows: no operand that aliases
+    them, no other window, no code. Elements past an array's end may not be loaded as
+    they were stored, so those of blocks with such elements stay."""
     shown = Pipeline.of(op).shown
-    read = {each.array for each in shown if each.window.mode == "in"}
+    shared = {*kernel.aliased_results.values()}
+    shared |= {v for each in walk(op.regions[-1]) for v in each.operands}
+    arrays = Counter(each.array for each in shown)
     written = (each for each in shown if each.window.mode == "out")
-    return [each.block for each in written if each.array not in read]
+    return [
+        each.block
+        for each in written
+        if arrays[each.array] == 1
+        and each.array not in shared
+        and not each.window.may_hang_over(each.array.ref.shape)
+    ]
 
 
 def _allocated(block: Block) -> list[Value]:

@@ -103,12 +103,18 @@ def test_sums_in_a_ref_that_are_scaled_first(dtype):
 
     def body(y_ref, a_ref, b_ref, s_ref, o_ref):
         o_ref[...] = y_ref[...]
-        product = jnp.dot(a_ref[...], b_ref[...], preferred_element_type=o_ref.dtype)
-        o_ref[...] = o_ref[...] * s_ref[...] + product
+
+        @pl.loop(0, 2)
+        def _(_):
+            product = jnp.dot(
+                a_ref[...], b_ref[...], preferred_element_type=o_ref.dtype
+            )
+            o_ref[...] = o_ref[...] * s_ref[...] + product
 
     got, code = ran(body, y, a, b, s)
-    want = y.astype(np.float64) * s + a.astype(np.float64) @ b
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    product, s = a.astype(np.float64) @ b, s.astype(np.float64)
+    want = (y * s + product) * s + product
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
     assert "_scaled" in code
 
 

@@ -196,7 +196,7 @@ def long_integers_inside():
 def doubles_in_scratch():
     def kernel(x_ref, o_ref, wide_ref):
         wide_ref[...] = x_ref[...].astype(jnp.float64)
-        o_ref[...] = wide_ref[...].astype(F32)
+        o_ref[...] = wide_ref[pl.ds(0, 16), :].astype(F32) + wide_ref[0, 0].astype(F32)
 
     return over(kernel, scratch_shapes=[pltpu.VMEM((16, 128), jnp.float64)])
 
