@@ -458,6 +458,9 @@ class GpuWalker(DeviceWalker):
 
     def start_load(self, load: Load, barrier: Barrier) -> None:
         load.barrier, load.phase = barrier, barrier.phase
+        self._set_off(load)
+
+    def _set_off(self, load: Copy) -> None:
         how = "writes" if getattr(load, "atomic", None) is None else "updates"
         with self.races.as_lane(load.lane):
             if load.reads:
@@ -469,24 +472,23 @@ class GpuWalker(DeviceWalker):
 
     def _steps_group_load(self, op: Op) -> Steps:
         load: GroupLoad = self._started(GroupLoad, op, None)
-        with self.races.as_lane(load.lane):
-            self.races.access(load.source.root, "reads", load.source.elements)
-            self.races.access(load.target.root, "writes", load.target.elements)
-        self.copies.start(load)
+        self._set_off(load)
         self.group_loads.setdefault(self.schedule.current, []).append(load)
-        if self.schedule.is_early:
-            self.move(load)
         yield Pause(op)
 
     def steps_load_wait(self, op: Op) -> Steps:
         yield Pause(op)
         flying = self.group_loads.setdefault(self.schedule.current, [])
-        done = max(0, len(flying) - op.attrs["pending"])
-        for load in flying[:done]:
-            if not load.moved:
-                self.move(load)
-            self.copies.flying.remove(load)
-            self.races.end_copy(load.lane)
+        self._end_oldest(flying, op.attrs["pending"])
+
+    def _end_oldest(self, flying: list[Any], pending: int) -> None:
+        """End what started first, until at most `pending` are in flight."""
+        done = max(0, len(flying) - pending)
+        for each in flying[:done]:
+            if not each.moved:
+                self.move(each)
+            self.copies.flying.remove(each)
+            self.races.end_copy(each.lane)
         del flying[:done]
 
     def _steps_store(self, op: Op) -> Steps:
@@ -641,15 +643,8 @@ class GpuWalker(DeviceWalker):
 
     def steps_wgmma_wait(self, op: Op) -> Steps:
         yield Pause(op)
-        flying = self._in_flight()
-        done = max(0, len(flying) - op.attrs["pending"])
-        for product in flying[:done]:
-            if not product.moved:
-                self.move(product)
-            self.copies.flying.remove(product)
-            self.races.end_copy(product.lane)
-        left = flying[done:]
-        del flying[:done]
+        left = self._in_flight()
+        self._end_oldest(left, op.attrs["pending"])
         found = [self.env[v] for v in op.operands]
         for tile in found:
             if isinstance(tile, Product) and tile in left:

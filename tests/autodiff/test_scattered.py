@@ -46,6 +46,13 @@ def check(function, reference, *args, merged: int = 1):
     np.testing.assert_allclose(got, want, rtol=1e-2, atol=atol)
 
 
+def same_gradients(function, reference, x, weights):
+    """Of the weighted sum of the results."""
+    total = lambda f: lambda x: (f(x) * weights).sum()
+    got, want = (jax.grad(total(f))(x) for f in (function, reference))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
 def embedding(rows_per_step: int):
     def kernel(table_ref, ids_ref, o_ref):
         o_ref[...] = table_ref[ids_ref[...], :]
@@ -464,10 +471,7 @@ def test_what_hangs_over_the_edge_reaches_no_other_row(columns):
 
     x = jax.random.normal(jax.random.key(3), (8, 6))
     weights = jnp.cos(jnp.arange(96.0)).reshape(12, 8)
-    got, want = (
-        jax.grad(lambda x, f=f: (f(x) * weights).sum())(x) for f in (run, reference)
-    )
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    same_gradients(run, reference, x, weights)
 
 
 def test_rows_of_blocks_that_hang_over_the_edge():
@@ -497,7 +501,4 @@ def test_rows_of_blocks_that_hang_over_the_edge():
 
     x = jax.random.normal(jax.random.key(3), (3, 6))
     weights = jnp.cos(jnp.arange(32.0)).reshape(4, 8)
-    got, want = (
-        jax.grad(lambda x, f=f: (f(x) * weights).sum())(x) for f in (run, reference)
-    )
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    same_gradients(run, reference, x, weights)

@@ -121,21 +121,7 @@ class Finishing(Role):
                 self.store_start(sums, b)
         places = {sums.place for sums in found}
         kept = [n for n in range(len(loop.results)) if n not in places]
-        body = self.block(loop.body)
-        first, limit, step = self.values(loop.bounds)
-        new = loop.with_(
-            first=first,
-            limit=limit,
-            step=step,
-            inits=tuple(self.value(loop.inits[n]) for n in kept),
-            body=Block(
-                (loop.index, *(loop.carried[n] for n in kept)),
-                body.ops,
-                tuple(body.yields[n] for n in kept),
-            ),
-            results=tuple(loop.results[n] for n in kept),
-        )
-        b.ops.append(new.to_op())
+        self.shorter(loop, kept, b)
         self.pending |= {sums.result: sums for sums in found}
 
     def take(self, values: Sequence[Value] | dict[Value, Sums], b: Builder) -> None:

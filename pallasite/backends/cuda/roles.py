@@ -124,6 +124,21 @@ class Role:
             for user in self.plan.users[value]
         )
 
+    def shorter(self, loop: Loop, kept: Sequence[int], b: Builder) -> None:
+        """The loop with some of what it carries."""
+        body = self.block(loop.body)
+        params = (loop.index, *(loop.carried[n] for n in kept))
+        first, limit, step = self.values(loop.bounds)
+        new = loop.with_(
+            first=first,
+            limit=limit,
+            step=step,
+            inits=tuple(self.value(loop.inits[n]) for n in kept),
+            body=Block(params, body.ops, tuple(body.yields[n] for n in kept)),
+            results=tuple(loop.results[n] for n in kept),
+        )
+        b.ops.append(new.to_op())
+
 
 class SingleThread(Role):
     """A program without its tiles; subclasses say what is left of its matmuls."""
@@ -145,18 +160,7 @@ class SingleThread(Role):
             if n not in kept:
                 unknown = self.unknown(result, b)
                 self.new[result] = self.new[loop.carried[n]] = unknown
-        body = self.block(loop.body)
-        params = (loop.index, *(loop.carried[n] for n in kept))
-        first, limit, step = self.values(loop.bounds)
-        new = loop.with_(
-            first=first,
-            limit=limit,
-            step=step,
-            inits=tuple(self.value(loop.inits[n]) for n in kept),
-            body=Block(params, body.ops, tuple(body.yields[n] for n in kept)),
-            results=tuple(loop.results[n] for n in kept),
-        )
-        b.ops.append(new.to_op())
+        self.shorter(loop, kept, b)
 
     def branches(self, op: Op, b: Builder) -> None:
         kept = [n for n, v in enumerate(op.results) if not is_tile(v)]

@@ -15,7 +15,7 @@ import numpy as np
 
 from pallasite.ir.nodes import Access, At, Block, Gather, Index, Op, Span, Value, walk
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import producers_of
+from pallasite.ir.rewrite import producers_of, used_values
 from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.ir.types import TileType
 from pallasite.passes.analysis.affine import Sizes, fold_scalar
@@ -413,12 +413,10 @@ _used: WeakKeyDictionary[Op, frozenset[Value]] = WeakKeyDictionary()
 
 
 def _used_in(op: Op) -> frozenset[Value]:
-    """What an op and the ops in its regions have as operands."""
+    """The values that an op and its regions use."""
     found = _used.get(op)
     if found is None:
-        found = _used[op] = frozenset(
-            v for o in walk(Block((), (op,))) for v in o.operands
-        )
+        found = _used[op] = frozenset(used_values(Block((), (op,))))
     return found
 
 

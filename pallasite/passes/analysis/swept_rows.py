@@ -14,7 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from pallasite.ir.nodes import Access, Block, Gather, Index, Op, Span, Value, walk
+from pallasite.ir.nodes import (
+    Access,
+    Block,
+    Gather,
+    Index,
+    Op,
+    Span,
+    Value,
+    full_index,
+)
+from pallasite.ir.rewrite import used_values
 from pallasite.ir.roles import Cond, Loop
 from pallasite.ir.types import TileType
 from pallasite.passes.analysis.affine import fold_columns
@@ -53,7 +63,7 @@ def rows_seen(op: Op, known: Mapping[Value, Column]) -> tuple[Any, int] | None:
 
 def is_whole_rows(index: Index, shape: Sequence[int]) -> bool:
     """Whether an index selects all that its rows have."""
-    return all(e == Span(0, n) for e, n in zip(index[1:], shape[1:], strict=True))
+    return index[1:] == full_index(tuple(shape[1:]))
 
 
 def sweep(
@@ -118,8 +128,7 @@ class _Sweep:
         if op.name == "cond" and not refs:
             return self.branches(op, runs)
         if op.regions:
-            inside = (v for r in op.regions for o in walk(r) for v in o.operands)
-            return not refs and not any(v in self.views for v in inside)
+            return not any(v in self.views for v in used_values(Block((), (op,))))
         if refs:
             return self.access(op, runs)
         self.compute(op)
@@ -190,9 +199,7 @@ class _Sweep:
         masked: bool,
     ) -> bool:
         if self.views[ref] is not None:  # of a view: all of its rows, or some
-            covers = not masked and all(
-                e == Span(0, n) for e, n in zip(index, ref.ref.shape, strict=True)
-            )
+            covers = not masked and index == full_index(ref.ref.shape)
             return (is_store and not covers) or self.note_all(ref, runs, is_store)
         place = rows_at(index, operands, self.shape, self.known)
         if is_store and (

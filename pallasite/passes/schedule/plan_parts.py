@@ -123,27 +123,30 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
     if not isinstance(chip, Gpu | Host) or _cores(chip) < 2:
         return Plan()
     found = _of_axes(kernel, chip)
-    if found.program is None and _is_long_and_idle(kernel := run(kernel), chip):
+    if found.program is None and _is_long(kernel := run(kernel), chip):
+        programs = _programs(kernel, chip)
+        if not _is_idle(kernel, chip, programs):
+            return found
         stepped = reductions_in_steps(kernel)
         of_steps = Plan() if stepped is kernel else _of_steps(stepped, chip)
         if of_steps.program is not None:
             return of_steps
-        found = _apart(kernel, chip) or found
+        found = _apart(kernel, chip, programs) or found
         if found.program is None and stepped is kernel:
-            return replace(found, serial=found.serial or _undivided(kernel, chip))
+            serial = found.serial or _undivided(kernel, chip, programs)
+            return replace(found, serial=serial)
     return found
 
 
-def _undivided(kernel: Kernel, chip: Gpu | Host) -> Serial | None:
+def _undivided(kernel: Kernel, chip: Gpu | Host, programs: int) -> Serial | None:
     """That a kernel has few programs, if that is worth a warning."""
-    programs = _programs(kernel, chip)
     if _cores(chip) < IDLE * programs or not _is_wasteful(kernel, chip, programs):
         return None
     of = "one program does" if programs == 1 else f"{programs} programs do"
     return Serial(None, f"what {of} cannot be divided", None)
 
 
-def _apart(kernel: Kernel, chip: Gpu | Host) -> Plan | None:
+def _apart(kernel: Kernel, chip: Gpu | Host, programs: int) -> Plan | None:
     """What depends on a reduction as a kernel of its own, if that is faster."""
     cut = first_reduction(kernel)
     if cut is None:
@@ -160,7 +163,7 @@ def _apart(kernel: Kernel, chip: Gpu | Host) -> Plan | None:
             program = program.with_step(n, inner, count)
     after = _overhead(chip, len(program.kernels) - 1)
     after += sum(seconds(k, chip, _programs(run(k), chip)) for k in program.kernels)
-    if seconds(kernel, chip, _programs(kernel, chip)) < GAIN * after:
+    if seconds(kernel, chip, programs) < GAIN * after:
         return None
     return Plan(program, "what depends on a reduction is a kernel of its own")
 
@@ -204,8 +207,8 @@ def _is_unordered(kernel: Kernel) -> bool:
     return only_merges(kernel) or last_writers(kernel) is not None
 
 
-def _is_long_and_idle(kernel: Kernel, chip: Gpu | Host) -> bool:
-    """Whether a kernel takes long on few cores, however its blocks are divided."""
+def _is_long(kernel: Kernel, chip: Gpu | Host) -> bool:
+    """Whether a kernel of parallel programs takes long on few cores."""
     pipelines = [op for op in kernel.body.ops if op.name == "pipeline"]
     if kernel.level != TILE or len(pipelines) != 1:
         return False
@@ -215,11 +218,13 @@ def _is_long_and_idle(kernel: Kernel, chip: Gpu | Host) -> bool:
     programs = prod(info.axes[a].size or 1 for a in info.parallel)
     if programs >= _cores(chip):
         return False
-    if seconds(kernel, chip, programs) < GAIN * _overhead(chip, 2):
-        return False
-    if isinstance(chip, Gpu) and _only_adds(kernel):
-        return not _divides_well(kernel, chip)
-    return _programs(kernel, chip) < _cores(chip)
+    return seconds(kernel, chip, programs) >= GAIN * _overhead(chip, 2)
+
+
+def _is_idle(kernel: Kernel, chip: Gpu | Host, programs: int) -> bool:
+    """Whether a kernel leaves cores idle though its blocks are divided."""
+    enough = ENOUGH if isinstance(chip, Gpu) and _only_adds(kernel) else 1
+    return programs < enough * _cores(chip)
 
 
 def _programs(kernel: Kernel, chip: Gpu | Host) -> int:
