@@ -21,6 +21,7 @@ from pallasite.backends.base import (
     stored_launch,
 )
 from pallasite.backends.cuda import emit, nvrtc
+from pallasite.backends.cuda.ampere import in_registers
 from pallasite.backends.cuda.authored import (
     all_at_once,
     one_role,
@@ -149,6 +150,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("scale_after_max", scale_after_max),
         Pass("before_waits", before_waits),
+        Pass("in_registers", in_registers),
         Pass("specialize", partial(specialize, chip=chip)),
         Pass("one_role", partial(one_role, chip=chip)),
         Pass("share_core", partial(share_core, chip=chip)),
