@@ -174,6 +174,13 @@ def _meets_devices(pipeline: Op) -> bool:
     return of_gpu and any(op.name == "sem_signal_device" for op in ops)
 
 
+def is_group_load(op: Op) -> bool:
+    """Whether an op is a copy to shared memory without a barrier."""
+    if op.name != "copy_start" or len(op.operands) != 2:
+        return False
+    return [v.ref.space for v in op.operands] == ["gmem", "smem"]
+
+
 def is_of_warpgroups(op: Op) -> bool:
     """Whether only kernels of warpgroups have an op."""
     if op.name == "alloc":

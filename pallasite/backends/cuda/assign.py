@@ -200,6 +200,10 @@ def _added(op: Op) -> Iterator[tuple[Value, Value]]:
     yield op.operands[0], op.result
 
 
+def _summed(op: Op) -> Iterator[tuple[Value, Value]]:
+    yield op.operands[2], op.result
+
+
 def _waited(op: Op) -> Iterator[tuple[Value, Value]]:
     yield from zip(op.operands, op.results, strict=True)
 
@@ -208,6 +212,7 @@ _CONTROL: dict[str, Callable[[Op], Iterator[tuple[Value, Value]]]] = {
     "for": _carried,
     "while": _repeated,
     "cond": _chosen,
+    "dot_add": _summed,
     "wgmma": _added,
     "wgmma_wait": _waited,
 }
