@@ -30,12 +30,7 @@ from pallasite.passes.analysis.grid import (
     with_pipeline,
 )
 from pallasite.passes.analysis.intervals import Facts
-from pallasite.passes.analysis.memory import (
-    MAIN_MEMORY,
-    Roots,
-    accesses_of,
-    read_refs,
-)
+from pallasite.passes.analysis.memory import MAIN_MEMORY, Roots, accesses_of, read_refs
 from pallasite.passes.analysis.step_facts import LAST, MIDDLE, facts_of_steps
 from pallasite.passes.schedule.split_axis import Program, Result, Step
 
