@@ -202,7 +202,6 @@ class _Search(Maxima):
         self.counted: dict[Value, Value] = {}
         self.each = False
         self.idle = set[Op]()
-        self.dry = 0
 
     def result(self) -> AxisState:
         self.check_effects()
