@@ -57,6 +57,7 @@ from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.exact_factors import exact_factors
 from pallasite.passes.normal.loop_steps import loop_steps
+from pallasite.passes.normal.order import order
 from pallasite.passes.normal.replicated import replicated
 from pallasite.passes.normal.results_in_scratch import results_in_scratch
 from pallasite.passes.normal.sums_of_products import sums_of_products
@@ -113,6 +114,8 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("own_inputs", own_inputs),
         Pass("matrix_units", write_out),
         Pass("split_accesses", split_accesses),
+        # A ring's slot is taken from where a tile is loaded on.
+        Pass("order", order, if_changed=True),
         Pass("sums_of_products", sums_of_products),
         Pass("added_products", added_products),
         Pass("exact_factors", exact_factors),
