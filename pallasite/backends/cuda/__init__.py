@@ -40,6 +40,7 @@ from pallasite.backends.cuda.products import (
 )
 from pallasite.backends.cuda.repack import factors_before, forms_of, repack
 from pallasite.backends.cuda.rows_out import rows_out
+from pallasite.backends.cuda.scaled_operands import is_scaled, scaled_operands
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.streams import streams
 from pallasite.backends.cuda.turned import turn_tiles
@@ -104,7 +105,8 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
     same = batch_invariant
     whole = partial(whole_rows, chip=chip, endless=same)
-    blocks = partial(for_gpu, chip=chip, tiles=TILES, batch_invariant=same)
+    choose = partial(for_gpu, chip=chip, tiles=TILES, batch_invariant=same)
+    blocks = lambda kernel: kernel if is_scaled(kernel, chip) else choose(kernel)
     return (
         Pass("untransposed", untransposed),
         Pass("whole_rows", whole),
@@ -141,6 +143,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("fewer_dims", fewer_dims),
         Pass("rows_out", rows_out),
         Pass("repack", partial(repack, chip=chip, always=same)),
+        Pass("scaled_operands", partial(scaled_operands, chip=chip)),
         Pass("overlap", overlap),
         Pass("unmasked_loops", partial(unmasked_loops, least=MASK_ELEMENTS)),
         Pass("canonicalize", canonicalize, if_changed=True),
