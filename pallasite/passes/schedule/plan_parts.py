@@ -69,11 +69,15 @@ IDLE = 8  # how many times more cores than programs are worth one
 
 @dataclass(frozen=True)
 class Serial:
-    """Why an axis, or all of a kernel, runs in order although cores are idle."""
+    """Why an axis, or all of a kernel, runs in order although cores are idle.
+
+    `asked`: because its semantics say so, as an author's or those of a derivative.
+    """
 
     axis: int | None
     reason: str
     loc: Loc | None
+    asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -254,11 +258,12 @@ def _of_steps(kernel: Kernel, chip: Gpu | Host) -> Plan:
         return Plan()
     if isinstance(chip, Gpu) and _divides_well(kernel, chip):
         return Plan()
-    serial = best = None
+    serial = best = asked = None
     for axis in info.sequential:
         if (info.axes[axis].size or 0) < 2:
             continue
         if Pipeline.of(find_pipeline(kernel)).semantics[axis] == "sequential":
+            asked = _asked(info, axis) if isinstance(chip, Gpu) else None
             continue
         of, state = kernel, state_along(kernel, axis, info)
         if state.reason:
@@ -280,9 +285,17 @@ def _of_steps(kernel: Kernel, chip: Gpu | Host) -> Plan:
     unordered = _in_any_order(kernel, info, chip, programs)
     if unordered is not None or best is not None:
         return unordered or best or Plan()
+    serial = serial or asked
     if serial is not None and _is_wasteful(kernel, chip, programs):
         return Plan(serial=serial)
     return Plan()
+
+
+def _asked(info: GridInfo, axis: int) -> Serial:
+    """That semantics forbid an axis to be split."""
+    moves = (m for m in info.windows if m.written and axis not in m.own)
+    names = " and ".join(dict.fromkeys(m.name for m in moves)) or "scratch"
+    return Serial(axis, f"its steps may change the same part of {names}", None, True)
 
 
 def _in_more_parts(found: Plan, kernel: Kernel, chip: Gpu | Host) -> Plan:
