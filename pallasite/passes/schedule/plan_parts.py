@@ -27,6 +27,7 @@ from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.run import run
 from pallasite.passes.schedule.commuting_steps import (
     commuting_steps,
+    first_stores,
     in_any_order,
     starts_apart,
 )
@@ -256,6 +257,11 @@ def _of_steps(kernel: Kernel, chip: Gpu | Host) -> Plan:
     uneven = isinstance(chip, Gpu) and programs < FEW * cores and _is_uneven(kernel)
     if programs >= cores and not uneven:
         return Plan()
+    if isinstance(chip, Gpu) and names_places(kernel):
+        places = last_writers(kernel, info) or commuting_steps(kernel, info)
+        found = None if places else _by_block(kernel, info, chip, programs)
+        if found is not None and found.parts * programs >= cores:
+            return found
     if isinstance(chip, Gpu) and _divides_well(kernel, chip):
         return Plan()
     serial = best = asked = None
@@ -337,13 +343,19 @@ def _in_any_order(
 
 
 def _by_block(kernel: Kernel, info: GridInfo, chip: Gpu, programs: int) -> Plan | None:
-    """The steps of each block in a program of its own, if that is faster."""
-    found = steps_by_block(kernel, info)
+    """The steps of each block in a program of its own, if that is faster; after what
+    the first step stores to whole results."""
+    found, starts = steps_by_block(kernel, info), None
+    if found is None and (starts := first_stores(kernel, info)) is not None:
+        found = steps_by_block(starts.kernels[1])
     if found is None:
         return None
     program, typical = by_block(found)
     busy = programs * min(found.blocks, found.steps)
     after = _overhead(chip, SORTING) + seconds(typical, chip, busy)
+    if starts is not None:
+        program = starts.with_step(1, program, len(kernel.inputs))
+        after += seconds(program.kernels[0], chip, _cores(chip))
     if seconds(kernel, chip, programs) < GAIN * after:
         return None
     names = ", ".join(f"i{a}" for a in found.axes)
