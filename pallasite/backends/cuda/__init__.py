@@ -45,6 +45,7 @@ from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.streams import streams
 from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.ir.nodes import Op
+from pallasite.passes.lower.filled_slots import filled_slots
 from pallasite.passes.lower.legalize import legalize
 from pallasite.passes.lower.matrix_units import write_out
 from pallasite.passes.lower.own_inputs import own_inputs, own_results
@@ -108,6 +109,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
     whole = partial(whole_rows, chip=chip, endless=same)
     blocks = partial(for_gpu, chip=chip, tiles=TILES, batch_invariant=same)
     return (
+        Pass("filled_slots", filled_slots),
         Pass("untransposed", untransposed),
         Pass("whole_rows", whole),
         Pass("own_inputs", own_inputs),

@@ -32,6 +32,7 @@ from pallasite.backends.triton.prints import WORDS, reader, sites_of
 from pallasite.backends.triton.reload_operands import reload_operands
 from pallasite.backends.triton.schedule import check_types, is_native
 from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.lower.filled_slots import filled_slots
 from pallasite.passes.lower.legalize import legalize
 from pallasite.passes.lower.matrix_units import write_out
 from pallasite.passes.lower.own_inputs import own_inputs, own_results
@@ -110,6 +111,7 @@ class TritonBackend:
         whole = partial(whole_rows, chip=chip, endless=same)
         rows = () if tuned else (Pass("whole_rows", whole),)
         return (
+            Pass("filled_slots", filled_slots),
             *rows,
             Pass("check_types", partial(check_types, chip=chip)),
             Pass("own_inputs", own_inputs),
