@@ -22,6 +22,7 @@ from pallasite.backends.base import (
 )
 from pallasite.backends.cuda import emit, nvrtc
 from pallasite.backends.cuda.ampere import in_registers
+from pallasite.backends.cuda.author_text import without_references
 from pallasite.backends.cuda.authored import (
     all_at_once,
     one_role,
@@ -131,6 +132,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
         Pass("plain_copies", plain_copies),
+        Pass("without_references", without_references),
         Pass("stores_at_once", stores_at_once),
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
         Pass("row_strips", partial(row_strips, most_bytes=STRIP_BYTES)),
