@@ -181,7 +181,7 @@ class _Slots:
         """Whether another iteration can compute what this one does for itself."""
         op = self.made.get(value)
         if op is None:
-            params = ring.loop.body.params[1:]
+            params = ring.loop.carried
             nested = (p for o in ring.inside for r in o.regions for p in r.params)
             return value not in params and value not in set(nested)
         if op not in ring.inside:
