@@ -337,12 +337,29 @@ def _lower_program(
     launches = [choose(part, platform, exporting, chip).launch for part in parts]
     if None in launches:
         return None
-    for launch in filter(None, launches):
+    found = list(filter(None, launches))
+    for launch in found:
         _check_export(launch, call.kernel)
     record = _recorded.get()
     if record is not None:
         record += [part for part in parts if part not in record]
-    return lower_program(program, launches, ctx, *operands)
+    return lower_program(program, _runs_of(program, found), ctx, *operands)
+
+
+def _runs_of(
+    program: "Program", launches: Sequence[base.Launch]
+) -> list[base.Launch | Callable[..., Any]]:
+    """What runs each step: the launches of kernels, and functions that XLA computes."""
+    from pallasite.emulation.step_order import ordered
+    from pallasite.passes.schedule.split_axis import Step
+
+    rest = iter(launches)
+    return [
+        next(rest)
+        if isinstance(step, Step)
+        else ordered(step.number, step.sizes, step.count)
+        for step in program.steps
+    ]
 
 
 def warn_serial(kernel: Kernel, serial: "Serial") -> None:

@@ -18,7 +18,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from pallasite.autodiff.backward_windows import IndexCode, block_count, only
+from pallasite.autodiff.backward_windows import block_count, only
 from pallasite.autodiff.step_order import Sorting
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder, access_operands
@@ -38,6 +38,7 @@ from pallasite.ir.nodes import (
 )
 from pallasite.ir.rewrite import Rewriter, clone, map_ops, producers_of, used_values
 from pallasite.ir.roles import Cond, Loop, number_of
+from pallasite.passes.analysis.index_code import IndexCode
 from pallasite.passes.lower.per_program import Program, main_refs
 
 MOST_STEPS = 1 << 24  # that are sorted

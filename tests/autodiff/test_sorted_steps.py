@@ -12,7 +12,7 @@ from pallasite import config
 from pallasite import tpu as pltpu
 from pallasite.autodiff import backward
 from pallasite.autodiff.explain_grad import chosen_plan, full_plan
-from pallasite.autodiff.step_order import sorted_by
+from pallasite.emulation.step_order import sorted_by
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.run import run as shared_passes

@@ -124,12 +124,13 @@ def narrow_steps(kernel: Kernel, chip: Gpu) -> Kernel:
 
 
 def _summed_in_loops(kernel: Kernel, chip: Gpu) -> Kernel:
-    """Loops over parts of what is reduced, where its tiles exceed all registers."""
+    """Loops over parts of what is reduced or scanned, where its tiles exceed all
+    registers."""
     blocks = blocks_of(kernel)
     if blocks is None or largest(blocks, {}) < chip.registers:
         return kernel
     most = min(2 * TILE_ELEMENTS, chip.registers // 2)
-    reduced = (dim for dim in blocks.found.dims if dim.reduces)
+    reduced = (dim for dim in blocks.found.dims if dim.reduces or dim.scans)
     for dim in sorted(reduced, key=lambda d: is_last(blocks, d)):
         parts = range(2, min(dim.size, MOST_PARTS) + 1)
         sizes = [dim.size // n for n in parts if dim.size % n == 0] or [dim.size]

@@ -47,6 +47,7 @@ from pallasite.passes.schedule.split_axis import (
     split,
 )
 from pallasite.passes.schedule.states_in_scratch import states_in_scratch
+from pallasite.passes.schedule.steps_by_block import by_block, steps_by_block
 from pallasite.passes.schedule.summed_states import summed_states
 from pallasite.passes.schedule.whole_rows import ENOUGH, whole_rows
 from pallasite.target import Chip, Gpu, Host, Machine, chips
@@ -61,6 +62,7 @@ MANY_LAUNCHES = 80
 GAIN_OF_EVEN, FEW = 1.15, 4
 SMALL_BYTES = 1 << 22  # of states, for which any number of parts may have their own
 SOONER = 0.9  # fewer parts are chosen if that saves a tenth
+SORTING = 10  # launches that sorting steps takes as long as
 SERIAL_SECONDS = 5e-4  # of a kernel whose idle cores are worth a warning
 IDLE = 8  # how many times more cores than programs are worth one
 
@@ -179,7 +181,7 @@ def _of_axes(kernel: Kernel, chip: Gpu | Host) -> Plan:
     kernel = run(kernel)
     if unordered:
         made = loop_axes(kernel, _is_unordered)
-        kernel = made if merges or last_writers(made) is not None else kernel
+        kernel = made if merges or _at_places(made) else kernel
         if not any(_long_axes(kernel)):
             return _after_starts(kernel, chip)
     if isinstance(chip, Gpu):
@@ -204,7 +206,13 @@ def _after_starts(kernel: Kernel, chip: Gpu | Host) -> Plan:
 
 
 def _is_unordered(kernel: Kernel) -> bool:
-    return only_merges(kernel) or last_writers(kernel) is not None
+    return only_merges(kernel) or _at_places(kernel)
+
+
+def _at_places(kernel: Kernel) -> bool:
+    """Whether steps may run at once that change places which memory names."""
+    found = last_writers(kernel) is not None
+    return found or (names_places(kernel) and steps_by_block(kernel) is not None)
 
 
 def _is_long(kernel: Kernel, chip: Gpu | Host) -> bool:
@@ -304,7 +312,7 @@ def _in_any_order(
         program, kind = at_once(kernel, found), "last writers"
         what = "stores where memory says: its steps run at once, the last one stores"
     else:
-        return None
+        return _by_block(kernel, info, chip, programs)
     known = prod(info.axes[a].size or UNKNOWN_ROUNDS for a in found.axes)
     after = _overhead(chip, len(program.kernels) - 1)
     after += sum(seconds(k, chip, programs * known) for k in program.kernels)
@@ -313,6 +321,21 @@ def _in_any_order(
     names = ", ".join(f"i{a}" for a in found.axes)
     why = f"{names} ({known} steps) {what}"
     return Plan(program, why, found.axes[0], known, kind)
+
+
+def _by_block(kernel: Kernel, info: GridInfo, chip: Gpu, programs: int) -> Plan | None:
+    """The steps of each block in a program of its own, if that is faster."""
+    found = steps_by_block(kernel, info)
+    if found is None:
+        return None
+    program, typical = by_block(found)
+    busy = programs * min(found.blocks, found.steps)
+    after = _overhead(chip, SORTING) + seconds(typical, chip, busy)
+    if seconds(kernel, chip, programs) < GAIN * after:
+        return None
+    names = ", ".join(f"i{a}" for a in found.axes)
+    why = f"the steps of {names} are sorted by the block that they see"
+    return Plan(program, why, found.axes[0], found.blocks, "steps by block")
 
 
 def _cores(chip: Chip | Host | None) -> int:
