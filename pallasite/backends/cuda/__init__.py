@@ -22,6 +22,7 @@ from pallasite.backends.base import (
 )
 from pallasite.backends.cuda import emit, nvrtc
 from pallasite.backends.cuda.ampere import in_registers
+from pallasite.backends.cuda.author_text import without_references
 from pallasite.backends.cuda.authored import (
     all_at_once,
     one_role,
@@ -45,6 +46,7 @@ from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.streams import streams
 from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.ir.nodes import Op
+from pallasite.passes.lower.filled_slots import filled_slots
 from pallasite.passes.lower.legalize import legalize
 from pallasite.passes.lower.matrix_units import write_out
 from pallasite.passes.lower.own_inputs import own_inputs, own_results
@@ -108,6 +110,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
     whole = partial(whole_rows, chip=chip, endless=same)
     blocks = partial(for_gpu, chip=chip, tiles=TILES, batch_invariant=same)
     return (
+        Pass("filled_slots", filled_slots),
         Pass("untransposed", untransposed),
         Pass("whole_rows", whole),
         Pass("own_inputs", own_inputs),
@@ -129,6 +132,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
         Pass("plain_copies", plain_copies),
+        Pass("without_references", without_references),
         Pass("stores_at_once", stores_at_once),
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
         Pass("row_strips", partial(row_strips, most_bytes=STRIP_BYTES)),

@@ -16,6 +16,7 @@ from typing import Any
 
 from pallasite.backends.cuda import (
     ampere,
+    author_text,
     clusters,
     explicit,
     functions,
@@ -441,6 +442,7 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
     **shared.RULES,
     **explicit.RULES,
     **ampere.RULES,
+    **author_text.RULES,
     **role_code.RULES,
     **clusters.RULES,
     **semaphores.RULES,
