@@ -17,6 +17,9 @@ from pallasite.calls.emit_pipeline import emit_pipeline as emit_pipeline
 from pallasite.calls.emit_pipeline import (
     emit_pipeline_with_allocations as emit_pipeline_with_allocations,
 )
+from pallasite.calls.emit_pipeline import (
+    emit_pipeline_with_async_prefetch as emit_pipeline_with_async_prefetch,
+)
 from pallasite.calls.mesh import TensorCoreMesh as TensorCoreMesh
 from pallasite.calls.mesh import create_tensorcore_mesh as create_tensorcore_mesh
 from pallasite.checking import InterpretParams as InterpretParams
@@ -281,7 +284,5 @@ __getattr__ = missing.names(
         ),
         "core": "that is upstream's own code; all names of pltpu are in pallasite.tpu",
         "dma_semaphore": "pltpu.SemaphoreType.DMA is the type of such a semaphore",
-        "emit_pipeline_with_async_prefetch": "use pltpu.emit_pipeline, and start "
-        "later copies with pltpu.async_copy",
     },
 )

@@ -2,7 +2,6 @@
 
 import functools
 
-from pallasite.autodiff.adjoining_loops import merge_adjoining
 from pallasite.autodiff.flat_loops import flat_loops
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.reverse_activity import facts_of
@@ -55,7 +54,7 @@ def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
         # A mask of a loaded tile would be a mask of its cotangent, after a matmul.
         kernel = fewer_rows(edge_fills(kernel))
     program = in_phases(program_of(kernel))
-    return kernel, flat_loops(started_sums(merge_adjoining(program)))
+    return kernel, flat_loops(started_sums(program))
 
 
 def _has_derivative(op: Op) -> bool:

@@ -117,6 +117,8 @@ class BufferedRef(BufferedRefBase):
             have started and completed, and how many copies out. A block's slot is that
             count modulo the number of slots.
         sem_recvs, sem_sends: one DMA semaphore per slot and direction.
+        prefetched_count, await_prefetch, output_wait_read_only: as given; the default
+            copies fetch every block, and wait until each is written.
     """
 
     _spec: BlockSpec = field(metadata=_STATIC)
@@ -135,6 +137,9 @@ class BufferedRef(BufferedRefBase):
     tiling: Any = field(metadata=_STATIC)
     is_trivial_windowing: bool = field(default=False, metadata=_STATIC)
     has_allocated_buffer: bool = field(default=False, metadata=_STATIC)
+    prefetched_count: int = field(default=0, metadata=_STATIC)
+    await_prefetch: bool = field(default=False, metadata=_STATIC)
+    output_wait_read_only: bool = field(default=False, metadata=_STATIC)
 
     # --- creation ---
 
@@ -156,6 +161,7 @@ class BufferedRef(BufferedRefBase):
         source_memory_space: Any = MemorySpace.ANY,
         tiling: Any = None,
         is_trivial_windowing: bool = False,
+        prefetched_count: int = 0,
         **ignored: Any,
     ) -> Any:
         """Blocks of `spec`, and the memory to allocate for them.
@@ -168,7 +174,8 @@ class BufferedRef(BufferedRefBase):
             source_memory_space: where the ref is; blocks in the same space need no
                 memory of their own.
             is_trivial_windowing: the block is all of `dtype_or_type`.
-            grid_rank, use_lookahead, tiling, ignored: results do not depend on them.
+            grid_rank, use_lookahead, tiling, prefetched_count, ignored: results do not
+                depend on them.
         """
         del ignored
         counts = (
@@ -202,6 +209,7 @@ class BufferedRef(BufferedRefBase):
             tiling=tiling,
             is_trivial_windowing=is_trivial_windowing,
             has_allocated_buffer=window is not None,
+            prefetched_count=prefetched_count,
         )
 
     @classmethod

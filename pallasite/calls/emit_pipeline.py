@@ -109,7 +109,17 @@ class PipelinePlan:
 
 
 class PipelineStep(tuple):
-    """The indices of one step, as a tuple and as `.index` (upstream has used both)."""
+    """The indices of one step, as a tuple and as `.index` (upstream has used both).
+
+    `local_index` counts the steps that this core has run before it.
+    """
+
+    local_index: Any
+
+    def __new__(cls, index: Sequence[Any], local_index: Any = None) -> "PipelineStep":
+        step = super().__new__(cls, index)
+        step.local_index = local_index
+        return step
 
     @property
     def index(self) -> Any:  # type: ignore[override]
@@ -217,6 +227,28 @@ def emit_pipeline_with_allocations(
         return allocations_for(refs, _as_tuple(in_specs), _as_tuple(out_specs))
 
     return pipeline, make_allocations
+
+
+def emit_pipeline_with_async_prefetch(
+    body: Callable[..., None],
+    *,
+    grid: Any,
+    in_specs: Any = (),
+    mesh: Any = None,
+    **given: Any,
+) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """A pipeline, and a function of its inputs that returns its `allocations=`.
+
+    Nothing is fetched before the pipeline runs, which fetches all blocks itself.
+    """
+    del mesh
+    pipeline = emit_pipeline(body, grid=grid, in_specs=in_specs, **given)
+
+    def run(*refs: Any, allocations: Any = None, **other: Any) -> None:
+        del allocations
+        pipeline(*refs, **other)
+
+    return run, lambda *inputs: (None,) * len(inputs)
 
 
 def _as_tuple(specs: Any) -> tuple[Any, ...]:
@@ -371,8 +403,11 @@ class _Pipeline:
         num_ids = len(self.grid) if self.explicit_indices else 0
         ids = [jax.ShapeDtypeStruct((), np.int32)] * num_ids
 
-        def arguments(flat: Sequence[Any], own: Sequence[Any]) -> tuple[Any, ...]:
-            step = [PipelineStep(flat[:num_ids])] if self.explicit_indices else []
+        def arguments(
+            flat: Sequence[Any], own: Sequence[Any], number: Any
+        ) -> tuple[Any, ...]:
+            here = PipelineStep(flat[:num_ids], number)
+            step = [here] if self.explicit_indices else []
             windows, moved = iter(flat[num_ids:]), iter(own)
             blocks: list[Any] = []
             for s in sources:
@@ -384,14 +419,15 @@ class _Pipeline:
 
         own = [(s.buffered, s.ref) for s in sources if s.buffered is not None]
         counts = [("refs", len(sources)), ("scratches", len(self.scratches))]
-        sample = arguments([*ids, *avals], [b for b, _ in own])
+        sample = arguments([*ids, *avals], [b for b, _ in own], None)
         check_signature(body, sample, {}, counts, self.at)
 
         def call(*flat: Any) -> Any:
             def run(blocks: Sequence[Any]) -> Any:
                 if self.prologue is not None:
                     self.prologue()
-                return body(*arguments(flat, blocks))
+                number = self._steps().number(flat[:num_ids]) if num_ids else None
+                return body(*arguments(flat, blocks, number))
 
             if numbers_ref is None:
                 return run(())

@@ -31,6 +31,13 @@ class Steps:
         """The indices of the step being traced."""
         return tuple(program_id(axis) for axis in range(len(self.counts)))
 
+    def number(self, ids: Sequence[Any]) -> Any:
+        """How many steps precede this one."""
+        number: Any = 0
+        for i, first, count in zip(ids, self.firsts, self.counts, strict=True):
+            number = number * count + (i - first)
+        return number
+
     def is_first(self, ids: Sequence[Any]) -> Any:
         return _all(i == first for i, first in zip(ids, self.firsts, strict=True))
 

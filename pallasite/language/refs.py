@@ -518,9 +518,13 @@ def select_ref(idx: Any, *refs: Any) -> SelectedRef:
 
 
 class AsyncCopyDescriptor:
-    """A copy between two refs: `start()` it, then `wait()` for it."""
+    """A copy between two refs: `start()` it, then `wait()` for it.
 
-    def __init__(self, src_ref: Any, dst_ref: Any, sem: Any):
+    A semaphore for reading alone (`src_sem`) is signalled when the copy has also
+    written: what waits for the earlier of the two may wait for the later.
+    """
+
+    def __init__(self, src_ref: Any, dst_ref: Any, sem: Any, src_sem: Any = None):
         for what, ref in (("source", src_ref), ("destination", dst_ref)):
             if not jaxcompat.is_ref(ref) and not isinstance(ref, SelectedRef):
                 raise KernelTypeError(
@@ -528,7 +532,15 @@ class AsyncCopyDescriptor:
                     at=user_location(),
                     fix="pass the ref, or a view of it: x_ref.at[...]",
                 )
-        self.src_ref, self.dst_ref, self.sem = src_ref, dst_ref, sem
+        if (sem is None) == (src_sem is None):
+            raise KernelTypeError(
+                "a copy within a device has one semaphore, "
+                + ("got none" if sem is None else "got both sem and src_sem"),
+                at=user_location(),
+                fix="pass sem=; who waits for it waits for the read, too",
+            )
+        self.src_ref, self.dst_ref = src_ref, dst_ref
+        self.sem = src_sem if sem is None else sem
 
     def _bind(self, action: str) -> None:
         for side in ("src_ref", "dst_ref"):
@@ -558,20 +570,33 @@ class AsyncCopyDescriptor:
     def wait(self) -> None:
         self._bind("wait")
 
-    wait_send = wait
-    wait_recv = wait
+    wait_send = wait_recv = wait_read = wait_write = wait
 
 
-def make_async_copy(src_ref: Any, dst_ref: Any, sem: Any) -> AsyncCopyDescriptor:
-    """Describe a copy from ref to ref; `.start()` starts it."""
-    return AsyncCopyDescriptor(src_ref, dst_ref, sem)
+def make_async_copy(
+    src_ref: Any, dst_ref: Any, sem: Any = None, *, src_sem: Any = None
+) -> AsyncCopyDescriptor:
+    """Describe a copy from ref to ref; `.start()` starts it.
+
+    Args:
+        src_ref, dst_ref: the ends.
+        sem: signalled when `dst_ref` is written.
+        src_sem: instead of `sem`, for code that waits only for the read.
+    """
+    return AsyncCopyDescriptor(src_ref, dst_ref, sem, src_sem)
 
 
 def async_copy(
-    src_ref: Any, dst_ref: Any, sem: Any, *, priority: int = 0, add: bool = False
+    src_ref: Any,
+    dst_ref: Any,
+    sem: Any = None,
+    *,
+    src_sem: Any = None,
+    priority: int = 0,
+    add: bool = False,
 ) -> AsyncCopyDescriptor:
     """Start a copy; call `.wait()` on the result."""
-    descriptor = make_async_copy(src_ref, dst_ref, sem)
+    descriptor = make_async_copy(src_ref, dst_ref, sem, src_sem=src_sem)
     descriptor.start(priority, add=add)
     return descriptor
 

@@ -12,10 +12,7 @@ from pallasite import tpu as pltpu
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.missing import Missing
 
-REFUSED = {
-    "core", "dma_semaphore", "emit_pipeline_with_async_prefetch", "matmul_lhs_fifo",
-    "matmul_pop_fifo",
-}  # fmt: skip
+REFUSED = {"core", "dma_semaphore", "matmul_lhs_fifo", "matmul_pop_fifo"}
 
 
 def upstream_names() -> set[str]:
@@ -43,6 +40,97 @@ def test_fields_of_upstream_settings_are_here():
         theirs = set(getattr(module, name).__dataclass_fields__)
         ours = set(getattr(pltpu, name).__dataclass_fields__)
         assert not theirs - ours, (name, theirs - ours)
+
+
+# --- copies and pipelines ---
+
+ROW = pl.BlockSpec((1, 128), lambda i, j: (i, j))
+ROWS = np.arange(6 * 256, dtype=np.float32).reshape(6, 256)
+HBM = pl.BlockSpec(memory_space=pltpu.HBM)
+MODES = pytest.mark.parametrize("mode", [False, True, pl.Checked()])
+
+
+@MODES
+def test_a_copy_whose_reader_alone_is_waited_for(mode):
+    def kernel(x_ref, o_ref, sem):
+        copy = pltpu.async_copy(x_ref, o_ref, src_sem=sem)
+        copy.wait_read()
+
+    got = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype),
+        in_specs=[HBM],
+        out_specs=HBM,
+        scratch_shapes=[pltpu.SemaphoreType.DMA],
+        interpret=mode,
+    )(ROWS)
+    np.testing.assert_array_equal(got, ROWS)
+
+
+@pytest.mark.parametrize("names, word", [((), "none"), (("sem", "src_sem"), "both")])
+def test_a_copy_has_one_semaphore(names, word):
+    def kernel(x_ref, o_ref, sem):
+        pltpu.make_async_copy(x_ref, o_ref, **dict.fromkeys(names, sem))
+
+    with pytest.raises(KernelTypeError, match=f"one semaphore, got {word}"):
+        pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype),
+            scratch_shapes=[pltpu.SemaphoreType.DMA],
+        )(ROWS)
+
+
+@MODES
+def test_a_step_knows_how_many_its_core_has_run(mode):
+    """Of rows 0 to 5, the first core runs 0 to 2; each counts from zero."""
+    mesh = pltpu.TensorCoreMesh(axis_name="core", num_cores=2)
+
+    @pl.kernel(out_type=jax.ShapeDtypeStruct((6, 256), jnp.float32), mesh=mesh,
+               interpret=mode)  # fmt: skip
+    def kernel(o_ref):
+        def body(step, o_ref):
+            assert isinstance(step, pltpu.PipelineStep) and len(step.index) == 2
+            number = 100 * step.index[0] + 10 * step.index[1] + step.local_index
+            o_ref[...] = jnp.full(o_ref.shape, number, jnp.float32)
+
+        pltpu.emit_pipeline(
+            body,
+            grid=(6, 2),
+            out_specs=[ROW],
+            core_axis_name="core",
+            dimension_semantics=(pltpu.PARALLEL, pltpu.ARBITRARY),
+            _explicit_indices=True,
+        )(o_ref)
+
+    got = np.asarray(kernel())[:, ::128]
+    expected = [[100 * i + 10 * j + (i % 3) * 2 + j for j in (0, 1)] for i in range(6)]
+    np.testing.assert_array_equal(got, expected)
+
+
+@MODES
+def test_a_pipeline_fetches_what_another_kernel_might_have_prefetched(mode):
+    mesh = pltpu.TensorCoreMesh(axis_name="core", num_cores=1)
+
+    def body(x_ref, o_ref):
+        o_ref[...] = 2 * x_ref[...]
+
+    pipeline, prefetch = pltpu.emit_pipeline_with_async_prefetch(
+        body, grid=(6, 2), in_specs=[ROW], out_specs=[ROW], mesh=mesh
+    )
+
+    @pl.kernel(out_type=jax.ShapeDtypeStruct((6, 256), jnp.float32), mesh=mesh,
+               interpret=mode)  # fmt: skip
+    def kernel(allocations, x_ref, o_ref):
+        pipeline(x_ref, o_ref, allocations=allocations)
+
+    np.testing.assert_array_equal(kernel(prefetch(ROWS), ROWS), 2 * ROWS)
+
+
+def test_a_buffered_ref_keeps_what_it_was_told():
+    spec = pl.BlockSpec((2, 128), lambda i: (i, 0))
+    made = pltpu.BufferedRef.input(spec, jnp.float32, prefetched_count=1)
+    assert (made.prefetched_count, made.await_prefetch) == (1, False)
+    assert not made.output_wait_read_only
 
 
 # --- bits as another type ---

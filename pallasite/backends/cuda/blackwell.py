@@ -43,6 +43,11 @@ TENSORS: dict[str, str] = {
         '  asm volatile("tcgen05.dealloc.cta_group::%2.sync.aligned.b32 %0, %1;"'
         ' :: "r"(at), "n"(COLUMNS), "n"(GROUP) : "memory");\n}\n'
     ),
+    # `threadIdx.x`, read anew: kept through all roles, it would be spilled.
+    "this_thread": (
+        "DEVICE u32 this_thread() "
+        '{ u32 x; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x)); return x; }\n'
+    ),
     # Rows of SWIZZLE bytes, as in `operand`; version 1 of such descriptors.
     "tensor_operand": (
         "template <int SWIZZLE> DEVICE u64 tensor_operand(u32 at, u32 apart) {\n"
@@ -113,15 +118,24 @@ def product_name(dtype: str, group: int, in_tensor_memory: bool) -> str:
 
 
 def product(dtype: str, group: int, in_tensor_memory: bool) -> str:
-    """A `tcgen05.mma`: accumulates into `d`, or overwrites it where `more` is 0."""
+    """A `tcgen05.mma`: accumulates into `d`, or overwrites it where `more` is 0.
+
+    Its operands are `A` and `B` further than `a` and `b`. The sums are made where
+    they are used: those before a loop would take many registers of one thread.
+    """
     name, kind = product_name(dtype, group, in_tensor_memory), KINDS[dtype][0]
-    left = ("u32 a", "[%1]", "r") if in_tensor_memory else ("u64 a", "%1", "l")
+    left = ("32", "[a]", "r") if in_tensor_memory else ("64", "a", "l")
     return (
-        f"DEVICE void {name}(u32 d, {left[0]}, u64 b, u32 how, int more) {{\n"
-        '  asm volatile("{\\n.reg .pred p;\\nsetp.ne.b32 p, %4, 0;\\n"\n'
-        f'    "tcgen05.mma.cta_group::{group}.kind::{kind} [%0], {left[1]}, %2, %3, p;'
+        f"template <int A, int B> DEVICE void {name}(u32 d, u{left[0]} a, u64 b, "
+        "u32 how, int more) {\n"
+        '  asm volatile("{\\n.reg .pred p;\\n'
+        f'.reg .b{left[0]} a;\\n.reg .b64 b;\\n"\n'
+        f'    "setp.ne.b32 p, %4, 0;\\nadd.s{left[0]} a, %1, %5;\\n'
+        'add.s64 b, %2, %6;\\n"\n'
+        f'    "tcgen05.mma.cta_group::{group}.kind::{kind} [%0], {left[1]}, b, %3, p;'
         '\\n}"\n'
-        f'    :: "r"(d), "{left[2]}"(a), "l"(b), "r"(how), "r"(more) : "memory");\n}}\n'
+        f'    :: "r"(d), "{left[2]}"(a), "l"(b), "r"(how), "r"(more), "n"(A), "n"(B) '
+        ': "memory");\n}\n'
     )
 
 

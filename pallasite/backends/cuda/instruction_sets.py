@@ -96,7 +96,7 @@ BLACKWELL = InstructionSet(
     "sm_100", "sm_100a", "tensor_mma", 128, 16, 16, (*_FLOATS, "i8", "f32"),
     (*_FLOATS, "i8"), _HALVES,
     tensor_columns=512,
-    registers={(1, 1): None, (2, 1): (40, 232), (3, 1): (32, 160)},
+    registers={(1, 1): None, (2, 1): (56, 224), (3, 1): (56, 152)},
 )  # fmt: skip
 # ptxas has no matmul of integers for these chips.
 BLACKWELL_ULTRA = InstructionSet(

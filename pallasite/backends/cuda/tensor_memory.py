@@ -144,7 +144,7 @@ class TensorMemory(Semaphores):
         self.out.line("blocks_meet();" if self.group == PAIR else "__syncthreads();")
         self.out.line("tensor_after();")
         how = f"{self.group}, {self.held_columns}"
-        self.out.line(f"if (threadIdx.x / 32 == 0) tensor_free<{how}>(tensors);")
+        self.out.line(f"if (this_thread() / 32 == 0) tensor_free<{how}>(tensors);")
 
     def lane_and_column(self, op: Op, view: View) -> str:
         """The address of a part of tensor memory."""
@@ -260,15 +260,15 @@ class TensorMemory(Semaphores):
             more = self.env[mma.adds].name
             for k, block in each_of(range(steps), range(blocks)):
                 if in_tensor_memory:  # 32 bytes are 8 columns
-                    from_ = f"{a} + {block * steps * 8 + k * 8}"
+                    from_ = block * steps * 8 + k * 8
                 else:
-                    offset = self.step_offset(self.rings[lhs], left, k, step)
-                    offset += block * self.block_bytes(self.rings[lhs], left)
-                    from_ = f"{a} + {offset >> 4}"
-                with_ = f"{b} + {self.step_offset(right_ring, right, k, step) >> 4}"
+                    from_ = self.step_offset(self.rings[lhs], left, k, step) >> 4
+                    from_ += block * self.block_bytes(self.rings[lhs], left) >> 4
+                with_ = self.step_offset(right_ring, right, k, step) >> 4
                 flag = more if k == 0 else "1"
                 there = f"{to} + {block * columns}" if block else to
-                self.out.line(f"{name}({there}, {from_}, {with_}, {how}u, {flag});")
+                call = f"{name}<{from_}, {with_}>"
+                self.out.line(f"{call}({there}, {a}, {b}, {how}u, {flag});")
 
     def block_bytes(self, ring: Ring, contract: int) -> int:
         """From the rows of one instruction to those of the next."""

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from pallasite.backends import base
-from pallasite.backends.cuda import blackwell, emit, functions, hopper
+from pallasite.backends.cuda import ampere, blackwell, emit, functions, hopper
 from pallasite.backends.cuda.repack import forms_of
 from pallasite.ir.nodes import Kernel
 from pallasite.passes.lower.own_inputs import own_inputs
@@ -63,6 +63,8 @@ OWN = {
         )
         for name in ("get", "get_once", "put_once")
     },
+    **dict.fromkeys(ampere.FUNCTIONS, ""),
+    "bytes_together": ampere.FUNCTIONS["bytes_together"],
     **dict.fromkeys(hopper.BARRIERS, ""),
     **dict.fromkeys(hopper.CLUSTERS, ""),
     **dict.fromkeys(hopper.SEMAPHORES, ""),
@@ -253,6 +255,7 @@ def _library(text: str, name: str, count: int, folder: Path, optimise: str) -> P
         r"DEVICE void product_(\w+)\(.*?\n}\n", _own_product, text, flags=re.S
     )
     text = re.sub(
+        r"(?:template <int A, int B> )?"
         r"DEVICE void tensor_(product|load|store)_(\w+)\(.*?\n}\n",
         _own_tensor,
         text,
@@ -329,7 +332,9 @@ def _own_tensor(found: re.Match[str]) -> str:
         is_tensor = where == "tensor"
         params = f"u32 d, {'u32' if is_tensor else 'u64'} a, u64 b, u32 how, int more"
         numbers = f"{TENSOR_KINDS.index(kind)}, {group}, {str(is_tensor).lower()}"
-        how, args = "multiply", f"{numbers}, d, a, b, how, more"
+        call = f"host::tensor_multiply({numbers}, d, a + A, b + B, how, more)"
+        name = f"tensor_{found[1]}_{rest}"
+        return f"template <int A, int B> void {name}({params}) {{ {call}; }}\n"
     call = f"host::tensor_{how}({args})"
     return f"DEVICE void tensor_{found[1]}_{rest}({params}) {{ {call}; }}\n"
 

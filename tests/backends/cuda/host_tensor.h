@@ -22,6 +22,7 @@ template <int GROUP, int COLUMNS> void tensor_free(u32 at) {
 }
 template <int GROUP> void tensor_commit(u32 barrier) { host::tensor_commit(barrier, 0); }
 inline void tensor_commit_to(u32 barrier, u32 to) { host::tensor_commit(barrier, to); }
+inline u32 this_thread() { return threadIdx.x; }
 void tensor_stored();
 void tensor_loaded();
 void tensor_before();

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import config
 from pallasite.backends import base, cuda
 from pallasite.backends.cuda import nvrtc
 from pallasite.errors import UnsupportedError
@@ -23,7 +24,7 @@ from pallasite.ir.nodes import walk
 from pallasite.ir.parse import parse_kernel
 from pallasite.target import GPUS
 from pallasite.target.chip import Memory
-from tests.backends.cuda import host, kernels
+from tests.backends.cuda import host, kernels, prove_all
 from tests.backends.cuda.kernels import bf16, f32
 from tests.backends.cuda.test_host import gradients
 from tests.xla import pull_back
@@ -409,6 +410,28 @@ def test_it_is_compiled(chip, code, monkeypatch):
     call, x, y, _ = product(dict(m=512, n=512, k=512, block=(128, 256, 64)))
     made = base.Compiled(base.get("cuda"), kernel_of(call, x, y), base.Options())
     assert f".target {code}" in made["ptx"] and "tcgen05.mma" in made["ptx"]
+    if "Used" in made["ptxas"]:
+        assert " 0 bytes spill stores" in made["ptxas"]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "name", ["attention, sinks and a soft cap", "attention f16, bias"]
+)
+def test_the_thread_that_multiplies_has_enough_registers(name, monkeypatch):
+    """Nothing of what it is told is kept from before its loops, or for after them."""
+    chip = GPUS["b200"]
+    monkeypatch.setattr(cuda, "_chip", lambda options: chip)
+    with config.override(target="b200", verify=False):
+        ((kernel, options),) = prove_all.kernels_of(*prove_all.subject("library", name))
+    made = base.Compiled(base.get("cuda"), kernel, replace(options, chip=chip))
+    body = made["cuda"][made["cuda"].index('extern "C"') :]
+    # Steps of 32 bytes, in units of 16, are parts of instructions.
+    assert re.search(r"tensor_product_f16_1_shared<2, 2>\(", body)
+    assert not re.search(r"tensor_product_\w+<\d+, \d+>\([^;]*, o\d+ \+", body)
+    freed = body[body.index("tensor_free") - 60 : body.index("tensor_free")]
+    assert "this_thread() / 32 == 0" in freed and "threadIdx" not in freed
+    assert "setmaxnreg.dec.sync.aligned.u32 56" in made["ptx"]
     if "Used" in made["ptxas"]:
         assert " 0 bytes spill stores" in made["ptxas"]
 
