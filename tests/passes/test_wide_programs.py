@@ -105,7 +105,8 @@ def test_rows_of_a_norm(rows: int):
 
 
 @pytest.mark.parametrize(
-    "name", ["causal grid, column statistics", "causal grid, 64 x 64 blocks, flat heads"]
+    "name",
+    ["causal grid, column statistics", "causal grid, 64 x 64 blocks, flat heads"],
 )
 def test_what_a_branch_skips_is_masked_once(name: str):
     """However often rows doubled: by the mask, merged steps, and merged rows."""
