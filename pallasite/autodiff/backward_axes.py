@@ -12,12 +12,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from pallasite.autodiff.backward_windows import IndexCode
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.rewrite import map_ops, substitute
 from pallasite.passes.analysis.block_table import evaluate_map
+from pallasite.passes.analysis.index_code import IndexCode
 from pallasite.passes.lower.per_program import Program
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from pallasite.autodiff.backward_stages import save_block, saved_ref
-from pallasite.autodiff.backward_windows import IndexCode, block_count, only
+from pallasite.autodiff.backward_windows import block_count, only
 from pallasite.autodiff.step_order import Reaching
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder, access_operands
@@ -36,6 +36,7 @@ from pallasite.ir.nodes import (
 )
 from pallasite.ir.rewrite import clone, is_pure, producers_of
 from pallasite.ir.roles import Cond, Loop, number_of
+from pallasite.passes.analysis.index_code import IndexCode
 from pallasite.passes.analysis.memory import VIEWS, Roots
 from pallasite.passes.lower.per_program import Program
 from pallasite.passes.normal.stacked_code import Stacked

@@ -26,7 +26,7 @@ from jax import lax
 from pallasite.autodiff.backward_stages import save_block, saved_ref
 from pallasite.autodiff.backward_windows import index_count
 from pallasite.autodiff.overlaps import sum_of_overlaps
-from pallasite.autodiff.step_order import sorted_by
+from pallasite.emulation.step_order import sorted_by
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk

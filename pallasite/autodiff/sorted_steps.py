@@ -18,7 +18,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from pallasite.autodiff.backward_windows import IndexCode, block_count, only
+from pallasite.autodiff.backward_windows import block_count, only
 from pallasite.autodiff.step_order import Sorting
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder, access_operands
@@ -38,6 +38,7 @@ from pallasite.ir.nodes import (
 )
 from pallasite.ir.rewrite import Rewriter, clone, map_ops, producers_of, used_values
 from pallasite.ir.roles import Cond, Loop, number_of
+from pallasite.passes.analysis.index_code import IndexCode
 from pallasite.passes.lower.per_program import Program, main_refs
 
 MOST_STEPS = 1 << 24  # that are sorted
@@ -82,6 +83,8 @@ def with_row_views(program: Program, refs: Sequence[Value]) -> Program:
             return None
         access = Access.of(op)
         view = made.get(access.ref)
+        if view is not None and view.name != "block_view":
+            return None  # the program's own memory, or a part of something
         ref = access.ref if view is None else view.operands[0]
         if not any(ref is each for each in refs) or access.mask is not None:
             return None

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallasite.emulation.step_order import ordered
 from pallasite.ir.nodes import Kernel, Value
 
 
@@ -46,31 +47,9 @@ class Sorting:
 
     def arrays(self, known: Mapping[Value, Any]) -> dict[Value, Any]:
         """The arrays of `refs`, from the tables' arrays."""
-        from pallasite.emulation.emulate import emulate
-
-        steps = jnp.arange(prod(self.sizes), dtype=jnp.int32)
-        ids = jnp.unravel_index(steps, self.sizes)
         tables = [known[table] for table in self.tables]
-        of_step = emulate(self.number)
-        numbered = jax.vmap(lambda *ids: of_step(*ids, *tables)[0])
-        numbers = numbered(*(i.astype(jnp.int32) for i in ids))
-        return dict(zip(self.refs, sorted_by(numbers, self.blocks), strict=True))
-
-
-def sorted_by(numbers: Any, count: int) -> tuple[Any, Any]:
-    """Where each of `count` numbers starts in the sorted order, and that order.
-
-    The number `count` is last; none is larger, or negative.
-    """
-    steps = jnp.arange(len(numbers), dtype=jnp.int32)
-    # On a GPU XLA has CUB sort pairs by unsigned keys, in a pass per byte; by others it
-    # compares, in dozens of kernels.
-    numbers = numbers.astype(jnp.uint16 if count < 1 << 16 else jnp.uint32)
-    numbers, order = jax.lax.sort((numbers, steps), num_keys=1, is_stable=True)
-    # One kernel on a GPU; counting would be atomics and a scan.
-    which = jnp.arange(count + 1, dtype=numbers.dtype)
-    firsts = jnp.searchsorted(numbers, which, method="scan_unrolled")
-    return firsts.astype(jnp.int32), order
+        found = ordered(self.number, self.sizes, self.blocks)(*tables)
+        return dict(zip(self.refs, found, strict=True))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from pallasite.interpret.shadow_tiles import Partly
 from pallasite.interpret.views import entries_of
 from pallasite.ir.nodes import Block, Op, Value, full_index, walk
 from pallasite.ir.roles import Roles, Wgmma
-from pallasite.ops.gpu import product_of
+from pallasite.ops.gpu import is_group_load, product_of
 
 Array = Any
 WARPS, THREADS = 4, 128  # of a warpgroup
@@ -35,14 +35,7 @@ GPU_OPS = (*GPU_OPS, "barrier_test", "async_store", "peer_block", "load_wait")
 
 
 def uses_gpu_level(block: Block) -> bool:
-    return any(op.name in GPU_OPS or _is_group_load(op) for op in walk(block))
-
-
-def _is_group_load(op: Op) -> bool:
-    """A copy to shared memory without a barrier."""
-    if op.name != "copy_start" or len(op.operands) != 2:
-        return False
-    return [v.ref.space for v in op.operands] == ["gmem", "smem"]
+    return any(op.name in GPU_OPS or is_group_load(op) for op in walk(block))
 
 
 def _bytes(end: End) -> int:
@@ -416,7 +409,7 @@ class GpuWalker(DeviceWalker):
         if len(op.operands) > 2 and op.operands[2].ref.space == "mbarrier":
             return self._steps_load(op)
         if len(op.operands) == 2 and self.is_gpu:
-            if _is_group_load(op):
+            if is_group_load(op):
                 return self._steps_group_load(op)
             return self._steps_store(op)
         return super().steps_copy_start(op)
@@ -662,6 +655,10 @@ class GpuWalker(DeviceWalker):
                 self.move(tile)
         return [_value(x) for x in found]
 
+    def steps_inline_cuda(self, op: Op) -> Steps:
+        yield Pause(op)
+        return self.do_inline_cuda(op)
+
     def steps_set_registers(self, op: Op) -> Steps:
         yield Pause(op)
 
@@ -681,6 +678,7 @@ class GpuWalker(DeviceWalker):
         "wgmma": steps_wgmma,
         "wgmma_wait": steps_wgmma_wait,
         "set_registers": steps_set_registers,
+        "inline_cuda": steps_inline_cuda,
     }
 
 

@@ -189,14 +189,16 @@ def commit_smem_to_gmem_group() -> None:
 
 def wait_gmem_to_smem(n: int) -> None:
     """Wait until at most `n` copies without a barrier, of this warpgroup, are in
-    flight. In checked mode only: no backend has kernels that schedule themselves for
-    chips before Hopper."""
+    flight."""
     wait_loads_p.bind(pending=int(n))
 
 
 def mma(acc: Any, a: Any, b: Any, /) -> jax.Array:
-    """`acc + a @ b` of values, at once: the matrix instructions before Hopper's. In
-    checked mode only, as `wait_gmem_to_smem`."""
+    """`acc + a @ b` of values, at once: the matrix instructions before Hopper's.
+
+    On a GPU, `a` and `b` are of bfloat16, float16, int8, uint8 or float32, of which 19
+    bits are multiplied, and `acc` is of float32 or int32.
+    """
     acc, a, b = (jnp.asarray(x) for x in (acc, a, b))
     shapes = [x.shape for x in (acc, a, b)]
     fits = all(len(s) == 2 for s in shapes) and (
@@ -210,7 +212,9 @@ def mma(acc: Any, a: Any, b: Any, /) -> jax.Array:
             user_location(),
             "load the operands with .at[...] of the right shape, and .astype one",
         )
-    return acc + jax.lax.dot(a, b, preferred_element_type=acc.dtype)
+    # What the instructions multiply; the emulation multiplies all bits.
+    how = jax.lax.DotAlgorithmPreset.TF32_TF32_F32 if a.dtype == jnp.float32 else None
+    return acc + jax.lax.dot(a, b, precision=how, preferred_element_type=acc.dtype)
 
 
 def named_barrier(number: int, threads: int, *, wait: bool = True) -> None:

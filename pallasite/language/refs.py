@@ -537,7 +537,7 @@ class AsyncCopyDescriptor:
                 "a copy within a device has one semaphore, "
                 + ("got none" if sem is None else "got both sem and src_sem"),
                 at=user_location(),
-                fix="pass sem, and wait_write(), which waits for the read, too",
+                fix="pass sem=; who waits for it waits for the read, too",
             )
         self.src_ref, self.dst_ref = src_ref, dst_ref
         self.sem = src_sem if sem is None else sem

@@ -9,7 +9,7 @@ and scratch results.
 import ctypes
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -135,19 +135,31 @@ def _run(ctx: Any, fn: Any, avals: Any, out: Any, *operands: Any) -> Sequence[An
 
 
 def lower_program(
-    program: Program, launches: Sequence[Launch], ctx: Any, *operands: Any
+    program: Program,
+    runs: Sequence[Launch | Callable[..., Any]],
+    ctx: Any,
+    *operands: Any,
 ) -> list[Any]:
     """Emit the calls of several kernels, with ordinary arrays between them.
 
     Args:
         program: the kernels, and which arrays go where.
-        launches: one per kernel.
+        runs: for each step the launch of its kernel, or a JAX function.
         ctx: JAX's lowering context; its output avals are the program's results.
         *operands: the program's operands as MLIR values.
     """
     values = list(zip(operands, jaxcompat.plain_avals(ctx.avals_in), strict=True))
-    for step, launch in zip(program.steps, launches, strict=True):
+    for step, run in zip(program.steps, runs, strict=True):
         taken = [values[n] for n in step.operands]
+        if callable(run):
+            avals = [aval for _, aval in taken]
+            made = [
+                jax.core.ShapedArray(x.shape, x.dtype)
+                for x in jax.eval_shape(run, *avals)
+            ]
+            found = _run(ctx, run, avals, made, *(value for value, _ in taken))
+            values += zip(found, made, strict=True)
+            continue
         pairs = zip(taken, step.kernel.inputs, strict=True)
         given = [_in_shape(ctx, *each, param.ref.shape) for each, param in pairs]
         made = [
@@ -155,7 +167,7 @@ def lower_program(
             for param in step.kernel.outputs
         ]
         inner = ctx.replace(avals_in=[aval for _, aval in given], avals_out=made)
-        found = lower_launch(launch, inner, *(value for value, _ in given))
+        found = lower_launch(run, inner, *(value for value, _ in given))
         values += zip(found, made, strict=True)
     results = []
     for result, aval in zip(program.results, ctx.avals_out, strict=True):

@@ -9,7 +9,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import mosaic_gpu as plgpu
-from pallasite.errors import CheckError, KernelTypeError, SpecError, UnsupportedError
+from pallasite.errors import CheckError, KernelTypeError, SpecError
 from tests.xla import put
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -96,15 +96,6 @@ def test_a_copy_is_waited_for_before_the_end():
 def test_refusals_say_what_is_wrong(call, error, says):
     with pytest.raises(error, match=says):
         run(lambda a, b, o, left, right: call(a, b, left))
-
-
-def test_no_backend_has_it():
-    a = operand(64, 128, dtype=BF16)
-    scratch = [plgpu.SMEM((3, 64, 32), BF16), plgpu.SMEM((3, 32, 32), BF16)]
-    call = plgpu.kernel(matmul(), operand(64, 32), scratch_shapes=scratch)
-    lowered = pl.lower(call)(a, operand(128, 32, dtype=BF16))
-    with pytest.raises(UnsupportedError, match="cannot run load_wait"):
-        lowered.stages(backend="cuda")
 
 
 # --- named barriers ---

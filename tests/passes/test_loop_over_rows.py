@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import tpu as pltpu
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.resized_code import CannotReblock
+from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.run import run
 from pallasite.passes.schedule.gpu_blocks import for_gpu
 from pallasite.passes.schedule.loop_over_rows import loop_over_rows
@@ -106,10 +108,6 @@ def test_scores_far_below_zero():
     assert loops_and_products(new)[0] == 1
 
 
-def cumulative(s):
-    return jnp.cumsum(s, axis=-1)
-
-
 def doubled(s):
     """Of products: parts of one cannot be merged by the ops that there are."""
     return s * s.prod(axis=-1, keepdims=True)
@@ -118,7 +116,8 @@ def doubled(s):
 @pytest.mark.parametrize(
     "weights, size, reason",
     [(softmax, 17, "several parts"), (softmax, 16, "several parts"),
-     (lambda s: cumulative(softmax(s)), 4, "runs along it"),
+     (lambda s: jnp.sort(softmax(s)), 4, "runs along it"),
+     (lambda s: jnp.cumsum(s, 1) * jax.lax.cummax(s, 1, reverse=True), 4, "two orders"),
      (doubled, 4, "in parts")],
 )  # fmt: skip
 def test_what_stays(weights, size: int, reason: str):
@@ -150,9 +149,87 @@ def test_tiles_beyond_all_registers_on_a_gpu(shape, kind):
         np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
-def called(kernel, shapes, out, in_specs=None, out_specs=None, grid=()) -> Kernel:
+def cumulative(s):
+    """What is scanned is normed first; the sums of exponentials need two loops."""
+    return jnp.cumsum(softmax(s), axis=-1)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_scan_is_part_of_each_loop_that_needs_it(size: int):
+    new = assert_same(attention(cumulative), size)
+    loops = [op for op in walk(new.body) if op.name == "for"]
+    scans = [op for op in walk(new.body) if op.name == "scan"]
+    assert len(loops) == 2 and len(scans) == 1
+    assert all(op.result.tile.shape == (4, size) for op in scans)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    "scan, dtype",
+    [("cumsum", F32), ("cumsum", jnp.bfloat16), ("cummax", F32), ("cummin", jnp.int32)],
+)
+@pytest.mark.parametrize("axis", [0, 1])  # fmt: skip
+def test_a_scan_goes_on_from_the_part_before(axis: int, scan: str, dtype, reverse):
+    def kernel(x_ref, o_ref, most_ref):
+        x, along = x_ref[...], getattr(jax.lax, scan)
+        o_ref[...] = along(x, axis=axis, reverse=reverse)
+        most_ref[...] = along(x, axis=1 - axis).max(axis, keepdims=True)
+
+    shape = jax.ShapeDtypeStruct((12, 24), dtype)
+    line = jax.ShapeDtypeStruct((1, 24) if axis == 0 else (12, 1), dtype)
+    before = called(kernel, [shape], (shape, line))
+    after = canonicalize(loop_over_rows(before, (0, axis), 4))
+    verify(after)
+    tiles = [v.tile for op in walk(after.body) for v in op.results if not v.is_ref]
+    assert max(tile.size for tile in tiles) == 4 * (24 if axis == 0 else 12)
+    arrays = [np.random.default_rng(3).integers(-9, 9, (12, 24)).astype(dtype)]
+    for got, want in zip(outputs(after, arrays), outputs(before, arrays), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [F32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("shape, axis", [((48, 3000), 0), ((2, 70000), 1)])
+def test_scans_beyond_all_registers_on_a_gpu(shape, axis: int, dtype):
+    """Sums along both dimensions, of which a block hands the last to the next."""
+
+    def kernel(x_ref, o_ref, carry_ref):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            carry_ref[...] = jnp.zeros_like(carry_ref)
+
+        s = jnp.cumsum(x_ref[...].astype(F32), axis=1 - axis)
+        s = jnp.cumsum(s, axis=axis) + carry_ref[...]
+        o_ref[...] = s
+        carry_ref[...] = s[-1:] if axis == 0 else s[:, -1:]
+
+    block = pl.BlockSpec(shape, lambda i: (i, 0) if axis == 0 else (0, i))
+    line = (1, shape[1]) if axis == 0 else (shape[0], 1)
+    whole = tuple(n * (1 + (d == axis)) for d, n in enumerate(shape))
+    given, out = (jax.ShapeDtypeStruct(whole, d) for d in (dtype, F32))
+    scratch = [pltpu.VMEM(line, F32)]
+    before = called(kernel, [given], out, [block], block, (2,), scratch)
+    after = for_gpu(split_accesses(before), GPUS["h200"])
+    verify(after)
+    tiles = [v.tile for op in walk(after.body) for v in op.results if not v.is_ref]
+    assert max(tile.size for tile in tiles) < GPUS["h200"].registers
+    arrays = [np.random.default_rng(4).integers(-9, 9, given.shape).astype(dtype)]
+    for got, want in zip(outputs(after, arrays), outputs(before, arrays), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_scan_of_other_parts_stays():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jnp.cumsum(x_ref[...], axis=0)
+
+    shape = jax.ShapeDtypeStruct((10, 4), F32)
+    with pytest.raises(CannotReblock, match="whole parts"):
+        loop_over_rows(called(kernel, [shape], shape), (0, 0), 4)
+
+
+def called(kernel, shapes, out, in_specs=None, out_specs=None, grid=(),
+           scratch=()) -> Kernel:  # fmt: skip
     specs = {} if in_specs is None else dict(in_specs=in_specs, out_specs=out_specs)
-    call = pl.pallas_call(kernel, out, grid=grid, **specs)
+    call = pl.pallas_call(kernel, out, grid=grid, scratch_shapes=scratch, **specs)
     (found,) = kernels_in(call, *shapes)
     return run(found)
 

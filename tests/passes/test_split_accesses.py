@@ -176,6 +176,104 @@ def test_a_load_at_a_computed_row_is_divided_along_columns():
         np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.parametrize("dtype, depth", [(jnp.bfloat16, 32), (jnp.float32, 20)])
+def test_a_product_along_shifted_rows_is_a_sum_of_products(dtype, depth: int):
+    """Of rows from a computed one on, which is clamped before it is shifted."""
+    rows, width, taps = 2, 5, 3
+
+    def body(x_ref, w_ref, o_ref):
+        @pl.loop(0, 3)
+        def _(i):
+            x = x_ref[pl.ds(rows * i, rows + taps - 1), :, :]
+            parts = [x[dy : dy + rows, dx : dx + width].reshape(rows * width, depth)
+                     for dy in range(taps) for dx in range(taps)]  # fmt: skip
+            y = jnp.dot(jnp.concatenate(parts, 1), w_ref[...],
+                        preferred_element_type=jnp.float32)  # fmt: skip
+            o_ref[pl.ds(rows * i, rows)] = y.reshape(rows, width, 16)
+
+    out = jax.ShapeDtypeStruct((3 * rows, width, 16), jnp.float32)
+    x = jnp.ones((7, width + taps - 1, depth), dtype)  # the last rows are clamped
+    w = jnp.ones((taps * taps * depth, 16), dtype)
+    (found,) = calls_in(pl.pallas_call(body, out), x, w)
+    after = split_accesses(found.kernel)
+    verify(after)
+    assert not {"slice", "concatenate"} & set(names(after))
+    assert names(after).count("dot") == taps * taps
+    rng = np.random.default_rng(5)
+    arrays = [rng.integers(-3, 3, p.ref.shape).astype(p.ref.dtype.np)
+              for p in found.kernel.inputs]  # fmt: skip
+    pairs = zip(run_numpy(found.kernel, arrays), run_numpy(after, arrays), strict=True)
+    for old, new in pairs:
+        np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "shape, axis, first", [((9, 40), 0, 0), ((9, 40), 0, 3), ((4, 10), 1, 0)]
+)
+def test_elements_that_take_turns_are_stored_some_apart(shape, axis, first, dtype):
+    """Twice as many along an axis, between neighbours: rows do not move in registers,
+    elements of a row do."""
+    n = shape[axis]
+
+    def body(x_ref, o_ref):
+        x = x_ref[...].astype(jnp.float32)
+        cut = lambda a, b: jax.lax.slice_in_dim(x, a, b, axis=axis)
+        before = jnp.concatenate([cut(0, 1), cut(0, n - 1)], axis=axis)
+        after = jnp.concatenate([cut(1, n), cut(n - 1, n)], axis=axis)
+        pair = [0.25 * before + 0.75 * x, 0.75 * x + 0.25 * after]
+        y = jnp.stack(pair, axis=axis + 1)
+        y = y.reshape(tuple(m * (1 + (d == axis)) for d, m in enumerate(shape)))
+        rows = pl.ds(first, y.shape[0])
+        o_ref[0, rows] = (2 * y).astype(dtype)
+
+    whole = [m * (1 + (d == axis)) for d, m in enumerate(shape)]
+    out = jax.ShapeDtypeStruct((1, whole[0] + 2 * first, whole[1]), dtype)
+    (found,) = calls_in(pl.pallas_call(body, out), jnp.ones(shape, dtype))
+    kernel = run(found.kernel)
+    after = split_accesses(kernel)
+    verify(after)
+    assert ("concatenate" in names(after)) == ("slice" in names(after)) == (axis == 1)
+    assert names(after).count("store") == (4 if axis == 0 else 1)
+    assert (":2" in after.text) == (axis == 0)
+    arrays = inputs(kernel)
+    for old, new in zip(results(kernel, arrays), results(after, arrays), strict=True):
+        np.testing.assert_array_equal(old.astype("f4"), new.astype("f4"))
+
+
+@pytest.mark.parametrize("axis, at, reverse, stays",
+                         [(0, 5, False, 0), (0, 0, True, 0), (1, 7, False, 0),
+                          (0, 4, False, 1), (1, 7, True, 1)])  # fmt: skip
+def test_the_last_of_a_scan_is_a_reduction(axis: int, at: int, reverse: bool, stays):
+    way = f'{{kind="sum", axis={axis}, reverse={reverse}}}'
+    starts = (at, 0) if axis == 0 else (0, at)
+    limits = (at + 1, 8) if axis == 0 else (6, at + 1)
+    line = "1,8" if axis == 0 else "6,1"
+    text = f"""\
+kernel @k(%x: ref<f32[6,8] any>, %o: ref<f32[6,8] any>,
+%c: ref<f32[{line}] any>) outputs 2 {{
+  %v: f32[6,8] = load %x[:, :]
+  %s: f32[6,8] = scan %v {way}
+  store %o[:, :] = %s
+  %l: f32[{line}] = slice %s {{starts={starts}, limits={limits}, strides=(1, 1)}}
+  store %c[:, :] = %l
+}}
+"""
+    before = parse_kernel(text)
+    after = split_accesses(before)
+    verify(after)
+    assert names(after).count("slice") == stays
+    arrays = inputs(before)
+    for old, new in zip(results(before, arrays), results(after, arrays), strict=True):
+        np.testing.assert_allclose(old, new, rtol=1e-5)
+
+
+def test_a_part_of_a_constant_is_one():
+    text = HALVES.replace("load %x[:, :]", "constant {value=0.5}")
+    after = split_accesses(parse_kernel(text))
+    assert "slice" not in names(after) and "f32[6,8]" not in after.text.split("{", 1)[1]
+
+
 def test_nothing_to_split_is_the_same_kernel():
     kernel = parse_kernel(HALVES.replace("%b, %a", "%a, %a"))
     kernel = split_accesses(kernel)

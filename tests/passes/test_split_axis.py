@@ -11,6 +11,7 @@ import pytest
 import pallasite as pl
 from pallasite import primitive, sites
 from pallasite import tpu as pltpu
+from pallasite.emulation.step_order import ordered
 from pallasite.interpret import Walker
 from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.nodes import Kernel
@@ -19,7 +20,7 @@ from pallasite.passes.analysis.axis_state import AxisState, state_along
 from pallasite.passes.analysis.grid import analyze
 from pallasite.passes.run import run
 from pallasite.passes.schedule.plan_parts import plan
-from pallasite.passes.schedule.split_axis import Program, even_parts, split
+from pallasite.passes.schedule.split_axis import Order, Program, even_parts, split
 from pallasite.target import GPUS
 from tests.zoo import all_cases
 
@@ -35,6 +36,12 @@ def evaluate(kernel: Kernel, arrays: list[np.ndarray]) -> list[np.ndarray]:
 def evaluate_program(program: Program, arrays: list[np.ndarray]) -> list[np.ndarray]:
     values = list(arrays)
     for step in program.steps:
+        if isinstance(step, Order):
+            verify(step.number)
+            taken = [values[n] for n in step.operands]
+            found = ordered(step.number, step.sizes, step.count)(*taken)
+            values += map(np.asarray, found)
+            continue
         verify(step.kernel)
         pairs = zip(step.operands, step.kernel.inputs, strict=True)
         values += evaluate(

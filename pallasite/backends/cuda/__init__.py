@@ -21,6 +21,8 @@ from pallasite.backends.base import (
     stored_launch,
 )
 from pallasite.backends.cuda import emit, nvrtc
+from pallasite.backends.cuda.ampere import in_registers
+from pallasite.backends.cuda.author_text import without_references
 from pallasite.backends.cuda.authored import (
     all_at_once,
     one_role,
@@ -45,6 +47,7 @@ from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.streams import streams
 from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.ir.nodes import Op
+from pallasite.passes.lower.filled_slots import filled_slots
 from pallasite.passes.lower.legalize import legalize
 from pallasite.passes.lower.matrix_units import write_out
 from pallasite.passes.lower.own_inputs import own_inputs, own_results
@@ -56,6 +59,7 @@ from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.exact_factors import exact_factors
 from pallasite.passes.normal.loop_steps import loop_steps
+from pallasite.passes.normal.order import order
 from pallasite.passes.normal.replicated import replicated
 from pallasite.passes.normal.results_in_scratch import results_in_scratch
 from pallasite.passes.normal.sums_of_products import sums_of_products
@@ -108,11 +112,14 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
     choose = partial(for_gpu, chip=chip, tiles=TILES, batch_invariant=same)
     blocks = lambda kernel: kernel if is_scaled(kernel, chip) else choose(kernel)
     return (
+        Pass("filled_slots", filled_slots),
         Pass("untransposed", untransposed),
         Pass("whole_rows", whole),
         Pass("own_inputs", own_inputs),
         Pass("matrix_units", write_out),
         Pass("split_accesses", split_accesses),
+        # A ring's slot is taken from where a tile is loaded on.
+        Pass("order", order, if_changed=True),
         Pass("sums_of_products", sums_of_products),
         Pass("added_products", added_products),
         Pass("exact_factors", exact_factors),
@@ -127,6 +134,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
         Pass("plain_copies", plain_copies),
+        Pass("without_references", without_references),
         Pass("stores_at_once", stores_at_once),
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
         Pass("row_strips", partial(row_strips, most_bytes=STRIP_BYTES)),
@@ -149,6 +157,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("scale_after_max", scale_after_max),
         Pass("before_waits", before_waits),
+        Pass("in_registers", in_registers),
         Pass("specialize", partial(specialize, chip=chip)),
         Pass("one_role", partial(one_role, chip=chip)),
         Pass("share_core", partial(share_core, chip=chip)),

@@ -200,6 +200,15 @@ def _added(op: Op) -> Iterator[tuple[Value, Value]]:
     yield op.operands[0], op.result
 
 
+def _summed(op: Op) -> Iterator[tuple[Value, Value]]:
+    yield op.operands[2], op.result
+
+
+def _by_element(op: Op) -> Iterator[tuple[Value, Value]]:
+    tiles = [v for v in (*op.operands, *op.results) if is_spread(v)]
+    yield from ((tiles[0], other) for other in tiles[1:])
+
+
 def _waited(op: Op) -> Iterator[tuple[Value, Value]]:
     yield from zip(op.operands, op.results, strict=True)
 
@@ -208,6 +217,8 @@ _CONTROL: dict[str, Callable[[Op], Iterator[tuple[Value, Value]]]] = {
     "for": _carried,
     "while": _repeated,
     "cond": _chosen,
+    "dot_add": _summed,
+    "inline_cuda": _by_element,
     "wgmma": _added,
     "wgmma_wait": _waited,
 }

@@ -22,7 +22,7 @@ from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, is_pure, map_ops
 from pallasite.ir.roles import Loop, Pipeline
-from pallasite.ops.gpu import between_programs
+from pallasite.ops.gpu import between_programs, is_group_load
 from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.live_tiles import LiveTiles
 from pallasite.target import Gpu
@@ -30,12 +30,17 @@ from pallasite.target import Gpu
 WARPGROUP_OPS = {"barrier_wait", "copy_start", "wgmma", "bulk_wait", "set_registers"}
 WARPGROUP_OPS |= {"cluster_barrier", "tensor_mma", "warps"}
 WARPGROUP_OPS |= {"sem_signal", "sem_wait", "sem_reach", "sem_read"}
-WARPGROUP_OPS |= {"barrier_test", "peer_block"}
+WARPGROUP_OPS |= {"barrier_test", "peer_block", "dot_add", "load_wait", "inline_cuda"}
+WARPGROUP_OPS |= {"named_barrier", "barrier_arrive", "barrier_expect"}
 # The chips that have an op, for ops that not all have.
 ONLY_ON = {
     "wgmma": (HOPPER.arch,),
     "tensor_mma": (BLACKWELL.arch, BLACKWELL_ULTRA.arch),
 }
+# The chips that products in registers and copies without barriers run on.
+SINCE_AMPERE = ("sm_80", "sm_86", "sm_89", HOPPER.arch, BLACKWELL.arch)
+SINCE_AMPERE = (*SINCE_AMPERE, BLACKWELL_ULTRA.arch)
+FOR_ALL = {"dot_add", "load_wait", "named_barrier", "inline_cuda"}
 PROGRAMS = 2  # that share an SM
 FEWEST_REGISTERS = 24  # per thread
 OTHER_REGISTERS = 32  # of a multiplying thread, besides its tiles
@@ -55,15 +60,21 @@ NO_COPIES: frozenset[str] = frozenset()
 BLOCKS = "cuda.blocks"  # thread blocks, where they are fewer than a pipeline's programs
 
 
+def is_for_all(op: Op) -> bool:
+    """Whether all chips since Ampere have an op of `WARPGROUP_OPS`."""
+    return op.name in FOR_ALL or is_group_load(op)
+
+
 def one_role(kernel: Kernel, chip: Gpu) -> Kernel:
     """The program of one warpgroup as a role; memory is allocated before it."""
     pipeline = Pipeline.of(find_pipeline(kernel))
-    names = {op.name: op for op in walk(pipeline.body)}
-    explicit = [names[name] for name in sorted(WARPGROUP_OPS & names.keys())]
-    chips = next((ONLY_ON[name] for name in ONLY_ON if name in names), (HOPPER.arch,))
-    if explicit and chip.arch not in chips:
+    explicit = [op for op in walk(pipeline.body) if op.name in WARPGROUP_OPS]
+    special = [op for op in explicit if not is_for_all(op)]
+    most = [op for op in special if op.name in ONLY_ON] or special or explicit
+    chips = ONLY_ON.get(most[0].name, (HOPPER.arch,)) if special else SINCE_AMPERE
+    if most and chip.arch not in chips:
+        op = most[0]
         needed = " or ".join(chips)
-        op = next((names[n] for n in ONLY_ON if n in names), explicit[0])
         raise UnsupportedError(
             f"backend 'cuda' supports {op.name} only on {needed}, the chip is "
             f"{chip.arch}",
@@ -71,7 +82,7 @@ def one_role(kernel: Kernel, chip: Gpu) -> Kernel:
             op.loc or kernel.loc,
             f"run it on an {needed} GPU, or with interpret=pl.Checked()",
         )
-    if "roles" in names or not explicit:
+    if not explicit or any(op.name == "roles" for op in walk(pipeline.body)):
         return kernel
     body = pipeline.body
     memory = [op for op in body.ops if op.name == "alloc"]

@@ -15,6 +15,8 @@ from math import gcd, prod
 from typing import Any
 
 from pallasite.backends.cuda import (
+    ampere,
+    author_text,
     clusters,
     explicit,
     functions,
@@ -27,13 +29,13 @@ from pallasite.backends.cuda import (
 )
 from pallasite.backends.cuda.again import computed_again
 from pallasite.backends.cuda.assign import assign
-from pallasite.backends.cuda.authored import BLOCKS
+from pallasite.backends.cuda.authored import BLOCKS, WARPGROUP_OPS, is_for_all
 from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
 from pallasite.backends.cuda.elementwise import CALLED
 from pallasite.backends.cuda.explicit import MAP_BYTES
 from pallasite.backends.cuda.instruction_sets import BLACKWELL, HOPPER
 from pallasite.backends.cuda.layouts import WARPGROUP, Spread, striped
-from pallasite.backends.cuda.meetings import COPIES, NOTHING, Meetings
+from pallasite.backends.cuda.meetings import COPIES, NOTHING, Meetings, is_engines
 from pallasite.backends.cuda.products import BEHIND
 from pallasite.backends.cuda.repack import REPACKED
 from pallasite.backends.cuda.role_code import Rounds
@@ -135,7 +137,7 @@ class Emitter(TensorMemory):
         self.meetings = Meetings(roots)
         self.is_authored = bool(roles) and "cuda.registers" not in roles[0].attrs
         self.uses = uses_of(self.program.body, roots)
-        self.uses_engine = any(op.name in COPIES for op in walk(self.program.body))
+        self.uses_engine = any(is_engines(op) for op in walk(self.program.body))
         self.only_multiplied = _only_multiplied(self.program.body)
         self.rows_beside = _multiplies_turned_bytes(self.program.body)
         self.split_by_copies: set[Value] = set()
@@ -169,6 +171,8 @@ class Emitter(TensorMemory):
                 found.setdefault(
                     op.operands[1], self.tensor_spread(*op.operands[1].tile.shape)
                 )
+            if op.name == "dot_add":
+                found |= self.fragments(op)
             if op.name == "wgmma":
                 for value in (op.result, op.operands[1]):
                     if not value.is_ref:
@@ -437,6 +441,8 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
     **memory.RULES,
     **shared.RULES,
     **explicit.RULES,
+    **ampere.RULES,
+    **author_text.RULES,
     **role_code.RULES,
     **clusters.RULES,
     **semaphores.RULES,
@@ -557,8 +563,11 @@ def _is_turned_bytes(value: Value, made: Mapping[Value, Op]) -> bool:
 
 
 def _arch(body: Block) -> str:
-    """The generation of chips that an author's code is for."""
-    is_new = any(op.name == BLACKWELL.op for op in walk(body))
+    """The generation of chips that an author's code is for; empty: any since Ampere."""
+    ops = list(walk(body))
+    if not any(op.name in WARPGROUP_OPS and not is_for_all(op) for op in ops):
+        return ""
+    is_new = any(op.name == BLACKWELL.op for op in ops)
     return (BLACKWELL if is_new else HOPPER).code
 
 

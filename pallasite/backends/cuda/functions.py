@@ -7,7 +7,7 @@ including those that they call. There is no #include: NVRTC has everything built
 import re
 from collections.abc import Mapping
 
-from pallasite.backends.cuda import blackwell, hopper, pairs
+from pallasite.backends.cuda import ampere, blackwell, hopper, pairs
 
 HEAD = """\
 typedef signed char i8;
@@ -204,6 +204,7 @@ FUNCTIONS: dict[str, str] = {
         "  return column ^ x * (16 / BYTES);\n}\n"
     ),
     **pairs.FUNCTIONS,
+    **ampere.FUNCTIONS,
     **hopper.BARRIERS,
     **hopper.MAPS,
     **hopper.COPIES,

@@ -225,3 +225,25 @@ def accumulator(rows: int, columns: int, groups: int, beside: bool = False) -> S
         Digit(2, 1, 1),
     )
     return Spread((rows, columns), tuple(lanes), digits)
+
+
+def left_fragments(rows: int, depth: int, each: int, groups: int) -> Spread:
+    """Left operands of products in registers, with `each` elements in a word.
+
+    With two it is the accumulator's layout.
+    """
+    blocks = -(-rows // (64 * groups))
+    lanes = [Lane(1, 4, 1, each), Lane(4, 8, 0, 1), Lane(32, 4, 0, 16)]
+    if groups > 1:
+        lanes.append(Lane(WARPGROUP, groups, 0, 64 * blocks))
+    words = Digit(depth // (4 * each), 1, 4 * each)
+    digits = (Digit(blocks, 0, 64), words, Digit(2, 0, 8), Digit(each, 1, 1))
+    return Spread((rows, depth), tuple(lanes), digits)
+
+
+def right_fragments(depth: int, columns: int, each: int) -> Spread:
+    """Right operands of products in registers, which every warp has."""
+    words = Digit(depth // (4 * each), 0, 4 * each)
+    digits = (Digit(columns // 8, 1, 8), words, Digit(each, 0, 1))
+    lanes = (Lane(1, 4, 0, each), Lane(4, 8, 1, 1))
+    return Spread((depth, columns), lanes, digits)

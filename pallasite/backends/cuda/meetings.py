@@ -14,13 +14,19 @@ it. So the set also has what was stored since the last fence.
 from collections.abc import Sequence
 
 from pallasite.ir.nodes import Block, Op, Value
+from pallasite.ops.gpu import is_group_load
 from pallasite.passes.analysis.memory import Roots
 
 Accessed = frozenset[tuple[str, Value]]  # "read", "written", "unfenced"; the memory
 NOTHING: Accessed = frozenset()
 COPIES = ("copy_start", "cluster_copy")
-MEETS = ("fence_async", "bulk_wait")  # these synchronise all warps
+MEETS = ("fence_async", "bulk_wait", "load_wait")  # these synchronise all warps
 ENGINES = (*COPIES, "wgmma", "tensor_mma")  # these read after a fence
+
+
+def is_engines(op: Op) -> bool:
+    """Whether an op is a copy by the copy engine."""
+    return op.name in COPIES and not is_group_load(op)
 
 
 def synchronised(accessed: Accessed) -> Accessed:
@@ -37,7 +43,8 @@ class Meetings:
     def before(self, op: Op, accessed: Accessed) -> tuple[bool, Accessed]:
         """Whether warps synchronise before an op, and the accesses pending after it."""
         if op.name in MEETS:
-            return False, synchronised(accessed) if op.name == "bulk_wait" else NOTHING
+            is_fence = op.name == "fence_async"
+            return False, NOTHING if is_fence else synchronised(accessed)
         if self.needs_fence(op, accessed):
             accessed = NOTHING
         reads, writes = self.accesses(op)

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from math import prod
 
 from pallasite.backends.cuda import hopper
-from pallasite.backends.cuda.explicit import MAP_BYTES, TURNS, WARPS, Explicit, Map
+from pallasite.backends.cuda.author_text import AuthorText
+from pallasite.backends.cuda.explicit import MAP_BYTES, TURNS, WARPS, Map
 from pallasite.backends.cuda.layouts import WARP, WARPGROUP
 from pallasite.backends.cuda.meetings import NOTHING
 from pallasite.backends.cuda.products import IN_TURN
@@ -40,7 +41,7 @@ class Rounds:
     blocks: int
 
 
-class RoleCode(Explicit):
+class RoleCode(AuthorText):
     """Emits roles, and the setup before them."""
 
     def __init__(self) -> None:
@@ -134,11 +135,11 @@ class RoleCode(Explicit):
             self.number_program(rounds.pipeline, "number")
             self.block(program)
             self.out.line(f"if (number >= {rounds.programs - step}) break;")
-            if _stores_to_shared(region):
+            if self.arch and _stores_to_shared(region):
                 self.out.line("stores_before_copies();")
             meet = f"meet({EVERYBODY}, {self.warps * WARP});"
             self.out.line(meet)
-            if is_first:
+            if is_first and self.makes_barriers:
                 with self.out.block("if (thread == 0)"):
                     self.init_barriers(again=True)
             self.out.line(meet)
@@ -169,8 +170,14 @@ class RoleCode(Explicit):
     def warps(self) -> int:
         return sum(self.warpgroups_of) * WARPS
 
+    @property
+    def makes_barriers(self) -> bool:
+        return bool(self.inits)
+
     def make_barriers(self) -> None:
         """Done by a warp that has no tensor map to build, if there is one."""
+        if not self.makes_barriers:
+            return
         maker = 32 * min(len(self.maps), self.warps - 1)
         with self.out.block(f"if (threadIdx.x == {maker})"):
             self.init_barriers()
@@ -183,7 +190,8 @@ class RoleCode(Explicit):
                 if again:
                     self.out.line(f"barrier_end({at});")
                 self.out.line(f"barrier_init({at}, {arrivals});")
-        self.out.line("barriers_made();")
+        if self.inits:
+            self.out.line("barriers_made();")
 
     def make_maps(self) -> None:
         """Each by a different warp, as far as there are enough."""

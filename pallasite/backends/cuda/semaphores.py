@@ -39,6 +39,10 @@ class Semaphores(Clusters):
             self.out.line(f"int* {name} = (int*)(shared + {offset});")
         self.views[op.result] = self.array(ref, name, op.result)
 
+    @property
+    def makes_barriers(self) -> bool:
+        return bool(self.own_semaphores) or super().makes_barriers
+
     def init_barriers(self, again: bool = False) -> None:
         for offset, count in self.own_semaphores:
             for n in range(count):

@@ -10,7 +10,7 @@ for parts of a block, and `passes/schedule/reblock.py` uses it.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,6 +48,8 @@ class LoopDim:
     reduces: tuple[Op, ...] = ()  # those along it
     besides: str | None = None  # why it is whole, other than that it is reduced
     is_merged: bool = False  # it is only whole because a reshape merges it with others
+    scans: tuple[Op, ...] = ()  # those along it
+    held: str | None = None  # why it is whole, other than that these reduce or scan it
 
     def per(self, value: Value) -> int:
         """Elements of a tile for each position along the dimension."""
@@ -174,6 +176,7 @@ class _Joined:
         self.parent: dict[_Node, _Node] = {}
         self.held: list[tuple[_Node, str]] = []
         self.reduces: list[tuple[_Node, Op]] = []
+        self.scans: list[tuple[_Node, Op]] = []
         self.products: list[tuple[_Node, Op]] = []
         self.spans: list[tuple[_Node, Op]] = []
         self.block(found.pipeline.body)
@@ -185,17 +188,13 @@ class _Joined:
         for node in self.nodes():
             members[self.root(node)].append(node)
         places = self.places()  # which may hold some, too
-        whole: dict[_Node, str] = {}
-        for node, reason in self.held:
-            whole.setdefault(self.root(node), reason)
-        reduces: dict[_Node, list[Op]] = defaultdict(list)
-        for node, op in self.reduces:
-            reduces[self.root(node)].append(op)
-            whole.setdefault(self.root(node), f"'{op.name}' runs along it")
-        besides = {self.root(node): reason for node, reason in reversed(self.held)}
-        products: dict[_Node, list[Op]] = defaultdict(list)
-        for node, op in self.products:
-            products[self.root(node)].append(op)
+        held = {self.root(node): reason for node, reason in reversed(self.held)}
+        reduces, scans = self.by_root(self.reduces), self.by_root(self.scans)
+        along = {root: _runs_along(ops[0]) for root, ops in scans.items()}
+        besides = {**along, **held}
+        along = {root: _runs_along(ops[0]) for root, ops in reduces.items()}
+        whole = {**along, **besides}
+        products = self.by_root(self.products)
         spans: dict[_Node, set[Op]] = defaultdict(set)
         for node, op in self.spans:
             spans[self.root(node)].add(op)
@@ -227,7 +226,15 @@ class _Joined:
                 tuple(reduces[root]),
                 beside,
                 is_only_merged,
+                tuple(scans[root]),
+                held.get(root),
             )
+
+    def by_root(self, found: Iterable[tuple[_Node, Op]]) -> dict[_Node, list[Op]]:
+        ops: dict[_Node, list[Op]] = defaultdict(list)
+        for node, op in found:
+            ops[self.root(node)].append(op)
+        return ops
 
     def nodes(self) -> Iterator[_Node]:
         """Every dimension of every ref and tile, once."""
@@ -383,15 +390,18 @@ class _Joined:
         for d in axes:
             if op.name in ("reduce", "arg_reduce"):
                 self.reduces.append(((x, d), op))
+            elif op.name == "scan":
+                self.scans.append(((x, d), op))
+                self.join((x, d), (op.result, d))
             else:
-                self.hold((x, d), f"'{op.name}' runs along it")
+                self.hold((x, d), _runs_along(op))
         for y in op.results:
             same_rank = y.tile.rank == x.tile.rank
             for to, d in enumerate(kept):
                 self.join((x, d), (y, d if same_rank else to))
-            if same_rank:
+            if same_rank and op.name != "scan":
                 for d in axes:
-                    self.hold((y, d), f"'{op.name}' runs along it")
+                    self.hold((y, d), _runs_along(op))
         for other in op.operands[1:]:
             self.alike(x, other)
 
@@ -572,6 +582,10 @@ def _is_whole(entry: Span | Gather, n: int, mask: Value | None = None) -> bool:
     if not isinstance(entry, Span) or entry.size != n or entry.stride != 1:
         return False
     return mask is None or entry.start == 0
+
+
+def _runs_along(op: Op) -> str:
+    return f"'{op.name}' runs along it"
 
 
 def _groups(

@@ -2,9 +2,9 @@
 
 Constants and iotas may stand anywhere before it, and a load may be later than it was
 written if nothing in between writes its memory: scratch is no part of another ref. A
-product stands after guarded stores that it is not needed for, such as that of the start
-of a sum. Where an author, JAX or another pass put them is then no longer visible. Other
-ops stay in the author's order.
+reshape of one of these stands with it. A product stands after guarded stores that it is
+not needed for, such as that of the start of a sum. Where an author, JAX or another pass
+put them is then no longer visible. Other ops stay in the author's order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,8 @@ class _Ordering:
                     ops.append(op)
 
         for op in block.ops:
-            if op.name in ("constant", "iota", "load", "dot"):
+            is_view = op.name == "reshape" and op.operands[0] in waiting
+            if is_view or op.name in ("constant", "iota", "load", "dot"):
                 waiting[op.result] = op
                 continue
             if writes(op):

@@ -11,14 +11,18 @@ it stands, so nothing is stored between its parts; the parts of a store are disj
 cover what the store did. A part of a product is that of the rows and columns that it
 has; a product along a concatenation is the sum of those along its parts, in another
 order. Tiles that are padded with zeros beside each other, and added, are concatenated:
-only minus zero stays what it is.
+only minus zero stays what it is. Rows that take turns (`jnp.stack`, then a reshape) are
+stored some rows apart. The last element of a running sum, which blocks carry
+to the next, is the sum, in another order.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
+from math import prod
 from typing import Any, NamedTuple
 
+from pallasite.ir.build import part_start
 from pallasite.ir.nodes import Access, Gather, Index, Kernel, Op, Span, Value
 from pallasite.ir.opdef import TILE
 from pallasite.ir.rewrite import (
@@ -32,8 +36,9 @@ from pallasite.ir.roles import Dot
 from pallasite.ir.types import F32
 
 MOST_PARTS = 4  # of one tile, if they may be shorter than a transaction
-MOST_LONG_PARTS = 16  # with rows of this many elements, as stencils have
-LONG_ROW = 64
+MOST_LONG_PARTS = 16  # with rows of so many bytes, as stencils have, or along products
+LONG_BYTES = 64
+LONG_ROW = 64  # of parts of products
 LEAST_DEPTH = 16  # of a matmul
 MOST_IN_ALL = 32  # of one tile, as parts of parts: halves of halves are never done
 
@@ -85,7 +90,8 @@ class _Split:
 
     def rewritten(self, op: Op, b: Rewriter) -> Sequence[Value] | Value | None:
         if op.name == "slice":
-            return self.parts.get((op.operands[0], _box(op)))
+            value, box = op.operands[0], _box(op)
+            return self.parts.get((value, box)) or _last_of_scans(b, value, box)
         if op.name == "store":
             return _stored_in_parts(op, b)
         if len(op.results) != 1 or op.result.is_ref:
@@ -96,7 +102,9 @@ class _Split:
         if op.name == "dot":
             return _along_parts(op, b)
         filled = _filled(op, b) if op.name == "add" else None
-        return self.joined(op, b) if filled is None and is_elementwise(op) else filled
+        if filled is not None or not is_elementwise(op):
+            return filled
+        return self.joined(op, b) or _stacked(op, b)
 
     # --- slices move up ---
 
@@ -105,7 +113,8 @@ class _Split:
         uses = self.users.get(value, [])
         plain = all(u.name == "slice" and set(u.attrs["strides"]) == {1} for u in uses)
         found = list(dict.fromkeys(map(_box, uses))) if uses and plain else []
-        is_long = all(box.shape and box.shape[-1] >= LONG_ROW for box in found)
+        least = LONG_BYTES / value.tile.dtype.bytes
+        is_long = all(_together(box.shape, value.tile.shape) >= least for box in found)
         return (
             found if len(found) <= (MOST_LONG_PARTS if is_long else MOST_PARTS) else []
         )
@@ -157,6 +166,16 @@ def _box(op: Op) -> Box:
     return Box(tuple(op.attrs["starts"]), tuple(op.attrs["limits"]))
 
 
+def _together(part: Sequence[int], whole: Sequence[int]) -> int:
+    """Elements of a part that are side by side in a tile."""
+    count = 1
+    for n, m in zip(reversed(part), reversed(whole), strict=True):
+        count *= n
+        if n != m:
+            break
+    return count
+
+
 def _boxes_of(join: Op) -> list[Box]:
     """The parts of a concatenation."""
     shape, axis = join.result.tile.shape, join.attrs["axis"]
@@ -174,6 +193,9 @@ def _part(b: Rewriter, value: Value, box: Box) -> Value:
     """A part of an operand; scalars that hold for all elements stay."""
     if not value.tile.shape:
         return value
+    same = _part_of_equals(b, value, box)
+    if same is not None:
+        return same
     join = b.producer(value, "concatenate")
     if join is not None:
         for piece, own in zip(join.operands, _boxes_of(join), strict=True):
@@ -186,6 +208,20 @@ def _part(b: Rewriter, value: Value, box: Box) -> Value:
         limits=box.limits,
         strides=(1,) * len(box.starts),
     )
+
+
+def _part_of_equals(b: Rewriter, value: Value, box: Box) -> Value | None:
+    """A part of a tile along dimensions whose elements are all equal."""
+    op = b.producer(value)
+    if op is not None and op.name == "constant":
+        return b.constant(op.attrs["value"], value.tile.with_shape(box.shape))
+    if op is None or op.name != "broadcast_in_dim":
+        return None
+    (x,), dims = op.operands, op.attrs["dims"]
+    pairs = zip(x.tile.shape, dims, strict=True)
+    if any(n not in (1, box.shape[d]) for n, d in pairs):
+        return None
+    return b.broadcast(x, box.shape, dims)
 
 
 def _are_apart(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
@@ -241,7 +277,7 @@ def _along_parts(op: Op, b: Rewriter) -> Value | None:
         along = other.contract[side.contract.index(d)]
         boxes, wide = _boxes_of(join), op.result.tile.dtype.bits >= F32.bits
         long = all(box.shape[d] >= LEAST_DEPTH for box in boxes)
-        if len(boxes) > MOST_PARTS or not wide or not long:
+        if len(boxes) > MOST_LONG_PARTS or not wide or not long:
             continue
         total: Value | None = None
         for piece, box in zip(join.operands, boxes, strict=True):
@@ -253,6 +289,45 @@ def _along_parts(op: Op, b: Rewriter) -> Value | None:
             total = share if total is None else b.add(total, share)
         return total
     return None
+
+
+def _last_of_scans(b: Rewriter, value: Value, box: Box) -> Value | None:
+    """A part that is the last element along scans, by reductions in their place."""
+    known: dict[Value, Value | None] = {}
+
+    def last(value: Value) -> Value | None:
+        if value not in known:
+            op = b.producer(value)
+            known[value] = None if op is None else made(op)
+        return known[value]
+
+    def made(op: Op) -> Value | None:
+        if op.name == "scan":
+            return _last_of(b, op, box)
+        if not is_elementwise(op):
+            return None
+        found = [last(v) for v in op.operands]
+        if not any(v is not None for v in found):
+            return None
+        pairs = zip(found, op.operands, strict=True)
+        parts = [_part(b, v, box) if new is None else new for new, v in pairs]
+        return b.op(op.name, *parts, **op.attrs)
+
+    return last(value)
+
+
+def _last_of(b: Rewriter, scan: Op, box: Box) -> Value | None:
+    (x,), axis, kind = scan.operands, scan.attrs["axis"], scan.attrs["kind"]
+    starts, limits = [0] * x.tile.rank, list(x.tile.shape)
+    if scan.attrs["reverse"]:
+        limits[axis] = 1
+    else:
+        starts[axis] = limits[axis] - 1
+    if box != Box(tuple(starts), tuple(limits)):
+        return None
+    total = b.op("reduce", x, kind=kind, axes=(axis,))
+    kept = [d for d in range(x.tile.rank) if d != axis]
+    return b.broadcast(total, box.shape, kept)
 
 
 class _Piece(NamedTuple):
@@ -296,42 +371,131 @@ def _pieces(b: Rewriter, op: Op | None) -> list[_Piece] | None:
     return [_Piece(axes[0], attrs["low"][axes[0]], op.operands[0])]
 
 
-def _within(op: Op, box: Box) -> Index | None:
-    """The index of an access, narrowed to a part of the tile; None where that is not a
-    fixed number of elements further."""
+def _within(b: Rewriter, op: Op, box: Box) -> tuple[Index, list[Value]] | None:
+    """The index of an access and its operands, narrowed to a part of the tile; None
+    where that is not a number of elements further."""
     access = Access.of(op)
     if access.mask is not None or any(isinstance(e, Gather) for e in access.index):
         return None
-    pairs, found = zip(box.starts, box.limits, strict=True), list[Any]()
-    for entry in access.index:
+    pairs, shape = zip(box.starts, box.limits, strict=True), access.ref.ref.shape
+    index, starts = list[Any](), list[Value]()
+    for n, (entry, given) in zip(shape, access.split_index(), strict=True):
         if isinstance(entry, Span):
             start, limit = next(pairs)
             if limit - start != entry.size:
-                if entry.start is None or entry.stride != 1:
-                    return None
-                entry = Span(entry.start + start, limit - start)
-        found.append(entry)
-    return tuple(found)
+                size, apart = limit - start, entry.stride
+                if entry.start is not None:
+                    entry = Span(entry.start + apart * start, size, apart)
+                else:
+                    given = part_start(b, entry, given, n, b.index(start), False)
+                    entry = Span(None, size, apart)
+        index.append(entry)
+        starts += [] if given is None else [given]
+    return tuple(index), starts
 
 
 def _loaded(op: Op, b: Rewriter, box: Box) -> Value | None:
-    index = _within(op, box)
-    if index is None:
+    place = _within(b, op, box)
+    if place is None:
         return None
-    (made,) = b.emit("load", *op.operands, **{**op.attrs, "index": index})
+    index, starts = place
+    (made,) = b.emit("load", op.operands[0], *starts, **{**op.attrs, "index": index})
     return made
 
 
+class _Stack(NamedTuple):
+    """Tiles whose elements take turns along an axis of another."""
+
+    axis: int
+    values: tuple[Value, ...]
+
+
+def _stack(b: Rewriter, value: Value) -> _Stack | None:
+    """A concatenation along a dimension of size one, which is merged with the one
+    before it, of rows; neighbours in a row are put together in registers."""
+    fold = b.producer(value, "reshape")
+    join = None if fold is None else b.producer(fold.operands[0], "concatenate")
+    if join is None or not 1 < len(join.operands) <= MOST_PARTS:
+        return None
+    axis, shape = join.attrs["axis"], join.operands[0].tile.shape
+    merged = (*shape[: axis - 1], shape[axis - 1] * len(join.operands))
+    if not axis or (*merged, *shape[axis + 1 :]) != value.tile.shape:
+        return None
+    long = prod(shape[axis:]) * value.tile.dtype.bytes >= LONG_BYTES
+    if not long or any(v.tile.shape[axis] != 1 for v in join.operands):
+        return None
+    values = (_without_dim(b, v, axis) for v in join.operands)
+    return _Stack(axis - 1, tuple(values))
+
+
+def _without_dim(b: Rewriter, value: Value, axis: int) -> Value:
+    """A tile without a dimension of size one, as it was before that was added."""
+    shape = value.tile.shape
+    op, kept = b.producer(value), [d for d in range(len(shape)) if d != axis]
+    flat = tuple(shape[d] for d in kept)
+    if op is not None and op.name in ("broadcast_in_dim", "reshape"):
+        is_same = op.name == "reshape" or [*op.attrs["dims"]] == kept
+        if is_same and op.operands[0].tile.shape == flat:
+            return op.operands[0]
+    return b.reshape(value, shape=flat)
+
+
+def _stacked(op: Op, b: Rewriter) -> Value | None:
+    """An elementwise op of a stack, as a stack."""
+    stacks = [_stack(b, v) if v.tile.shape else None for v in op.operands]
+    found = next((each for each in stacks if each is not None), None)
+    if found is None:
+        return None
+    axis, shape = found.axis, found.values[0].tile.shape
+    unit = (*shape[: axis + 1], 1, *shape[axis + 1 :])
+    made = list[Value]()
+    for n in range(len(found.values)):
+        parts = list[Value]()
+        for value, stack in zip(op.operands, stacks, strict=True):
+            same = b.producer(value, "constant") if value.tile.shape else None
+            if stack is not None and stack.axis == axis:
+                value = stack.values[n]
+            elif same is not None:
+                value = b.constant(same.attrs["value"], value.tile.with_shape(shape))
+            elif value.tile.shape:
+                return None
+            parts.append(value)
+        made.append(b.reshape(b.op(op.name, *parts, **op.attrs), shape=unit))
+    joined = b.op("concatenate", *made, axis=axis + 1)
+    return b.reshape(joined, shape=op.result.tile.shape)
+
+
+def _stored_in_turns(op: Op, b: Rewriter) -> Sequence[Value] | None:
+    """Stores of the tiles of a stack, some elements apart."""
+    access, value = Access.of(op), op.operands[1]
+    stack = None if access.mask is not None else _stack(b, value)
+    spans = [(n, e) for n, e in enumerate(access.index) if isinstance(e, Span)]
+    if stack is None or len(spans) != value.tile.rank:
+        return None
+    place, entry = spans[stack.axis]
+    if entry.start is None:
+        return None
+    index = list(access.index)
+    count, apart = len(stack.values), entry.stride
+    for n, value in enumerate(stack.values):
+        size = entry.size // count
+        index[place] = Span(entry.start + n * apart, size, count * apart)
+        b.store(access.ref, value, tuple(index), access.index_operands)
+    return ()
+
+
 def _stored_in_parts(op: Op, b: Rewriter) -> Sequence[Value] | None:
-    ref, value, *more = op.operands
+    ref, value = op.operands[:2]
     join = b.producer(value, "concatenate")
     if join is None or len(join.operands) > MOST_PARTS:
-        return None
+        return _stored_in_turns(op, b)
     boxes = _boxes_of(join)
-    places = [_within(op, box) for box in boxes]
-    if None in places:
-        return None
-    for piece, index in zip(join.operands, places, strict=True):
+    for piece, box in zip(join.operands, boxes, strict=True):
+        place = _within(b, op, box)
+        if place is None:
+            b.ops.clear()
+            return None
+        index, starts = place
         if piece.tile.size:
-            b.emit("store", ref, piece, *more, **{**op.attrs, "index": index})
+            b.emit("store", ref, piece, *starts, **{**op.attrs, "index": index})
     return ()

@@ -20,7 +20,7 @@ whose steps have places of their own (`own`) need not be in the table, unless th
 numbers or the branches around the accesses depend on it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -152,7 +152,8 @@ def last_writers(kernel: Kernel, info: GridInfo | None = None) -> LastWriters | 
     results = tuple(_Places(kernel, pipeline).contested())
     if not results:
         return None
-    rest = analyze(_without(kernel, results))
+    gone = {op for each in results for group in each.groups for op in group}
+    rest = analyze(without(kernel, gone, {each.ref for each in results}))
     axes = tuple(
         a
         for a in info.sequential
@@ -416,20 +417,18 @@ def _fixed(
 # --- the kernels ---
 
 
-def _changed(block: Block, change: Callable[[Op, Builder], bool]) -> Block:
+def changed(block: Block, change: Callable[[Op, Builder], bool]) -> Block:
     """The block with some ops as `change` emits them; it says which."""
     b = Builder()
     for op in block.ops:
         b.loc = op.loc
         if not change(op, b):
-            b.ops.append(with_regions(op, [_changed(r, change) for r in op.regions]))
+            b.ops.append(with_regions(op, [changed(r, change) for r in op.regions]))
     return replace(block, ops=tuple(b.ops))
 
 
-def _without(kernel: Kernel, results: Sequence[Contested]) -> Kernel:
-    """The kernel without the accesses to contested results, for analysis."""
-    gone = {op for each in results for group in each.groups for op in group}
-    refs = {each.ref for each in results}
+def without(kernel: Kernel, gone: Collection[Op], refs: Collection[Value]) -> Kernel:
+    """The kernel without some ops, and the windows on some results, for analysis."""
 
     def change(op: Op, b: Builder) -> bool:
         if op in gone and op.results:
@@ -441,13 +440,13 @@ def _without(kernel: Kernel, results: Sequence[Contested]) -> Kernel:
 
     pipeline, same = Pipeline.of(find_pipeline(kernel)), kernel.aliased_results
     kept = [e for e in pipeline.shown if same.get(e.array, e.array) not in refs]
-    body = _changed(pipeline.body, change)
+    body = changed(pipeline.body, change)
     params = (*pipeline.ids, *(each.block for each in kept))
     new = pipeline.showing(kept, replace(body, params=params))
     return with_pipeline(kernel, new.to_op())
 
 
-def _access(b: Builder, pipeline: Pipeline, op: Op, shown: Shown | None) -> Op:
+def on_array(b: Builder, pipeline: Pipeline, op: Op, shown: Shown | None) -> Op:
     """An access to a window's block as one to its array, at the same elements."""
     if shown is None:
         return op
@@ -575,7 +574,7 @@ def _noting(kernel: Kernel, one: Contested) -> Kernel | None:
         lost.update(op.results)
         return True
 
-    body = _changed(pipeline.body, change)
+    body = changed(pipeline.body, change)
     body = dead_code(Kernel("noting", (), body, 0)).body
     used = {v for op in walk(body) for v in op.operands}
     reads = {r for op in walk(body) if op.name != "atomic_rmw" for r in read_refs(op)}
@@ -641,7 +640,7 @@ def _in_parallel(
             _store_some(b, op, chosen[key], shown.get(op.operands[0]))
             return True
         inside = Builder(op.loc)
-        made = _access(inside, pipeline, op, shown.get(op.operands[0]))
+        made = on_array(inside, pipeline, op, shown.get(op.operands[0]))
         if op.name == "store":
             inside.ops.append(made)
             regions = Block(), inside.block()
@@ -659,7 +658,7 @@ def _in_parallel(
         "parallel" if a in found.axes else said
         for a, said in enumerate(pipeline.semantics)
     )
-    body = _changed(pipeline.body, change)
+    body = changed(pipeline.body, change)
     kept = [each for each in pipeline.shown if each.block not in shown]
     body = replace(body, params=(*pipeline.ids, *(each.block for each in kept)))
     new = replace(pipeline, semantics=semantics).showing(kept, body)

@@ -5,7 +5,8 @@ after another, as `exp(s - max(s))`, its sum, and its product with values: atten
 that sees all keys at once, or a norm of an image. Out: a loop over parts of the
 dimension for each reduction, which computes a part of the tile anew, and one that
 stores results along the dimension part by part. Those that do not need each other share
-a loop. So only one part is on chip at a time; `loop_over_k.py` does this for matmuls of
+a loop. A scan is computed by each loop that needs it, which carries the sum so far. So
+only one part is on chip at a time; `loop_over_k.py` does this for matmuls of
 what is loaded, and keeps reductions whole.
 
 Sums that are kept relative to a maximum (`analysis/exponents.py`) share its loop, too:
@@ -15,7 +16,8 @@ divided by such a sum is divided afterwards, so that it need not wait for the su
 Proof: each element is computed as before, from operands that nothing writes, and stored
 where it was, to memory that nothing reads. Maxima are the same; of equal ones that of
 the first part has its position, as the first NaN has. Sums are taken in another order,
-of results as wide as a matmul's sums. A
+of results as wide as a matmul's sums; those of a scan are that of the part and what
+came before it. A
 running maximum starts as the least finite number, relative to which nothing overflows
 and minus infinity vanishes; where it is seen itself, other than with the log of its
 sum, another one starts as minus infinity. Rows are linear in what they are divided by;
@@ -78,12 +80,19 @@ def loop_over_rows(kernel: Kernel, place: Place, size: int) -> Kernel:
 
 
 def _why_not(found: LoopDims, dim: LoopDim, size: int) -> str | None:
-    if dim.besides is not None or dim.is_twice or not dim.reduces:
-        return dim.besides or "nothing is reduced along it, or two dimensions are one"
+    along = (*dim.reduces, *dim.scans)
+    if dim.held is not None or dim.is_twice or not along:
+        return dim.held or "nothing is reduced along it, or two dimensions are one"
     if dim.size <= size:
         return f"{dim.size} elements are not several parts of {size}"
-    if any(op.attrs["kind"] not in MERGED for op in dim.reduces):
+    if any(op.attrs["kind"] not in MERGED for op in along):
         return "a reduction cannot be taken in parts"
+    ways = {op.attrs["reverse"] for op in dim.scans}
+    firsts = any(op.name == "arg_reduce" for op in dim.reduces)
+    if len(ways) > 1 or (firsts and True in ways):
+        return "parts are taken in two orders"
+    if ways and dim.size % size:
+        return f"{dim.size} elements are not whole parts of {size}"
     return why_not_computed_in_parts(found, dim, _only_stored(found))
 
 
@@ -184,6 +193,7 @@ class _Loops:
         spans = {op for op in loads if op.result in tiles} | self.stores
         # In a loop refs stay whole: only the loads take a part.
         self.inside = replace(dim, members=tiles, spans=frozenset(spans))
+        self.is_backward = any(op.attrs["reverse"] for op in dim.scans)
         self.replaced: dict[Value, Value] = {}
         self.after: set[Value] = set()  # what depends on a running maximum
         self.seen: set[Value] = set()  # what the code so far computes
@@ -305,7 +315,9 @@ class _Loops:
         """The reductions of a group, in one loop; sums are relative to `scale`."""
         b.loc = group[0].loc
         number, inner = Value(INDEX, "part"), Builder(b.loc)
-        first = inner.mul(number, inner.index(self.size))
+        count = self.dim.size // self.size
+        at = inner.sub(inner.index(count - 1), number) if self.is_backward else number
+        first = inner.mul(at, inner.index(self.size))
         part = Part(self.inside, self.size, first)
         part.new.update(self.replaced)
         state, last = _State(b), dict[Op, Value]()
@@ -313,7 +325,10 @@ class _Loops:
         for sink in group:
             for each in self._needed(sink.operands):
                 if each not in done:
-                    part.op(inner, each)
+                    if each in self.dim.scans:
+                        part.new[each.result] = _scanned(inner, each, part, state)
+                    else:
+                        part.op(inner, each)
                     done.add(each)
             inner.loc = sink.loc
             if sink in self.stores:
@@ -343,7 +358,7 @@ class _Loops:
                 if scale is not None:
                     kept = inner.mul(old, self._factor(inner, sink, scale, change, old))
                 state.new.append(inner.op(MERGED[kind], kept, share))
-        bounds = [b.index(n) for n in (0, self.dim.size // self.size, 1)]
+        bounds = [b.index(n) for n in (0, count, 1)]
         body = inner.block((number, *state.carried), state.new)
         made = b.emit("for", *bounds, *state.starts, regions=(body,))
         results = dict(zip(state.carried, made, strict=True))
@@ -409,9 +424,25 @@ class _Loops:
         return list(needed)
 
 
+def _scanned(b: Builder, scan: Op, part: Part, state: _State) -> Value:
+    """A part of a scan, which goes on from the parts before it."""
+    (x,), (kind, dtype) = part.mapped(scan.operands), _merging(scan)
+    axis, own = scan.attrs["axis"], x.tile.dtype
+    shape = x.tile.shape
+    line = (*shape[:axis], *shape[axis + 1 :])
+    before = state.old(TileType(line, dtype), neutral(kind, dtype))
+    x = b.cast(x, dtype)
+    total = b.op("reduce", x, kind=kind, axes=(axis,))
+    state.new.append(b.op(MERGED[kind], before, total))
+    to = [d for d in range(len(shape)) if d != axis]
+    each = b.op("scan", x, **scan.attrs)
+    each = b.op(MERGED[kind], each, b.broadcast(before, shape, to))
+    return b.cast(each, own)
+
+
 def _merging(sink: Op) -> tuple[str, DType]:
     """How parts of a reduction are merged, and in what type."""
     dtype = sink.result.tile.dtype
     is_narrow = dtype.is_float and dtype.bits < F32.bits
     kind = "sum" if sink.name == "dot" else sink.attrs["kind"]
-    return kind, F32 if is_narrow and sink.name == "dot" else dtype
+    return kind, F32 if is_narrow and sink.name in ("dot", "scan") else dtype

@@ -27,6 +27,7 @@ from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.run import run
 from pallasite.passes.schedule.commuting_steps import (
     commuting_steps,
+    first_stores,
     in_any_order,
     starts_apart,
 )
@@ -47,6 +48,7 @@ from pallasite.passes.schedule.split_axis import (
     split,
 )
 from pallasite.passes.schedule.states_in_scratch import states_in_scratch
+from pallasite.passes.schedule.steps_by_block import by_block, steps_by_block
 from pallasite.passes.schedule.summed_states import summed_states
 from pallasite.passes.schedule.whole_rows import ENOUGH, whole_rows
 from pallasite.target import Chip, Gpu, Host, Machine, chips
@@ -61,17 +63,22 @@ MANY_LAUNCHES = 80
 GAIN_OF_EVEN, FEW = 1.15, 4
 SMALL_BYTES = 1 << 22  # of states, for which any number of parts may have their own
 SOONER = 0.9  # fewer parts are chosen if that saves a tenth
+SORTING = 10  # launches that sorting steps takes as long as
 SERIAL_SECONDS = 5e-4  # of a kernel whose idle cores are worth a warning
 IDLE = 8  # how many times more cores than programs are worth one
 
 
 @dataclass(frozen=True)
 class Serial:
-    """Why an axis, or all of a kernel, runs in order although cores are idle."""
+    """Why an axis, or all of a kernel, runs in order although cores are idle.
+
+    `asked`: because its semantics say so, as an author's or those of a derivative.
+    """
 
     axis: int | None
     reason: str
     loc: Loc | None
+    asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -179,7 +186,7 @@ def _of_axes(kernel: Kernel, chip: Gpu | Host) -> Plan:
     kernel = run(kernel)
     if unordered:
         made = loop_axes(kernel, _is_unordered)
-        kernel = made if merges or last_writers(made) is not None else kernel
+        kernel = made if merges or _at_places(made) else kernel
         if not any(_long_axes(kernel)):
             return _after_starts(kernel, chip)
     if isinstance(chip, Gpu):
@@ -204,7 +211,13 @@ def _after_starts(kernel: Kernel, chip: Gpu | Host) -> Plan:
 
 
 def _is_unordered(kernel: Kernel) -> bool:
-    return only_merges(kernel) or last_writers(kernel) is not None
+    return only_merges(kernel) or _at_places(kernel)
+
+
+def _at_places(kernel: Kernel) -> bool:
+    """Whether steps may run at once that change places which memory names."""
+    found = last_writers(kernel) is not None
+    return found or (names_places(kernel) and steps_by_block(kernel) is not None)
 
 
 def _is_long(kernel: Kernel, chip: Gpu | Host) -> bool:
@@ -244,13 +257,19 @@ def _of_steps(kernel: Kernel, chip: Gpu | Host) -> Plan:
     uneven = isinstance(chip, Gpu) and programs < FEW * cores and _is_uneven(kernel)
     if programs >= cores and not uneven:
         return Plan()
+    if isinstance(chip, Gpu) and names_places(kernel):
+        places = last_writers(kernel, info) or commuting_steps(kernel, info)
+        found = None if places else _by_block(kernel, info, chip, programs)
+        if found is not None and found.parts * programs >= cores:
+            return found
     if isinstance(chip, Gpu) and _divides_well(kernel, chip):
         return Plan()
-    serial = best = None
+    serial = best = asked = None
     for axis in info.sequential:
         if (info.axes[axis].size or 0) < 2:
             continue
         if Pipeline.of(find_pipeline(kernel)).semantics[axis] == "sequential":
+            asked = _asked(info, axis) if isinstance(chip, Gpu) else None
             continue
         of, state = kernel, state_along(kernel, axis, info)
         if state.reason:
@@ -272,9 +291,17 @@ def _of_steps(kernel: Kernel, chip: Gpu | Host) -> Plan:
     unordered = _in_any_order(kernel, info, chip, programs)
     if unordered is not None or best is not None:
         return unordered or best or Plan()
+    serial = serial or asked
     if serial is not None and _is_wasteful(kernel, chip, programs):
         return Plan(serial=serial)
     return Plan()
+
+
+def _asked(info: GridInfo, axis: int) -> Serial:
+    """That semantics forbid an axis to be split."""
+    moves = (m for m in info.windows if m.written and axis not in m.own)
+    names = " and ".join(dict.fromkeys(m.name for m in moves)) or "scratch"
+    return Serial(axis, f"its steps may change the same part of {names}", None, True)
 
 
 def _in_more_parts(found: Plan, kernel: Kernel, chip: Gpu | Host) -> Plan:
@@ -304,7 +331,7 @@ def _in_any_order(
         program, kind = at_once(kernel, found), "last writers"
         what = "stores where memory says: its steps run at once, the last one stores"
     else:
-        return None
+        return _by_block(kernel, info, chip, programs)
     known = prod(info.axes[a].size or UNKNOWN_ROUNDS for a in found.axes)
     after = _overhead(chip, len(program.kernels) - 1)
     after += sum(seconds(k, chip, programs * known) for k in program.kernels)
@@ -313,6 +340,27 @@ def _in_any_order(
     names = ", ".join(f"i{a}" for a in found.axes)
     why = f"{names} ({known} steps) {what}"
     return Plan(program, why, found.axes[0], known, kind)
+
+
+def _by_block(kernel: Kernel, info: GridInfo, chip: Gpu, programs: int) -> Plan | None:
+    """The steps of each block in a program of its own, if that is faster; after what
+    the first step stores to whole results."""
+    found, starts = steps_by_block(kernel, info), None
+    if found is None and (starts := first_stores(kernel, info)) is not None:
+        found = steps_by_block(starts.kernels[1])
+    if found is None:
+        return None
+    program, typical = by_block(found)
+    busy = programs * min(found.blocks, found.steps)
+    after = _overhead(chip, SORTING) + seconds(typical, chip, busy)
+    if starts is not None:
+        program = starts.with_step(1, program, len(kernel.inputs))
+        after += seconds(program.kernels[0], chip, _cores(chip))
+    if seconds(kernel, chip, programs) < GAIN * after:
+        return None
+    names = ", ".join(f"i{a}" for a in found.axes)
+    why = f"the steps of {names} are sorted by the block that they see"
+    return Plan(program, why, found.axes[0], found.blocks, "steps by block")
 
 
 def _cores(chip: Chip | Host | None) -> int:

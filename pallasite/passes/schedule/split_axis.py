@@ -53,6 +53,35 @@ class Step:
     kernel: Kernel
     operands: tuple[int, ...]
 
+    @property
+    def outputs(self) -> int:
+        return self.kernel.num_outputs
+
+
+@dataclass(frozen=True)
+class Order:
+    """Steps sorted by a number of each, which XLA does before a kernel.
+
+    Its outputs: where the steps of each number start in the order, with the end, and
+    the order, of steps numbered as in a grid. Steps of a number keep their order.
+
+    Attributes:
+        number: a kernel without a grid: the number of a step, given its grid indices,
+            and further operands.
+        sizes: the axes of the steps.
+        count: how many numbers there are.
+        operands: arrays, as those of a `Step`.
+    """
+
+    number: Kernel
+    sizes: tuple[int, ...]
+    count: int
+    operands: tuple[int, ...]
+
+    @property
+    def outputs(self) -> int:
+        return 2
+
 
 @dataclass(frozen=True)
 class Result:
@@ -66,12 +95,12 @@ class Result:
 class Program:
     """Several kernels that together compute what one did."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[Step | Order, ...]
     results: tuple[Result, ...]
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        return tuple(step.kernel for step in self.steps)
+        return tuple(step.kernel for step in self.steps if isinstance(step, Step))
 
     def with_step(self, n: int, inner: "Program", operands: int) -> "Program":
         """The same with a kernel as a program itself.
@@ -79,9 +108,9 @@ class Program:
         `operands`: how many this program has.
         """
         one = self.steps[n]
-        first = operands + sum(s.kernel.num_outputs for s in self.steps[:n])
-        given, made = len(one.operands), one.kernel.num_outputs
-        more = sum(step.kernel.num_outputs for step in inner.steps)
+        first = operands + sum(s.outputs for s in self.steps[:n])
+        given, made = len(one.operands), one.outputs
+        more = sum(step.outputs for step in inner.steps)
 
         def inside(array: int) -> int:
             return one.operands[array] if array < given else first + array - given

@@ -85,6 +85,7 @@ struct Block {
   Meeting meetings[256];
   Barrier barriers[MOST_SHARED / 8];  // by address / 8
   unsigned long long exchanged[2048];
+  u32 fragments[1024][6];  // of a thread's operands of a product
   int number, running;  // threads that have not ended
 };
 static std::vector<Block*> blocks;  // of a cluster
@@ -223,14 +224,14 @@ void leave_but(size_t groups) {
   for (; whole.size() > groups; whole.erase(whole.begin()))
     for (const Copy& c : whole[0]) leave(c);
 }
-static float number(const char* p, int kind) {  // 0 bf16, 1 f16, 2 f32, 3 i8
+static float number(const char* p, int kind) {  // 0 bf16, 1 f16, 2 f32, 3 i8, 4 u8
   unsigned short h;
   memcpy(&h, p, 2);
   if (kind == 0) return __uint_as_float((unsigned)h << 16);
   if (kind == 1) return host_from_f16(h);
   float f;
   memcpy(&f, p, 4);
-  return kind == 2 ? f : (float)*(const signed char*)p;
+  return kind == 2 ? f : kind == 3 ? *(const signed char*)p : *(const unsigned char*)p;
 }
 // An element of an operand in shared memory: row of its free dimension, k.
 static float element(u64 o, int row, int k, bool turned, int kind, int bytes) {
@@ -244,6 +245,53 @@ static float element(u64 o, int row, int k, bool turned, int kind, int bytes) {
   at += turned ? fast / in_row * apart + fast % in_row * bytes : fast * bytes;
   check_inside(swizzled(at, by), bytes);
   return number(block().engine + swizzled(at, by), kind);
+}
+// Copies of threads into shared memory, in groups: late ones come in the wait for them.
+struct Chunk { char* to; const char* from; unsigned bytes, size; };
+struct Chunks { std::vector<std::vector<Chunk>> whole; std::vector<Chunk> open; };
+static std::vector<Chunks> loading;  // by thread
+static void bring(const Chunk& c) {
+  memcpy(c.to, c.from, c.bytes);
+  memset(c.to + c.bytes, 0, c.size - c.bytes);
+}
+void copy_chunk(unsigned to, const void* from, unsigned bytes, unsigned size) {
+  check(to % size == 0 && (u64)from % size == 0, "a chunk is not aligned");
+  check(bytes == 0 || bytes == size, "a chunk of another size");
+  check_inside(to, size);
+  const Chunk c = {block().memory + to, (const char*)from, bytes, size};
+  if (!late_copies) bring(c);
+  else memset(c.to, 0xff, size);
+  loading[current].open.push_back(c);
+}
+void chunks_but(size_t groups) {
+  auto& whole = loading[current].whole;
+  for (; whole.size() > groups; whole.erase(whole.begin()))
+    for (const Chunk& c : whole[0]) if (late_copies) bring(c);
+}
+// A product of 16 rows and 8 columns, whose operands the threads of a warp have.
+template <class S> static void multiply_fragments(S* d, int kind) {
+  const int each = kind == 2 ? 1 : kind < 2 ? 2 : 4, lane = threadIdx.x % 32;
+  const u32 (*words)[6] = block().fragments + threadIdx.x / 32 * 32;
+  auto part = [&](int quad, int word, int k) {
+    const u32 found[2] = {words[quad * 4 + k / each % 4][word], 0};
+    return number((const char*)found + k % each * (4 / each), kind);
+  };
+  for (int n = 0; n < 4; ++n) {
+    const int row = lane / 4 + n / 2 * 8, column = lane % 4 * 2 + n % 2;
+    double sum = d[n];
+    for (int k = 0; k < 8 * each; ++k)
+      sum += (double)part(row % 8, row / 8 + k / (4 * each) * 2, k) *
+             part(column, 4 + k / (4 * each), k);
+    d[n] = sum != sum ? (S)NAN : (S)sum;
+  }
+}
+void multiply_fragments(void* d, const u32* a, const u32* b, int kind) {
+  u32* own = block().fragments[threadIdx.x];
+  memcpy(own, a, 16);
+  memcpy(own + 4, b, 8);
+  __syncwarp();
+  kind < 3 ? multiply_fragments((float*)d, kind) : multiply_fragments((int*)d, kind);
+  __syncwarp();
 }
 // A product in flight leaves tickets in place of its sums: numbers that no sum is (NaN),
 // which code may hand on but not compute with. `settled` looks up what became of them.
@@ -367,12 +415,16 @@ static void start_cluster(int threads) {
   arriving.clear();
   leaving.assign(threads, {});
   flights.assign(threads, {});
+  loading.assign(threads, {});
   copiers.clear();
   start_tensor_memory();
 }
 static void end_block(Block& one, int first) {
   for (const Copy& c : arriving)
     if (c.to == &one) problem = "a copy into shared memory that nothing waited for";
+  for (int n = first; n < first + block_threads; ++n)
+    if (!loading[n].whole.empty() || !loading[n].open.empty())
+      problem = "a copy into shared memory that nothing waited for";
   for (int n = first; n < first + block_threads; ++n)
     if (!leaving[n].whole.empty() || !leaving[n].open.empty())
       problem = "a copy out of shared memory that nothing waited for";
@@ -560,6 +612,11 @@ void semaphore_reach(const int* at, int n) {
 void semaphore_wait(int* at, int n) {
   semaphore_reach(at, n);
   *at -= n;
+}
+void chunks_together() {
+  auto& mine = loading[current];
+  mine.whole.push_back(mine.open);
+  mine.open.clear();
 }
 void products_together() {
   auto& mine = flights[current];

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from pallasite.backends import base
-from pallasite.backends.cuda import blackwell, emit, functions, hopper
+from pallasite.backends.cuda import ampere, blackwell, emit, functions, hopper
 from pallasite.backends.cuda.repack import forms_of
 from pallasite.ir.nodes import Kernel
 from pallasite.passes.lower.own_inputs import own_inputs
@@ -63,6 +63,8 @@ OWN = {
         )
         for name in ("get", "get_once", "put_once")
     },
+    **dict.fromkeys(ampere.FUNCTIONS, ""),
+    "bytes_together": ampere.FUNCTIONS["bytes_together"],
     **dict.fromkeys(hopper.BARRIERS, ""),
     **dict.fromkeys(hopper.CLUSTERS, ""),
     **dict.fromkeys(hopper.SEMAPHORES, ""),

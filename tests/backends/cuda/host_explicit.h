@@ -57,6 +57,26 @@ int semaphore_count(const int* at);
 void semaphore_signal(int* at, int n);
 void semaphore_wait(int* at, int n);
 void semaphore_reach(const int* at, int n);
+// Copies that a thread makes itself, and waits for; products of fragments.
+namespace host {
+void copy_chunk(unsigned to, const void* from, unsigned bytes, unsigned size);
+void chunks_but(size_t groups);
+void multiply_fragments(void* d, const u32* a, const u32* b, int kind);
+}  // namespace host
+template <int B> void copy_chunk(u32 to, const void* from, u32 bytes) {
+  host::copy_chunk(to, from, bytes, B);
+}
+void chunks_together();
+template <int N> void chunks_left() { host::chunks_but(N); }
+inline u32 to_tf32(float x) {  // to nearest, ties away from zero
+  const u32 bits = __float_as_uint(x);
+  return x != x ? 0x7fffffffu : (bits + 0x1000u) & ~0x1fffu;
+}
+#define MMA(NAME, S, KIND) \
+  inline void mma_##NAME(S* d, const u32* a, const u32* b) { \
+    host::multiply_fragments(d, a, b, KIND); \
+  }
+MMA(bf16, float, 0) MMA(f16, float, 1) MMA(f32, float, 2) MMA(i8, int, 3) MMA(u8, int, 4)
 inline void put_matrices(u32 at, const u32* x) {
   const int lane = threadIdx.x % 32;
   for (int n = 0; n < 4; ++n) {

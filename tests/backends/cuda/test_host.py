@@ -699,6 +699,50 @@ def test_sums_of_shifted_products(side, depth, columns, taps, dtype, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("rows", "width", "depth", "columns", "taps"),
+    [(4, 9, 64, 64, 3), (5, 8, 32, 48, 2)],
+)
+def test_shifted_rows_side_by_side(rows, width, depth, columns, taps, tmp_path):
+    """A convolution as one product: no tile of all shifted rows is made."""
+    height = 2 * rows
+
+    def kernel(x_ref, w_ref, o_ref):
+        first = pl.program_id(1) * rows
+        x = x_ref[0, pl.ds(first, rows + taps - 1), :, :]
+        parts = [
+            x[dy : dy + rows, dx : dx + width].reshape(rows * width, depth)
+            for dy in range(taps)
+            for dx in range(taps)
+        ]
+        x = jnp.concatenate(parts, axis=1)
+        total = jnp.dot(x, w_ref[...], preferred_element_type=f32)
+        o_ref[0] = total.reshape(rows, width, columns).astype(bf16)
+
+    def call(x, w):
+        spec = pl.BlockSpec((1, *x.shape[1:]), lambda i, j: (i, 0, 0, 0))
+        whole = pl.BlockSpec(w.shape, lambda i, j: (0, 0))
+        out = jax.ShapeDtypeStruct((2, height, width, columns), bf16)
+        block = pl.BlockSpec((1, rows, width, columns), lambda i, j: (i, j, 0, 0))
+        return pl.pallas_call(
+            kernel, out, grid=(2, 2), in_specs=[spec, whole], out_specs=block
+        )(x, w)
+
+    x = kernels.normal(2, height + taps - 1, width + taps - 1, depth, dtype=bf16)
+    w = kernels.normal(taps * taps * depth, columns, dtype=bf16, seed=1)
+    (given,) = pl.lower(call)(x, w).kernels
+    (got,) = host.run(run_passes(given), [np.asarray(v) for v in (x, w)], tmp_path)
+    want = jax.lax.conv_general_dilated(
+        x.astype(f32),
+        w.astype(f32).reshape(taps, taps, depth, columns),
+        (1, 1),
+        "VALID",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        precision="highest",
+    )
+    assert kernels.error(got, want) < 1e-2
+
+
+@pytest.mark.parametrize(
     ("shape", "start", "dtype"),
     [
         ((8, 14), 1, bf16),  # 112 rows are a multiple of an instruction's
