@@ -113,6 +113,7 @@ from pallasite.language.gpu_semaphores import (
     semaphore_signal_parallel as semaphore_signal_parallel,
 )
 from pallasite.language.gpu_semaphores import semaphore_wait as semaphore_wait
+from pallasite.language.inline_cuda import inline_cuda as inline_cuda
 from pallasite.language.memory_spaces import MemorySpace as MemorySpace
 from pallasite.language.memory_spaces import SemaphoreType as SemaphoreType
 from pallasite.language.peers import PeerMemRef as PeerMemRef
@@ -156,7 +157,7 @@ __getattr__ = missing.names(
     | missing.hints(
         "inline_mgpu",
         "its code is for upstream's compiler, which does not run here: use jnp, lax "
-        "and plgpu operations (docs/compat.md has a table)",
+        "and plgpu operations (docs/compat.md has a table), or plgpu.inline_cuda",
     )
     | missing.hints(
         "alloc_semaphore",

@@ -14,7 +14,7 @@ import jax
 
 from pallasite.errors import KernelTypeError
 from pallasite.importer import gpu_checks as checks
-from pallasite.importer.importer import Importer
+from pallasite.importer.importer import Importer, tile_type
 from pallasite.importer.memory import outside_warpgroups
 from pallasite.importer.views import view
 from pallasite.ir import types as T
@@ -540,6 +540,16 @@ def _named_barrier(im: Importer, eqn: Any) -> None:
     number, threads = eqn.params["number"] + FIRST_NAMED, eqn.params["threads"]
     arrives = not eqn.params["wait"]
     im.builder.emit("named_barrier", id=number, threads=threads, arrive_only=arrives)
+
+
+@_rule("inline_cuda")
+def _inline_cuda(im: Importer, eqn: Any, *values: Value) -> Sequence[Value]:
+    p, types = eqn.params, [tile_type(v.aval, im.where) for v in eqn.outvars]
+    params = [Value(v.type) for v in values]
+    code = p["jaxpr"]
+    regions = [] if code is None else [im.region(code, params, params)]
+    notes = dict(text=p["text"], symbols=p["names"], types=tuple(types))
+    return im.builder.emit("inline_cuda", *values, regions=regions, **notes)
 
 
 @_rule("wait_smem_to_gmem")

@@ -655,6 +655,10 @@ class GpuWalker(DeviceWalker):
                 self.move(tile)
         return [_value(x) for x in found]
 
+    def steps_inline_cuda(self, op: Op) -> Steps:
+        yield Pause(op)
+        return self.do_inline_cuda(op)
+
     def steps_set_registers(self, op: Op) -> Steps:
         yield Pause(op)
 
@@ -674,6 +678,7 @@ class GpuWalker(DeviceWalker):
         "wgmma": steps_wgmma,
         "wgmma_wait": steps_wgmma_wait,
         "set_registers": steps_set_registers,
+        "inline_cuda": steps_inline_cuda,
     }
 
 

@@ -482,6 +482,16 @@ class Walker:
     def do_custom(self, op: Op) -> Sequence[Array]:
         return self.block(op.regions[0], [self.env[v] for v in op.operands])
 
+    def do_inline_cuda(self, op: Op) -> Sequence[Array]:
+        if not op.regions:
+            raise UnsupportedError(
+                "plgpu.inline_cuda without reference= runs on GPUs only",
+                [("kernel", self.kernel.name), ("text", op.attrs["text"])],
+                op.loc,
+                "pass reference=, the same as a function of whole operands",
+            )
+        return self.do_custom(op)
+
     def do_cond(self, op: Op) -> Sequence[Array]:
         which = self.env[op.operands[0]]
         if self.numbers.functional and self.roots.folds_into_selects(op):
@@ -631,6 +641,7 @@ class Walker:
         "bulk_wait": do_order,
         "load_wait": do_order,
         "set_registers": do_order,
+        "inline_cuda": do_inline_cuda,
         "named_barrier": do_refuse,
         "warps": do_refuse,
         "tensor_mma": do_refuse,

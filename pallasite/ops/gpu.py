@@ -26,6 +26,7 @@ from pallasite.ir.opdef import (
 )
 from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import BOOL, INDEX, RefType, TileType, Type
+from pallasite.ops.effects import check_region
 from pallasite.ops.elementwise import tiles
 
 
@@ -126,6 +127,18 @@ def _async_store(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 def _barrier_test(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     barrier_rule(types, attrs)
     return (TileType((), BOOL),)
+
+
+def _inline_cuda(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    results: tuple[TileType, ...] = attrs["types"]
+    kinds = [t for t in (*types, *results) if isinstance(t, TileType)]
+    if not len(types) + len(results) == len(kinds) == len(attrs["symbols"]):
+        raise TypeRuleError("operands and results are tiles with a name each")
+    if len({t.shape for t in kinds if t.shape}) > 1:
+        raise TypeRuleError("tiles differ in shape")
+    for region in attrs.get("regions", ()):
+        check_region(region, types, results)
+    return results
 
 
 # A note on a copy: the author promises that it stays inside the array.
@@ -339,6 +352,16 @@ gpu_row(
     unit=Unit.CONTROL,
     doc="waits until at most `pending` copies to shared memory without a barrier are "
     "in flight",
+)
+gpu_row(
+    "inline_cuda",
+    _inline_cuda,
+    None,
+    ("text", "symbols", "types"),
+    unit=Unit.ALU,
+    regions=None,
+    doc="CUDA C++ for each element of tiles; `symbols` name operands, then results. A "
+    "region, if there is one, is the same for whole tiles",
 )
 gpu_row(
     "set_registers",

@@ -28,7 +28,7 @@ NOT_GENERATED |= {"peer_block", "peer_device", "sem_reach"}
 NOT_GENERATED |= {"indexed_copy_start", "indexed_copy_wait", "device_number"}
 NOT_GENERATED |= {"dot_add", "dot_store", "exchange"}  # made of other ops
 NOT_GENERATED |= {"matrix_unit"}  # needs scratch that stands for the unit
-NOT_GENERATED |= {"inline_asm"}  # means something on a GPU only
+NOT_GENERATED |= {"inline_asm", "inline_cuda"}  # mean something on a GPU only
 
 
 def test_every_op_window_and_type_is_generated():

@@ -365,6 +365,14 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
         "peer_block", swizzled(b, 64, 8), b.index(0), axes=("x",)
     ),
     "peer_device": lambda b, x: b.op("peer_device", x, b.index(1)),
+    "inline_cuda": lambda b, x: b.emit(
+        "inline_cuda",
+        tile(b),
+        b.index(2),
+        text='y = x * n; // "\\"\nm = n;',
+        symbols=("x", "n", "y", "m"),
+        types=(tile(b).tile, scalar(I32)),
+    ),
     "named_barrier": lambda b, x: b.emit(
         "named_barrier", id=1, threads=128, arrive_only=True
     ),

@@ -45,7 +45,14 @@ def test_every_row_has_a_level():
         "cluster_copy",
     }
     of_gpus |= {"tensor_mma", "tensor_copy", "tensor_commit", "tensor_wait", "warps"}
-    of_gpus |= {"barrier_test", "load_wait", "async_store", "peer_block", "peer_device"}
+    of_gpus |= {
+        "barrier_test",
+        "inline_cuda",
+        "load_wait",
+        "async_store",
+        "peer_block",
+        "peer_device",
+    }
     others = {"remote_copy_start", "sem_signal_device", "barrier_semaphore"}
     others |= {"device_number"}
     others |= {"sem_signal_core", "fetch_and_add", "roles", "barrier"}

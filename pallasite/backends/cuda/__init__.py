@@ -22,6 +22,7 @@ from pallasite.backends.base import (
 )
 from pallasite.backends.cuda import emit, nvrtc
 from pallasite.backends.cuda.ampere import in_registers
+from pallasite.backends.cuda.author_text import without_references
 from pallasite.backends.cuda.authored import (
     all_at_once,
     one_role,
@@ -41,10 +42,12 @@ from pallasite.backends.cuda.products import (
 )
 from pallasite.backends.cuda.repack import factors_before, forms_of, repack
 from pallasite.backends.cuda.rows_out import rows_out
+from pallasite.backends.cuda.scaled_operands import is_scaled, scaled_operands
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.streams import streams
 from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.ir.nodes import Op
+from pallasite.passes.lower.filled_slots import filled_slots
 from pallasite.passes.lower.legalize import legalize
 from pallasite.passes.lower.matrix_units import write_out
 from pallasite.passes.lower.own_inputs import own_inputs, own_results
@@ -106,8 +109,10 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
     same = batch_invariant
     whole = partial(whole_rows, chip=chip, endless=same)
-    blocks = partial(for_gpu, chip=chip, tiles=TILES, batch_invariant=same)
+    choose = partial(for_gpu, chip=chip, tiles=TILES, batch_invariant=same)
+    blocks = lambda kernel: kernel if is_scaled(kernel, chip) else choose(kernel)
     return (
+        Pass("filled_slots", filled_slots),
         Pass("untransposed", untransposed),
         Pass("whole_rows", whole),
         Pass("own_inputs", own_inputs),
@@ -129,6 +134,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
         Pass("plain_copies", plain_copies),
+        Pass("without_references", without_references),
         Pass("stores_at_once", stores_at_once),
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
         Pass("row_strips", partial(row_strips, most_bytes=STRIP_BYTES)),
@@ -145,6 +151,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("fewer_dims", fewer_dims),
         Pass("rows_out", rows_out),
         Pass("repack", partial(repack, chip=chip, always=same)),
+        Pass("scaled_operands", partial(scaled_operands, chip=chip)),
         Pass("overlap", overlap),
         Pass("unmasked_loops", partial(unmasked_loops, least=MASK_ELEMENTS)),
         Pass("canonicalize", canonicalize, if_changed=True),

@@ -204,6 +204,11 @@ def _summed(op: Op) -> Iterator[tuple[Value, Value]]:
     yield op.operands[2], op.result
 
 
+def _by_element(op: Op) -> Iterator[tuple[Value, Value]]:
+    tiles = [v for v in (*op.operands, *op.results) if is_spread(v)]
+    yield from ((tiles[0], other) for other in tiles[1:])
+
+
 def _waited(op: Op) -> Iterator[tuple[Value, Value]]:
     yield from zip(op.operands, op.results, strict=True)
 
@@ -213,6 +218,7 @@ _CONTROL: dict[str, Callable[[Op], Iterator[tuple[Value, Value]]]] = {
     "while": _repeated,
     "cond": _chosen,
     "dot_add": _summed,
+    "inline_cuda": _by_element,
     "wgmma": _added,
     "wgmma_wait": _waited,
 }

@@ -30,7 +30,7 @@ from pallasite.target import Gpu
 WARPGROUP_OPS = {"barrier_wait", "copy_start", "wgmma", "bulk_wait", "set_registers"}
 WARPGROUP_OPS |= {"cluster_barrier", "tensor_mma", "warps"}
 WARPGROUP_OPS |= {"sem_signal", "sem_wait", "sem_reach", "sem_read"}
-WARPGROUP_OPS |= {"barrier_test", "peer_block", "dot_add", "load_wait"}
+WARPGROUP_OPS |= {"barrier_test", "peer_block", "dot_add", "load_wait", "inline_cuda"}
 WARPGROUP_OPS |= {"named_barrier", "barrier_arrive", "barrier_expect"}
 # The chips that have an op, for ops that not all have.
 ONLY_ON = {
@@ -40,7 +40,7 @@ ONLY_ON = {
 # The chips that products in registers and copies without barriers run on.
 SINCE_AMPERE = ("sm_80", "sm_86", "sm_89", HOPPER.arch, BLACKWELL.arch)
 SINCE_AMPERE = (*SINCE_AMPERE, BLACKWELL_ULTRA.arch)
-FOR_ALL = {"dot_add", "load_wait", "named_barrier"}
+FOR_ALL = {"dot_add", "load_wait", "named_barrier", "inline_cuda"}
 PROGRAMS = 2  # that share an SM
 FEWEST_REGISTERS = 24  # per thread
 OTHER_REGISTERS = 32  # of a multiplying thread, besides its tiles

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pallasite.backends.cuda.author_text import rejected
 from pallasite.backends.cuda.text import with_short_loops_written_out
 from pallasite.errors import CompileError, UnsupportedError
 from pallasite.runtime import cache as cache_files
@@ -60,6 +61,9 @@ def compile_ptx(text: str, arch: str, lines: bool = False) -> str:
             log = _string(
                 nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program
             )
+            of_author = rejected(text, log)
+            if of_author is not None:
+                raise of_author
             named = re.search(r"^pl_(\w+)\(", text, re.MULTILINE)
             raise CompileError(
                 "NVRTC rejected the code of a kernel",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import prod
 
 from pallasite.backends.cuda import hopper
-from pallasite.backends.cuda.ampere import Ampere
+from pallasite.backends.cuda.author_text import AuthorText
 from pallasite.backends.cuda.explicit import MAP_BYTES, TURNS, WARPS, Map
 from pallasite.backends.cuda.layouts import WARP, WARPGROUP
 from pallasite.backends.cuda.meetings import NOTHING
@@ -41,7 +41,7 @@ class Rounds:
     blocks: int
 
 
-class RoleCode(Ampere):
+class RoleCode(AuthorText):
     """Emits roles, and the setup before them."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ SMs busy, and in k to what several stages of loads have room for; other code is 
 fit a program's registers.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +21,7 @@ from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.normal.unit_dims import unit_dims
+from pallasite.passes.optimise.product_range import asks_elements
 from pallasite.passes.schedule.choose_blocks import (
     Blocks,
     Sizes,
@@ -742,21 +743,12 @@ def _is_in_asked_pieces(body: Block) -> bool:
     made = producers_of(body)
     return any(
         op.name == "cond"
-        and _asks_elements(op.operands[0], made)
+        and asks_elements(op.operands[0], made)
         and any(
             _is_in_pieces(Dot.of(o)) for o in walk(op.regions[-1]) if o.name == "dot"
         )
         for op in body.ops
     )
-
-
-def _asks_elements(value: Value, made: Mapping[Value, Op]) -> bool:
-    """Whether a number depends on a tile."""
-    op = made.get(value)
-    if op is None or op.name == "load":
-        return False
-    tiles = any(not v.is_ref and v.tile.rank for v in op.operands)
-    return tiles or any(_asks_elements(v, made) for v in op.operands if not v.is_ref)
 
 
 def _is_in_pieces(dot: Dot) -> bool:

@@ -37,6 +37,7 @@ MISSING |= {"cluster_barrier", "cluster_arrive", "cluster_copy", "warps"}
 MISSING |= {"tensor_mma", "tensor_copy", "tensor_commit", "tensor_wait"}
 MISSING |= {"remote_copy_start", "sem_signal_device", "barrier_semaphore"}
 MISSING |= {"indexed_copy_start", "indexed_copy_wait", "device_number"}
+MISSING |= {"inline_cuda"}
 MISSING |= {"barrier_test", "load_wait", "async_store", "peer_block", "peer_device"}
 MISSING |= {"sem_reach"}  # between roles of a GPU program
 MISSING |= {"matrix_unit"}  # written out by the first pass
