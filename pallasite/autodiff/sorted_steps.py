@@ -83,6 +83,8 @@ def with_row_views(program: Program, refs: Sequence[Value]) -> Program:
             return None
         access = Access.of(op)
         view = made.get(access.ref)
+        if view is not None and view.name != "block_view":
+            return None  # the program's own memory, or a part of something
         ref = access.ref if view is None else view.operands[0]
         if not any(ref is each for each in refs) or access.mask is not None:
             return None

@@ -12,6 +12,7 @@ from pallasite.passes.run import Step
 WHAT = {
     "whole_rows": "steps along rows merged: blocks are whole rows",
     "known_recurrences": "recurrences of all rows at once computed row by row",
+    "carried_shapes": "loops carry tiles in the shape that they compute",
     "known_scans": "running sums and maxima recognised as scans",
     "one_hots": "products with comparisons of indices add or load the rows they name",
     "choose_blocks": "blocks chosen for the chip",

@@ -219,3 +219,34 @@ def test_triton_runs_it(monkeypatch):
         known |= dict(zip(step.results, found, strict=True))
     for n, theirs in zip((1, 2), want, strict=True):
         np.testing.assert_allclose(known[made.targets[n]], theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_what_programs_have_for_themselves():
+    """A whole result is filled, and its rows are added to: the reverse has memory."""
+    steps, rows, width = 6, 5, 4
+
+    def kernel(s_ref, x_ref, o_ref):
+        t = pl.program_id(0)
+
+        @pl.when(t == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        o_ref[s_ref[t], :] += x_ref[0, :]
+
+    def function(table, x):
+        grid = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(steps,),
+            in_specs=[pl.BlockSpec((1, width), lambda t, s: (t, 0))],
+            out_specs=pl.BlockSpec((rows, width), lambda t, s: (0, 0)),
+        )
+        shape = jax.ShapeDtypeStruct((rows, width), F32)
+        return pl.pallas_call(kernel, shape, grid_spec=grid)(table, x)
+
+    rng = np.random.default_rng(0)
+    table, x = put([3, 0, 3, 1, 4, 0], jnp.int32), put(rng.normal(size=(6, 4)), F32)
+    loss = lambda x: jnp.sin(function(table, x)).sum()
+    want = jnp.cos(jax.ops.segment_sum(x, table, rows))[table]
+    with config.override(target="gpu:h200"):
+        np.testing.assert_allclose(jax.grad(loss)(x), want, rtol=1e-5)

@@ -145,6 +145,27 @@ STAYS = [
 ]
 
 
+def test_a_quotient_of_chosen_constants_is_one_of_them():
+    """The derivative of a maximum divides 0 or 1 by 1 or 2."""
+    compare = """\
+%w: f32[8,16] = neg %v
+%a: bool[8,16] = lt %v, %w
+%c: bool[8,16] = eq %v, %w
+%zero: f32[8,16] = constant {value=0.0}
+%one: f32[8,16] = constant {value=1.0}
+"""
+    divide = """\
+%two: f32[8,16] = constant {value=NUMBER}
+%s: f32[8,16] = select_n %a, %zero, %one
+%t: f32[8,16] = select_n %c, %one, %two
+%q: f32[8,16] = div %s, %t
+store %o[:, :] = %q"""
+    folded = canonical(compare + divide.replace("NUMBER", "2.0"))
+    assert "div" not in folded and folded.count("select_n") == 3
+    for number in ("3.0", "0.0"):  # inexact, and a division by zero
+        assert "div" in canonical(compare + divide.replace("NUMBER", number))
+
+
 def test_the_number_of_a_block_and_of_its_part_are_one_number():
     """As `cut` leaves positions: what compares them can be solved for the step."""
     code = """%i: i32 = load %n[0]

@@ -147,6 +147,32 @@ def test_whole_kernels_mean_the_same(chip: str, monkeypatch):
     assert changed > 5
 
 
+def test_rows_of_a_program_are_fewer_where_many_tiles_are_live():
+    """Eight scans are needed until the last of them; a sum of them is not."""
+
+    def kernel(x_ref, o_ref):
+        scans = [jnp.cumsum(x_ref[...] * n, axis=1) for n in range(1, 9)]
+        total = sum(jnp.flip(scan, axis=1) for scan in reversed(scans))
+        o_ref[...] = jnp.cumsum(total * scans[0], axis=1)
+
+    def single(x_ref, o_ref):
+        o_ref[...] = jnp.cumsum(x_ref[...], axis=1)
+
+    def rows(kernel) -> int:
+        spec = pl.BlockSpec((8, 1024), lambda i: (i, 0))
+        x = Shape((64, 1024), "float32")
+        call = pl.pallas_call(kernel, x, grid=(8,), in_specs=[spec], out_specs=spec)
+        (found,) = calls_in(call, x)
+        made = for_gpu(run(found.kernel), GPUS["h200"])
+        verify(made)
+        (blocks,) = {w.shape[0] for op in walk(made.body) for w in windows(op)}
+        return blocks
+
+    windows = lambda op: op.attrs["windows"] if op.name == "pipeline" else ()
+    assert rows(single) == 8
+    assert rows(kernel) < 8
+
+
 @pytest.mark.parametrize(
     "mask, steps", [(masks.Causal(), 10), (masks.Window(511, 0), 7)]
 )

@@ -207,6 +207,40 @@ def test_a_product_along_shifted_rows_is_a_sum_of_products(dtype, depth: int):
         np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "shape, axis, first", [((9, 40), 0, 0), ((9, 40), 0, 3), ((4, 10), 1, 0)]
+)
+def test_elements_that_take_turns_are_stored_some_apart(shape, axis, first, dtype):
+    """Twice as many along an axis, between neighbours: rows do not move in registers,
+    elements of a row do."""
+    n = shape[axis]
+
+    def body(x_ref, o_ref):
+        x = x_ref[...].astype(jnp.float32)
+        cut = lambda a, b: jax.lax.slice_in_dim(x, a, b, axis=axis)
+        before = jnp.concatenate([cut(0, 1), cut(0, n - 1)], axis=axis)
+        after = jnp.concatenate([cut(1, n), cut(n - 1, n)], axis=axis)
+        pair = [0.25 * before + 0.75 * x, 0.75 * x + 0.25 * after]
+        y = jnp.stack(pair, axis=axis + 1)
+        y = y.reshape(tuple(m * (1 + (d == axis)) for d, m in enumerate(shape)))
+        rows = pl.ds(first, y.shape[0])
+        o_ref[0, rows] = (2 * y).astype(dtype)
+
+    whole = [m * (1 + (d == axis)) for d, m in enumerate(shape)]
+    out = jax.ShapeDtypeStruct((1, whole[0] + 2 * first, whole[1]), dtype)
+    (found,) = calls_in(pl.pallas_call(body, out), jnp.ones(shape, dtype))
+    kernel = run(found.kernel)
+    after = split_accesses(kernel)
+    verify(after)
+    assert ("concatenate" in names(after)) == ("slice" in names(after)) == (axis == 1)
+    assert names(after).count("store") == (4 if axis == 0 else 1)
+    assert (":2" in after.text) == (axis == 0)
+    arrays = inputs(kernel)
+    for old, new in zip(results(kernel, arrays), results(after, arrays), strict=True):
+        np.testing.assert_array_equal(old.astype("f4"), new.astype("f4"))
+
+
 @pytest.mark.parametrize("axis, at, reverse, stays",
                          [(0, 5, False, 0), (0, 0, True, 0), (1, 7, False, 0),
                           (0, 4, False, 1), (1, 7, True, 1)])  # fmt: skip

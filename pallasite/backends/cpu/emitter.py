@@ -314,18 +314,33 @@ class Emitter:
         """Inside, the views a tile is computed from run `along` the same dimension.
 
         Those that run across are copied: their lanes would each touch another cache
-        line.
+        line. So are lines that are repeated, which would be gathered again each time.
         """
         elsewhere: list[tuple[Tile, Buffer]] = []
         for part in tile.pointwise_sources():
             view = part.buffer
-            if view and transpose_copy.runs_across(part.shape, view, along) is not None:
+            if not view:
+                continue
+            if transpose_copy.runs_across(part.shape, view, along) is not None:
                 if part.scope != self.scope.number:
                     elsewhere.append((part, view))
                 part.source = self.force(part)
+            elif transpose_copy.repeats_across(part.shape, view, along):
+                elsewhere.append((part, view))
+                part.source = self._repeated(part, view)
         yield
         for part, view in elsewhere:
             part.source = view
+
+    def _repeated(self, tile: Tile, view: Buffer) -> Buffer:
+        """A copy of a view without what is repeated in it, until after this op."""
+        pairs = zip(tile.shape, view.strides, strict=True)
+        shape = tuple(1 if stride.constant == 0 else n for n, stride in pairs)
+        copy = self.temporary(shape, tile.dtype)
+        self.fill(copy, Tile(shape, tile.dtype, view))
+        pairs = zip(copy.strides, view.strides, strict=True)
+        strides = (old if old.constant == 0 else new for new, old in pairs)
+        return Buffer(copy.pointer, tuple(strides))
 
     def before_write(self, root: Root | None, after: int) -> None:
         """Evaluate what still reads memory about to change (`root` None: any).

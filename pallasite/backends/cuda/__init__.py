@@ -42,12 +42,14 @@ from pallasite.backends.cuda.products import (
 )
 from pallasite.backends.cuda.repack import factors_before, forms_of, repack
 from pallasite.backends.cuda.rows_out import rows_out
+from pallasite.backends.cuda.scaled_operands import is_scaled, scaled_operands
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.streams import streams
 from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Op
 from pallasite.passes.lower.device_numbers import ask_for_device_numbers
+from pallasite.passes.lower.filled_slots import filled_slots
 from pallasite.passes.lower.legalize import legalize
 from pallasite.passes.lower.matrix_units import write_out
 from pallasite.passes.lower.own_inputs import own_inputs, own_results
@@ -109,8 +111,10 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
     same = batch_invariant
     whole = partial(whole_rows, chip=chip, endless=same)
-    blocks = partial(for_gpu, chip=chip, tiles=TILES, batch_invariant=same)
+    choose = partial(for_gpu, chip=chip, tiles=TILES, batch_invariant=same)
+    blocks = lambda kernel: kernel if is_scaled(kernel, chip) else choose(kernel)
     return (
+        Pass("filled_slots", filled_slots),
         Pass("untransposed", untransposed),
         Pass("whole_rows", whole),
         Pass("own_inputs", own_inputs),
@@ -150,6 +154,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("fewer_dims", fewer_dims),
         Pass("rows_out", rows_out),
         Pass("repack", partial(repack, chip=chip, always=same)),
+        Pass("scaled_operands", partial(scaled_operands, chip=chip)),
         Pass("overlap", overlap),
         Pass("unmasked_loops", partial(unmasked_loops, least=MASK_ELEMENTS)),
         Pass("canonicalize", canonicalize, if_changed=True),

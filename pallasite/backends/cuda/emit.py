@@ -42,7 +42,7 @@ from pallasite.backends.cuda.repack import REPACKED
 from pallasite.backends.cuda.role_code import Rounds
 from pallasite.backends.cuda.shared import can_swizzle, copied_otherwise, widest_swizzle
 from pallasite.backends.cuda.tensor_memory import TensorMemory
-from pallasite.backends.cuda.text import c_type
+from pallasite.backends.cuda.text import memory_type
 from pallasite.backends.libdevice import is_called
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -78,7 +78,7 @@ class Launched:
     shared_bytes: int
     scratch: tuple[int, ...] = ()  # bytes of main memory, one extra result each
     arch: str = ""  # the only architecture it is for; empty: any
-    repacked: tuple[tuple[int, bool, int, float], ...] = ()  # see `repack.py`
+    repacked: tuple[tuple[Any, ...], ...] = ()  # see `repack.py`
     semaphores: int = (
         0  # words, zeros at first: after the operands, and the last result
     )
@@ -250,7 +250,7 @@ class Emitter(TensorMemory):
         return launched.line() + functions.used(body, self.instructions) + "\n" + body
 
     def parameter(self, param: Value, name: str, root: Value) -> str:
-        kind = c_type(param.ref.dtype)
+        kind = memory_type(param.ref.dtype)
         if kind is None or param.ref.is_semaphore:
             raise UnsupportedError(
                 f"backend 'cuda' does not support operands of type {param.type}",
@@ -332,7 +332,7 @@ class Emitter(TensorMemory):
         elif ref.is_semaphore or (self.is_authored and ref.space == "regs"):
             self.refuse(op)
         else:
-            kind, name = self.type(ref.dtype, op), self.out.fresh("m")
+            kind, name = self.memory_type(ref.dtype, op), self.out.fresh("m")
             offset = self.reserve(ref.size * ref.dtype.bytes)
             self.out.line(f"{kind}* {name} = ({kind}*)(shared + {offset});")
             self.views[op.result] = self.array(ref, name, op.result)

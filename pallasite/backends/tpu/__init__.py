@@ -85,6 +85,7 @@ class TpuBackend:
         from pallasite.passes.normal.results_in_scratch import results_in_scratch
         from pallasite.passes.optimise.guard_bounds import guard_bounds
         from pallasite.passes.optimise.idle_windows import idle_windows
+        from pallasite.passes.optimise.known_scans import known_scans
         from pallasite.passes.optimise.replicate_columns import replicate_columns
         from pallasite.passes.optimise.unmasked_steps import unmasked_steps
 
@@ -104,6 +105,7 @@ class TpuBackend:
             Pass("keep_on_chip", keep_on_chip),
             Pass("overlapping_windows", partial(narrow_windows, overlapping=True)),
             Pass("fetch_slices", partial(fetch_slices, chip=chip)),
+            Pass("known_scans", known_scans),
             Pass("order_axes", order_axes),
             Pass("order_dims", order_dims),
             # Statistics that were in results are columns now.

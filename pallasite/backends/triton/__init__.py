@@ -32,6 +32,7 @@ from pallasite.backends.triton.prints import WORDS, reader, sites_of
 from pallasite.backends.triton.reload_operands import reload_operands
 from pallasite.backends.triton.schedule import check_types, is_native
 from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.lower.filled_slots import filled_slots
 from pallasite.passes.lower.legalize import legalize
 from pallasite.passes.lower.matrix_units import write_out
 from pallasite.passes.lower.own_inputs import own_inputs, own_results
@@ -45,6 +46,7 @@ from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.normal.sums_of_products import sums_of_products
 from pallasite.passes.normal.untransposed import untransposed
 from pallasite.passes.optimise.added_products import added_products
+from pallasite.passes.optimise.carried_shapes import carried_shapes
 from pallasite.passes.optimise.early_loads import early_loads
 from pallasite.passes.optimise.fold_exp2 import fold_exp2
 from pallasite.passes.optimise.guard_bounds import guard_bounds
@@ -84,6 +86,7 @@ PASSES = (
     # What a guard kept in the loop can now be hoisted.
     Pass("hoist", hoist, if_changed=True),
     Pass("canonicalize", canonicalize, if_changed=True),
+    Pass("carried_shapes", carried_shapes),
     Pass("guard_range", guard_range),
     Pass("product_range", product_range),
     Pass("fold_exp2", fold_exp2),
@@ -112,6 +115,7 @@ class TritonBackend:
         whole = partial(whole_rows, chip=chip, endless=same)
         rows = () if tuned else (Pass("whole_rows", whole),)
         return (
+            Pass("filled_slots", filled_slots),
             *rows,
             Pass("check_types", partial(check_types, chip=chip)),
             Pass("own_inputs", own_inputs),
@@ -140,7 +144,11 @@ class TritonBackend:
 
     def stages(self, options: Options) -> Sequence[Stage]:
         chip = _chip(options)
-        what = {"shared_bytes": chip.shared.bytes, "amd": chip.is_amd}
+        what = {
+            "shared_bytes": chip.shared.bytes,
+            "wave": chip.wave,
+            "amd": chip.is_amd,
+        }
         make = partial(make_ttir, lines=options.lines, **what)
         return (Stage("ttir", make),)
 
@@ -195,9 +203,12 @@ def _chip(options: Options) -> Gpu:
     return chip
 
 
-def make_ttir(scheduled: str, **how: Any) -> str:
-    """The TTIR module of a scheduled kernel; arguments as `emit.emit`."""
-    return emit.emit(scheduled_kernel(scheduled), **how)
+def make_ttir(scheduled: str, wave: int, **how: Any) -> str:
+    """The TTIR module of a scheduled kernel; `wave`: threads of a warp, `how`: as in
+    `emit.emit`."""
+    kernel = scheduled_kernel(scheduled)
+    threads = wave * find_pipeline(kernel).attrs.get(WARPS, 0)
+    return emit.emit(kernel, threads=threads, **how)
 
 
 BACKEND = TritonBackend()

@@ -44,6 +44,7 @@ class Core:
         self.producers: dict[Value, Op] = {}
         self.rounded_away: frozenset[Value] = frozenset()  # see `analysis/rounding.py`
         self.gather_bytes = 0  # of shared memory that a gather may take
+        self.threads = 0  # of a program
         self.amd = False  # is it for an AMD GPU?
         self.several_from_if = False  # is there an `scf.if` with several results?
 

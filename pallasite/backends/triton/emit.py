@@ -82,7 +82,11 @@ def _allocs(kernel: Kernel) -> list[Op]:
 
 
 def emit(
-    kernel: Kernel, lines: bool = False, shared_bytes: int = 0, amd: bool = False
+    kernel: Kernel,
+    lines: bool = False,
+    shared_bytes: int = 0,
+    threads: int = 0,
+    amd: bool = False,
 ) -> str:
     """The TTIR module of a promoted kernel.
 
@@ -90,10 +94,11 @@ def emit(
         kernel: after all passes.
         lines: add source lines as comments.
         shared_bytes: what a program may have.
+        threads: of a program.
         amd: whether it is for an AMD GPU.
     """
     emitter = Emitter(kernel, lines)
-    emitter.amd = amd
+    emitter.threads, emitter.amd = threads, amd
     names = {op.name for op in walk(kernel.body)}
     if "dot" not in names:  # matmuls need it all, loops half of it for loads in flight
         emitter.gather_bytes = shared_bytes // (2 if names & {"for", "while"} else 1)

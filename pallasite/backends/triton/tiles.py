@@ -126,6 +126,14 @@ class Tiles(Elementwise):
         """
         return n > 1 and n == x.shape[-1] and n * len(x.shape) > 2 and x.elem != "i1"
 
+    def has_halves(self, elements: int) -> bool:
+        """Whether each thread has an element of either half of so many pairs.
+
+        Triton keeps halves of fewer elements in several threads, and all that is joined
+        from these: a tree of maxima was computed seven times.
+        """
+        return elements >= 4 * self.threads
+
     def emit_slice(self, op: Op) -> None:
         x = self.env[op.operands[0]]
         old = op.operands[0].tile.shape
@@ -135,6 +143,7 @@ class Tiles(Elementwise):
             if n == old[d]:
                 continue
             every_other = 2 * n == old[d] and (strides[d] == 2 or n == 1)
+            every_other = every_other and self.has_halves(prod(x.shape) // 2)
             if d == len(old) - 1 and every_other and self.is_pairs(x, old[d]):
                 pairs = x if n == 1 else self.reshape(x, (*x.shape[:-1], n, 2))
                 x = self.halves(pairs)[starts[d]]
@@ -168,7 +177,8 @@ class Tiles(Elementwise):
             and op.result.tile.shape[-1] == 2 == len(shape[axis:]) + 1
         ):
             pair = [self.env[v] for v in op.operands]
-            if all(v.shape[1:] and v.shape[-1] == 1 and v.elem != "i1" for v in pair):
+            fits = lambda v: v.shape[1:] and v.shape[-1] == 1 and v.elem != "i1"
+            if all(fits(v) and self.has_halves(prod(v.shape)) for v in pair):
                 first, second = (self.reshape(v, v.shape[:-1]) for v in pair)
                 self.env[op.result] = self.joined(first, second)
                 return
@@ -197,6 +207,7 @@ class Tiles(Elementwise):
                 continue
             n = physical(op.result.tile.shape)[d]
             between = interior == 1 and low + high == 1 and min(low, high) == 0
+            between = between and self.has_halves(prod(x.shape))
             if d == len(old) - 1 and between and self.is_pairs(x, old[d]):
                 both = x, self.spread(value, x.shape)
                 pairs = self.joined(*(both[::-1] if low else both))

@@ -5,7 +5,8 @@ Only bit-exact rewrites are here: `x + 0` for integers, but `x + -0.0` for float
 """
 
 from collections.abc import Callable
-from math import prod
+from fractions import Fraction
+from math import isfinite, prod
 
 import numpy as np
 
@@ -202,6 +203,45 @@ def sub(op: Op, b: Rewriter) -> Value | None:
 def div(op: Op, b: Rewriter) -> Value | None:
     x, y = op.operands
     return x if is_number(b, y, 1.0 if x.tile.dtype.is_float else 1) else None
+
+
+def chosen_quotient(op: Op, b: Rewriter) -> Value | None:
+    """A quotient of chosen constants is one of at most four, if these are exact.
+
+    Derivatives of maxima have these: a share of one, or of a half where both are equal.
+    """
+    found = [_cases(b, v) for v in op.operands]
+    if None in found or not op.result.tile.dtype.is_float:
+        return None
+    (first, tops), (second, bottoms) = (f for f in found if f is not None)
+    dtype = op.result.tile.dtype
+    quotients = [[_exact_quotient(x, y, dtype) for x in tops] for y in bottoms]
+    if any(q is None for row in quotients for q in row):
+        return None
+
+    def choose(which: Value | None, cases: list[Value]) -> Value:
+        return cases[0] if which is None else b.op("select_n", which, *cases)
+
+    make = lambda q: b.constant(q, op.result.tile)
+    return choose(second, [choose(first, [*map(make, row)]) for row in quotients])
+
+
+def _cases(b: Rewriter, value: Value) -> tuple[Value | None, list[Scalar]] | None:
+    """Constants, and what chooses among them."""
+    op = b.producer(value, "select_n")
+    which, *cases = op.operands if op is not None else (None, value)
+    numbers = [n for v in cases if (n := constant_of(b, v)) is not None]
+    return (which, numbers) if len(numbers) == len(cases) else None
+
+
+def _exact_quotient(x: Scalar, y: Scalar, dtype: DType) -> Scalar | None:
+    """`x / y`, if a type has that number."""
+    if not y or not all(map(isfinite, (x, y))):
+        return None
+    found = python_scalar(np.divide(*np.array([x, y], dtype.np)), dtype)
+    if not isfinite(found) or Fraction(found) * Fraction(y) != Fraction(x):
+        return None
+    return found
 
 
 def _and(op: Op, b: Rewriter, x: Value, y: Value) -> Value | None:
@@ -530,6 +570,7 @@ PATTERNS: tuple[Pattern, ...] = (
     *((name, constant_second) for name in _COMMUTATIVE),
     ("sub", sub),
     ("div", div),
+    ("div", chosen_quotient),
     ("neg", undone),
     ("not", undone),
     ("max", same_operands),

@@ -11,13 +11,15 @@ it stands, so nothing is stored between its parts; the parts of a store are disj
 cover what the store did. A part of a product is that of the rows and columns that it
 has; a product along a concatenation is the sum of those along its parts, in another
 order. Tiles that are padded with zeros beside each other, and added, are concatenated:
-only minus zero stays what it is. The last element of a running sum, which blocks carry
+only minus zero stays what it is. Rows that take turns (`jnp.stack`, then a reshape) are
+stored some rows apart. The last element of a running sum, which blocks carry
 to the next, is the sum, in another order.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
+from math import prod
 from typing import Any, NamedTuple
 
 from pallasite.ir.build import part_start
@@ -100,7 +102,9 @@ class _Split:
         if op.name == "dot":
             return _along_parts(op, b)
         filled = _filled(op, b) if op.name == "add" else None
-        return self.joined(op, b) if filled is None and is_elementwise(op) else filled
+        if filled is not None or not is_elementwise(op):
+            return filled
+        return self.joined(op, b) or _stacked(op, b)
 
     # --- slices move up ---
 
@@ -379,13 +383,12 @@ def _within(b: Rewriter, op: Op, box: Box) -> tuple[Index, list[Value]] | None:
         if isinstance(entry, Span):
             start, limit = next(pairs)
             if limit - start != entry.size:
-                if entry.stride != 1:
-                    return None
+                size, apart = limit - start, entry.stride
                 if entry.start is not None:
-                    entry = Span(entry.start + start, limit - start)
+                    entry = Span(entry.start + apart * start, size, apart)
                 else:
                     given = part_start(b, entry, given, n, b.index(start), False)
-                    entry = Span(None, limit - start)
+                    entry = Span(None, size, apart)
         index.append(entry)
         starts += [] if given is None else [given]
     return tuple(index), starts
@@ -400,11 +403,92 @@ def _loaded(op: Op, b: Rewriter, box: Box) -> Value | None:
     return made
 
 
+class _Stack(NamedTuple):
+    """Tiles whose elements take turns along an axis of another."""
+
+    axis: int
+    values: tuple[Value, ...]
+
+
+def _stack(b: Rewriter, value: Value) -> _Stack | None:
+    """A concatenation along a dimension of size one, which is merged with the one
+    before it, of rows; neighbours in a row are put together in registers."""
+    fold = b.producer(value, "reshape")
+    join = None if fold is None else b.producer(fold.operands[0], "concatenate")
+    if join is None or not 1 < len(join.operands) <= MOST_PARTS:
+        return None
+    axis, shape = join.attrs["axis"], join.operands[0].tile.shape
+    merged = (*shape[: axis - 1], shape[axis - 1] * len(join.operands))
+    if not axis or (*merged, *shape[axis + 1 :]) != value.tile.shape:
+        return None
+    long = prod(shape[axis:]) * value.tile.dtype.bytes >= LONG_BYTES
+    if not long or any(v.tile.shape[axis] != 1 for v in join.operands):
+        return None
+    values = (_without_dim(b, v, axis) for v in join.operands)
+    return _Stack(axis - 1, tuple(values))
+
+
+def _without_dim(b: Rewriter, value: Value, axis: int) -> Value:
+    """A tile without a dimension of size one, as it was before that was added."""
+    shape = value.tile.shape
+    op, kept = b.producer(value), [d for d in range(len(shape)) if d != axis]
+    flat = tuple(shape[d] for d in kept)
+    if op is not None and op.name in ("broadcast_in_dim", "reshape"):
+        is_same = op.name == "reshape" or [*op.attrs["dims"]] == kept
+        if is_same and op.operands[0].tile.shape == flat:
+            return op.operands[0]
+    return b.reshape(value, shape=flat)
+
+
+def _stacked(op: Op, b: Rewriter) -> Value | None:
+    """An elementwise op of a stack, as a stack."""
+    stacks = [_stack(b, v) if v.tile.shape else None for v in op.operands]
+    found = next((each for each in stacks if each is not None), None)
+    if found is None:
+        return None
+    axis, shape = found.axis, found.values[0].tile.shape
+    unit = (*shape[: axis + 1], 1, *shape[axis + 1 :])
+    made = list[Value]()
+    for n in range(len(found.values)):
+        parts = list[Value]()
+        for value, stack in zip(op.operands, stacks, strict=True):
+            same = b.producer(value, "constant") if value.tile.shape else None
+            if stack is not None and stack.axis == axis:
+                value = stack.values[n]
+            elif same is not None:
+                value = b.constant(same.attrs["value"], value.tile.with_shape(shape))
+            elif value.tile.shape:
+                return None
+            parts.append(value)
+        made.append(b.reshape(b.op(op.name, *parts, **op.attrs), shape=unit))
+    joined = b.op("concatenate", *made, axis=axis + 1)
+    return b.reshape(joined, shape=op.result.tile.shape)
+
+
+def _stored_in_turns(op: Op, b: Rewriter) -> Sequence[Value] | None:
+    """Stores of the tiles of a stack, some elements apart."""
+    access, value = Access.of(op), op.operands[1]
+    stack = None if access.mask is not None else _stack(b, value)
+    spans = [(n, e) for n, e in enumerate(access.index) if isinstance(e, Span)]
+    if stack is None or len(spans) != value.tile.rank:
+        return None
+    place, entry = spans[stack.axis]
+    if entry.start is None:
+        return None
+    index = list(access.index)
+    count, apart = len(stack.values), entry.stride
+    for n, value in enumerate(stack.values):
+        size = entry.size // count
+        index[place] = Span(entry.start + n * apart, size, count * apart)
+        b.store(access.ref, value, tuple(index), access.index_operands)
+    return ()
+
+
 def _stored_in_parts(op: Op, b: Rewriter) -> Sequence[Value] | None:
     ref, value = op.operands[:2]
     join = b.producer(value, "concatenate")
     if join is None or len(join.operands) > MOST_PARTS:
-        return None
+        return _stored_in_turns(op, b)
     boxes = _boxes_of(join)
     for piece, box in zip(join.operands, boxes, strict=True):
         place = _within(b, op, box)

@@ -18,6 +18,7 @@ to parts (`plan_parts.py`).
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import dead_code, users_of, with_regions, writes
@@ -82,8 +83,8 @@ def commuting_steps(kernel: Kernel, info: GridInfo | None = None) -> Commuting |
     return Commuting(axes, tuple(merged), starts)
 
 
-def in_any_order(kernel: Kernel, found: Commuting) -> Program:
-    """The kernels that compute the same with steps in any order."""
+def in_any_order(kernel: Kernel, found: Commuting, any_order: bool = True) -> Program:
+    """The kernels that compute the same with steps in any order, or as they are."""
     numbers = {ref: n for n, ref in enumerate(kernel.inputs)}
     if not found.starts:
         steps = [Step(_in_parallel(kernel, found, {}), tuple(numbers.values()))]
@@ -91,7 +92,8 @@ def in_any_order(kernel: Kernel, found: Commuting) -> Program:
         start = _start(kernel, found)
         before = {r: Value(r.type, f"{r.name}_before") for r in start.outputs}
         numbers |= {v: len(numbers) + n for n, v in enumerate(before.values())}
-        made = _in_parallel(kernel, found, before)
+        after = found if any_order else replace(found, axes=())
+        made = _in_parallel(kernel, after, before)
         steps = [
             Step(each, tuple(numbers[ref] for ref in each.inputs))
             for each in (start, made)
@@ -122,6 +124,25 @@ def starts_apart(kernel: Kernel) -> Program | None:
     if reads & written or not set(results) <= set(kernel.outputs):
         return None
     return in_any_order(kernel, Commuting((), results, tuple(starts)))
+
+
+def first_stores(kernel: Kernel, info: GridInfo | None = None) -> Program | None:
+    """What the first step alone stores to results before anything else does, as a
+    kernel of its own, and the rest, which has that already."""
+    info, found = info or analyze(kernel), dict[Value, list[Op]]()
+    axes = [a for a in info.sequential if info.axes[a].size != 1]
+    for ref, ops in accesses_of(kernel).items():
+        ops = [op for op in ops if op.name != "pipeline"]
+        stores = list(takewhile(lambda op: op.name == "store", ops))
+        is_result = ref in kernel.outputs and ref.ref.space in MAIN_MEMORY
+        if is_result and stores and len(stores) < len(ops):
+            starts = _Starts(kernel, info, axes, {ref: stores})
+            found |= {ref: stores} if starts.come_first() else {}
+    stores = tuple(op for ops in found.values() for op in ops)
+    if not stores or kernel.level != "tile":
+        return None
+    commuting = Commuting(tuple(axes), tuple(found), stores)
+    return in_any_order(kernel, commuting, False)
 
 
 # --- what commutes ---

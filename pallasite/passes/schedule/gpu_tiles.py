@@ -10,6 +10,7 @@ from math import inf, prod
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Loop
+from pallasite.passes.analysis.live_tiles import LiveTiles
 from pallasite.passes.analysis.loop_dims import LoopDim
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.schedule.choose_blocks import (
@@ -31,6 +32,7 @@ LEAST_LINE = 8
 # Of bytes that programs load and store, by which rows in parts are better than whole
 # ones; and how many more may be moved for longer parts.
 GAIN_OF_PARTS, LONGER_PARTS = 1.25, 1.25
+MOST_HELD = 0.3  # of an SM's registers, by the tiles that a program holds at once
 WARP, SCHEDULERS = 32, 4  # of an SM, each of which runs warps of its own
 MOST_CORES = 0.9  # so many are about all
 MOVES = frozenset({"slice", "concatenate", "dynamic_slice", "pad", "rev", "gather"})
@@ -59,9 +61,24 @@ def without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
                 enough = blocks.programs(new) >= chip.programs_per_core * chip.cores
                 if enough and largest(blocks, new) <= SMALL_TILE:
                     sizes = new
+    sizes = _held_at_once(blocks, rows, sizes, chip)
     if _goes_step_by_step(blocks):
         sizes = _narrow(blocks, lines, SCHEDULERS * chip.cores, sizes)
     return _summed_in_loops(blocks.rewritten(sizes) if sizes else kernel, chip)
+
+
+def _held_at_once(
+    blocks: Blocks, rows: list[LoopDim], sizes: Sizes, chip: Gpu
+) -> Sizes:
+    """Fewer rows, where many tiles are live at the same time: their registers are those
+    of one program, and some are needed for what computes them."""
+    words, own = LiveTiles(blocks.kernel).peak_words(), largest(blocks, {})
+    for dim in rows:
+        for n in blocks.parts(dim, 1):
+            held = words * largest(blocks, sizes) / max(own, 1)
+            if n < sizes.get(dim, dim.size) and held > MOST_HELD * chip.registers:
+                sizes = {**sizes, dim: n}
+    return sizes
 
 
 def _goes_step_by_step(blocks: Blocks) -> bool:

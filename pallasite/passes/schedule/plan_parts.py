@@ -27,6 +27,7 @@ from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.run import run
 from pallasite.passes.schedule.commuting_steps import (
     commuting_steps,
+    first_stores,
     in_any_order,
     starts_apart,
 )
@@ -69,11 +70,15 @@ IDLE = 8  # how many times more cores than programs are worth one
 
 @dataclass(frozen=True)
 class Serial:
-    """Why an axis, or all of a kernel, runs in order although cores are idle."""
+    """Why an axis, or all of a kernel, runs in order although cores are idle.
+
+    `asked`: because its semantics say so, as an author's or those of a derivative.
+    """
 
     axis: int | None
     reason: str
     loc: Loc | None
+    asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -252,13 +257,19 @@ def _of_steps(kernel: Kernel, chip: Gpu | Host) -> Plan:
     uneven = isinstance(chip, Gpu) and programs < FEW * cores and _is_uneven(kernel)
     if programs >= cores and not uneven:
         return Plan()
+    if isinstance(chip, Gpu) and names_places(kernel):
+        places = last_writers(kernel, info) or commuting_steps(kernel, info)
+        found = None if places else _by_block(kernel, info, chip, programs)
+        if found is not None and found.parts * programs >= cores:
+            return found
     if isinstance(chip, Gpu) and _divides_well(kernel, chip):
         return Plan()
-    serial = best = None
+    serial = best = asked = None
     for axis in info.sequential:
         if (info.axes[axis].size or 0) < 2:
             continue
         if Pipeline.of(find_pipeline(kernel)).semantics[axis] == "sequential":
+            asked = _asked(info, axis) if isinstance(chip, Gpu) else None
             continue
         of, state = kernel, state_along(kernel, axis, info)
         if state.reason:
@@ -280,9 +291,17 @@ def _of_steps(kernel: Kernel, chip: Gpu | Host) -> Plan:
     unordered = _in_any_order(kernel, info, chip, programs)
     if unordered is not None or best is not None:
         return unordered or best or Plan()
+    serial = serial or asked
     if serial is not None and _is_wasteful(kernel, chip, programs):
         return Plan(serial=serial)
     return Plan()
+
+
+def _asked(info: GridInfo, axis: int) -> Serial:
+    """That semantics forbid an axis to be split."""
+    moves = (m for m in info.windows if m.written and axis not in m.own)
+    names = " and ".join(dict.fromkeys(m.name for m in moves)) or "scratch"
+    return Serial(axis, f"its steps may change the same part of {names}", None, True)
 
 
 def _in_more_parts(found: Plan, kernel: Kernel, chip: Gpu | Host) -> Plan:
@@ -324,13 +343,19 @@ def _in_any_order(
 
 
 def _by_block(kernel: Kernel, info: GridInfo, chip: Gpu, programs: int) -> Plan | None:
-    """The steps of each block in a program of its own, if that is faster."""
-    found = steps_by_block(kernel, info)
+    """The steps of each block in a program of its own, if that is faster; after what
+    the first step stores to whole results."""
+    found, starts = steps_by_block(kernel, info), None
+    if found is None and (starts := first_stores(kernel, info)) is not None:
+        found = steps_by_block(starts.kernels[1])
     if found is None:
         return None
     program, typical = by_block(found)
     busy = programs * min(found.blocks, found.steps)
     after = _overhead(chip, SORTING) + seconds(typical, chip, busy)
+    if starts is not None:
+        program = starts.with_step(1, program, len(kernel.inputs))
+        after += seconds(program.kernels[0], chip, _cores(chip))
     if seconds(kernel, chip, programs) < GAIN * after:
         return None
     names = ", ".join(f"i{a}" for a in found.axes)

@@ -73,6 +73,7 @@ OWN = {
     **dict.fromkeys(blackwell.TENSORS, ""),
     "operand": hopper.BARRIERS["operand"],
     "tensor_operand": blackwell.TENSORS["tensor_operand"],
+    "tensor_rows": blackwell.TENSORS["tensor_rows"],
     # All of it must be there.
     "prefetch": "DEVICE void prefetch(const void* from, u32 bytes) {\n"
     "  const volatile char* p = (const volatile char*)from;\n"
@@ -81,7 +82,7 @@ OWN = {
 ALIGNMENT = 16  # bytes, of the widest access
 PATTERN = 0x7F
 KINDS = {"bf16": 0, "f16": 1, "f32": 2, "i8": 3}
-TENSOR_KINDS = ("f16", "tf32", "f8f6f4", "i8")
+TENSOR_KINDS = ("f16", "tf32", "f8f6f4", "i8", blackwell.SCALED)
 CALL = """
 {text}
 void call_kernel(void** arguments) {{ {call}; }}
@@ -368,7 +369,10 @@ def _own_tensor(found: re.Match[str]) -> str:
         is_tensor = where == "tensor"
         params = f"u32 d, {'u32' if is_tensor else 'u64'} a, u64 b, u32 how, int more"
         numbers = f"{TENSOR_KINDS.index(kind)}, {group}, {str(is_tensor).lower()}"
-        call = f"host::tensor_multiply({numbers}, d, a + A, b + B, how, more)"
+        by = ""
+        if kind == blackwell.SCALED:
+            params, by = f"{params}, u32 by_a, u32 by_b", ", by_a, by_b"
+        call = f"host::tensor_multiply({numbers}, d, a + A, b + B, how, more{by})"
         name = f"tensor_{found[1]}_{rest}"
         return f"template <int A, int B> void {name}({params}) {{ {call}; }}\n"
     call = f"host::tensor_{how}({args})"

@@ -1,8 +1,8 @@
 """Floats of 8 and 4 bits: bytes in memory, f32 in registers.
 
-Reading looks the value up in a table; writing rounds the f32 to nearest even and packs
-sign, exponent and fraction, with each format's own overflow and NaN. f8e8m0fnu has
-only an exponent. `scalars.py` calls this for the formats in `FORMATS`.
+Reading moves the bits to where an f32 has them; writing rounds the f32 to nearest even
+and packs sign, exponent and fraction, with each format's own overflow and NaN.
+f8e8m0fnu has only an exponent. `scalars.py` calls this for the formats in `FORMATS`.
 """
 
 from typing import NamedTuple
@@ -12,6 +12,8 @@ import numpy as np
 
 from pallasite.backends.cpu.llvm.writer import Function, Val, integer
 from pallasite.ir.types import DType
+
+NAN = 0x7FC00000  # as an f32
 
 
 class Format(NamedTuple):
@@ -49,17 +51,52 @@ FORMATS = {
 
 
 def decode(f: Function, dtype: DType, byte: Val) -> Val:
-    """The f32 that a byte encodes."""
-    codes = np.arange(256, dtype=np.uint8) & np.uint8((1 << dtype.bits) - 1)
-    values = codes.view(dtype.np).astype(np.float32)
-    bits = ", ".join(f"i32 {int(word)}" for word in values.view(np.int32))
-    table = f.module.constant(f"values_of_{dtype}", f"[256 x i32] [{bits}]")
-    place = f.element(table, "i32", f.convert("zext", byte, "i64"))
-    return f.convert("bitcast", f.load("i32", place), "float")
+    """The f32 that a byte encodes, by arithmetic: lanes would read a table in turn."""
+    word = lambda number: integer(number, "i32")
+    code = f.convert("zext", byte, "i32")
+    if dtype.name == "f8e8m0fnu":
+        bits = f.binary("shl", code, word(23))
+        bits = f.select(f.compare("icmp eq", code, word(0)), word(1 << 22), bits)
+        bits = f.select(f.compare("icmp eq", code, word(0xFF)), word(NAN), bits)
+        return f.convert("bitcast", bits, "float")
+    form = FORMATS[dtype.name]
+    size = f.binary("and", code, word(form.sign - 1))
+    sign = f.binary("and", code, word(form.sign))
+    bits = _magnitude(f, form, size)
+    bits = f.binary("or", bits, f.binary("shl", sign, word(32 - form.bits)))
+    if not form.negative_zero:
+        is_nan = f.compare("icmp eq", code, word(form.nan))
+        bits = f.select(is_nan, word(NAN - (1 << 31)), bits)
+    value = f.convert("bitcast", bits, "float")
+    f.encoded[dtype.name, value.text] = byte
+    return value
+
+
+def _magnitude(f: Function, form: Format, size: Val) -> Val:
+    """The bits of the f32 that a code without its sign encodes."""
+    word = lambda number: integer(number, "i32")
+    shifted = f.binary("shl", size, word(23 - form.mantissa))
+    normal = f.binary("add", shifted, word((127 - form.bias) << 23))
+    # Subnormal numbers are multiples of the smallest one, 2**(1 - bias - mantissa).
+    exponent = word((127 + 1 - form.bias - form.mantissa) << 23)
+    unit = f.convert("bitcast", exponent, "float")
+    small = f.binary("fmul", f.convert("uitofp", size, "float"), unit)
+    is_small = f.compare("icmp ult", size, word(1 << form.mantissa))
+    bits = f.select(is_small, f.convert("bitcast", small, "i32"), normal)
+    if not form.negative_zero or form.bits < 8:
+        return bits
+    largest = form.nan - 1 if form.infinity is None else form.infinity
+    bits = f.select(f.compare("icmp ugt", size, word(largest)), word(NAN), bits)
+    if form.infinity is None:
+        return bits
+    is_infinite = f.compare("icmp eq", size, word(largest))
+    return f.select(is_infinite, word(0x7F800000), bits)
 
 
 def encode(f: Function, dtype: DType, value: Val) -> Val:
-    """The byte nearest to an f32."""
+    """The byte nearest to an f32; of one that was just decoded, its own."""
+    if (known := f.encoded.get((dtype.name, value.text))) is not None:
+        return known
     if dtype.name == "f8e8m0fnu":
         return _power_of_two(f, value)
     form = FORMATS[dtype.name]

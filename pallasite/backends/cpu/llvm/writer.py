@@ -141,6 +141,7 @@ class Function:
         self.loops: list[Span] = []
         self._names = 0
         self._known: dict[str, Val] = {}
+        self.encoded: dict[tuple[str, str], Val] = {}  # of decoded bytes (`float8.py`)
         self.mask: Val | None = None  # lanes that may access memory; None: all
         self._writes = 0
         self._first_read: dict[str, str] = {}  # its basic block, by pointer
@@ -479,7 +480,7 @@ class Function:
         self.lines.append(f"{name}:")
         self.block = name
         # What the previous block computed need not dominate this one.
-        self._known = {}
+        self._known, self.encoded = {}, {}
 
     def branch(self, target: str) -> None:
         self.line(f"br label %{target}")
@@ -504,6 +505,18 @@ class Function:
         yield
         self.branch(done)
         self.label(done)
+
+    @contextmanager
+    def where(self, condition: Val) -> Iterator[None]:
+        """As `when`; a condition with lanes says which may access memory."""
+        if not condition.count:
+            with self.when(condition):
+                yield
+            return
+        outer = self.mask
+        self.mask = condition if outer is None else self.both(outer, condition)
+        yield
+        self.mask = outer
 
     @contextmanager
     def loop(self, count: Val, carries: Sequence[Val] = ()) -> Iterator["Loop"]:

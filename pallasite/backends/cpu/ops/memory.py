@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from pallasite.backends.cpu.emitter import Emitter
 from pallasite.backends.cpu.llvm import atomics, scalars, vector_loops
-from pallasite.backends.cpu.llvm.writer import TRUE, Val, integer
+from pallasite.backends.cpu.llvm.values import Lanes
+from pallasite.backends.cpu.llvm.writer import TRUE, Function, Val, integer
 from pallasite.backends.cpu.ops import arithmetic
 from pallasite.backends.cpu.tiles import reinterpret, tiles
 from pallasite.backends.cpu.tiles.tiles import Buffer, Indices, Ref, Root, Tile
@@ -63,12 +64,16 @@ def picked(e: Emitter, ref: Ref, access: Access, shape: Sequence[int]) -> Tile:
     return tiles.formula(shape, ref.dtype, element, [ref.tile])
 
 
-def places(e: Emitter, ref: Ref, access: Access) -> Place:
-    """Element-by-element addressing, for all but boxes of plain memory."""
+def places(e: Emitter, ref: Ref, access: Access, keeps_lanes: bool = False) -> Place:
+    """Element-by-element addressing, for all but boxes of plain memory.
+
+    Places outside become the nearest inside. `keeps_lanes`: consecutive lanes do not,
+    so that they stay consecutive; whoever accesses them leaves out those outside.
+    """
     f = e.f
     entries = access.split_index()
     masked = access.mask is not None
-    rank = next((v.tile.rank for c, v in entries if isinstance(c, Gather) and v), 0)
+    rank = _gathered_rank(access)
     starts = {
         d: (_masked_start if masked else _start)(e, entry, operand, n)
         for d, ((entry, operand), n) in enumerate(zip(entries, ref.shape, strict=True))
@@ -89,7 +94,8 @@ def places(e: Emitter, ref: Ref, access: Access) -> Place:
                 where = starts[d]
             if isinstance(entry, Gather) or (masked and operand is not None):
                 inside = f.both(inside, f.compare("icmp ult", where, integer(n)))
-                where = f.clamp(where, integer(0), integer(n - 1))
+                if not (keeps_lanes and isinstance(where, Lanes)):
+                    where = f.clamp(where, integer(0), integer(n - 1))
             coordinates.append(where)
         return coordinates, inside
 
@@ -115,19 +121,37 @@ def emit_load(e: Emitter, op: Op) -> None:
         e.define_lazy(op, tiles.splat(type.shape, type.dtype, nothing))
         return
     _settle_indices(e, access)
-    place = places(e, ref, access)
+    place = places(e, ref, access, keeps_lanes=ref.buffer is not None)
     mask = e.element(access.mask) if access.mask is not None else None
     other = e.element(access.other) if access.other is not None else lambda _: nothing
 
     def element(indices: Indices) -> Val:
-        where, _ = place(indices)
-        value = ref.read(e.f, where)
+        value = _read_nearest(e.f, ref, *place(indices))
         return (
             value if mask is None else e.f.select(mask(indices), value, other(indices))
         )
 
     operands = [ref.tile, *e.tiles_of(op.operands[1:])]
     e.define_lazy(op, tiles.formula(type.shape, type.dtype, element, operands))
+
+
+def _read_nearest(f: Function, ref: Ref, where: list[Val], inside: Val) -> Val:
+    """The elements at `where`; consecutive lanes may be beyond the ref's ends.
+
+    The first and the last element take the place of what is beyond them. A gather of
+    clamped places would read each lane by itself.
+    """
+    along = next((d for d, i in enumerate(where) if isinstance(i, Lanes)), None)
+    if along is None or not inside.count:  # not `inside`: others are clamped
+        return ref.read(f, where)
+    index, n = where[along], ref.shape[along]
+    with f.where(f.compare("icmp ult", index, integer(n))):
+        value = ref.read(f, where)
+    for side, end in (("slt", integer(0)), ("sgt", integer(n - 1))):
+        nearest = ref.read(f, [*where[:along], end, *where[along + 1 :]])
+        beyond = f.compare(f"icmp {side}", index, end)
+        value = f.select(beyond, nearest, value)
+    return value
 
 
 def _settle_indices(e: Emitter, access: Access) -> None:
@@ -153,16 +177,31 @@ def emit_store(e: Emitter, op: Op) -> None:
 
 
 def store_each(e: Emitter, ref: Ref, access: Access, tile: Tile) -> None:
-    """Store a tile that does not read the ref's memory, element by element."""
+    """Store a tile that does not read the ref's memory, a vector at a time.
+
+    The elements of a slice are distinct, so that their order does not matter.
+    """
     if 0 in ref.shape:
         return
-    place = places(e, ref, access)
-    with e.f.nest(tile.shape) as indices:
+    place = places(e, ref, access, keeps_lanes=ref.buffer is not None)
+    rank = len(tile.shape) if ref.buffer is None else _gathered_rank(access)
+
+    def body(indices: Indices) -> None:
         where, touched = place(indices)
         touched = _allowed(e, access, indices, touched)
         number = tile.at(e.f, indices)
-        with e.f.when(touched):
+        with e.f.where(touched):
             ref.write(e.f, where, number)
+
+    with e.f.nest(tile.shape[:rank]) as outer:
+        inner = tile.shape[rank:]
+        vector_loops.each(e.f, inner, lambda indices: body([*outer, *indices]))
+
+
+def _gathered_rank(access: Access) -> int:
+    """How many dimensions of the tile are those of index arrays, the first ones."""
+    entries = access.split_index()
+    return next((v.tile.rank for c, v in entries if v and isinstance(c, Gather)), 0)
 
 
 def store_tile(e: Emitter, target: Buffer, tile: Tile) -> None:
@@ -232,8 +271,7 @@ def _update_slices(e: Emitter, op: Op, ref: Ref, access: Access) -> None:
     The elements of a slice are distinct, so that it is updated a vector at a time.
     """
     place, shape = places(e, ref, access), op.result.tile.shape
-    entries = access.split_index()
-    rank = next((v.tile.rank for c, v in entries if v and isinstance(c, Gather)), 0)
+    rank = _gathered_rank(access)
     with e.f.nest(shape[:rank]) as outer:
         _, touched = place([*outer, *[integer(0)] * (len(shape) - rank)])
 

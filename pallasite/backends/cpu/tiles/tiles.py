@@ -109,6 +109,19 @@ class Tile:
     def is_free(self) -> bool:
         return isinstance(self.source, Formula) and self.source.free
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether it is a splat: its formula needs no index."""
+        source = self.source
+        return isinstance(source, Formula) and source.free and source.pointwise
+
+    @property
+    def before_reshape(self) -> "Tile | None":
+        """The tile that this one has all elements of, in order, if it is a formula."""
+        if not isinstance(self.source, Formula) or not self.source.regrouped:
+            return None
+        return self.source.operands[0]
+
     def at(self, f: Function, indices: Indices) -> Val:
         """The element, or several if an index has lanes.
 
@@ -423,9 +436,9 @@ def reshape(f: Function, tile: Tile, shape: Sequence[int]) -> Tile:
 
 def ungrouped(f: Function, tile: Tile, target: Buffer) -> tuple[Tile, Buffer] | None:
     """An equivalent store (tile and target) that needs no division of indices."""
-    if not isinstance(tile.source, Formula) or not tile.source.regrouped:
+    inner = tile.before_reshape
+    if inner is None:
         return None
-    (inner,) = tile.source.operands
     strides = reshape_strides(f, tile.shape, target.strides, inner.shape)
     if strides is None:
         return None

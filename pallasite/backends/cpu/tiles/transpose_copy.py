@@ -8,6 +8,7 @@ shape, which treats elements as bits. `Emitter.fill` tries this first.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 
 from pallasite.backends.cpu.llvm import vector_ops as vec
 from pallasite.backends.cpu.llvm.values import bytes_of
@@ -29,6 +30,15 @@ def runs_across(shape: Sequence[int], buffer: Buffer, along: int | None) -> int 
         return None
     long = (d for d, n in enumerate(shape) if n >= SMALLEST)
     return next((d for d in long if buffer.strides[d].constant == 1), None)
+
+
+def repeats_across(shape: Sequence[int], buffer: Buffer, along: int | None) -> bool:
+    """Whether lanes `along` a dimension are strided in a view that repeats them."""
+    if along is None or 0 in shape or buffer.strides[along].constant in (0, 1):
+        return False
+    pairs = zip(shape, buffer.strides, strict=True)
+    repeats = prod(n for n, stride in pairs if stride.constant == 0)
+    return repeats >= SMALLEST and shape[along] >= SMALLEST
 
 
 def copy_transposed(
