@@ -12,15 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import (
-    Access,
-    Block,
-    BlockDim,
-    Kernel,
-    Op,
-    Value,
-    walk,
-)
+from pallasite.ir.nodes import Access, Block, BlockDim, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import dead_code, inline
 from pallasite.ir.roles import Shown
 from pallasite.ir.types import INDEX
