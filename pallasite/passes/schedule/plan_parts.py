@@ -33,11 +33,7 @@ from pallasite.passes.schedule.commuting_steps import (
     starts_apart,
 )
 from pallasite.passes.schedule.gpu_blocks import for_gpu, seconds_of_products
-from pallasite.passes.schedule.last_writers import (
-    at_once,
-    last_writers,
-    names_places,
-)
+from pallasite.passes.schedule.last_writers import at_once, last_writers, names_places
 from pallasite.passes.schedule.products_apart import apart
 from pallasite.passes.schedule.reductions_apart import first_reduction
 from pallasite.passes.schedule.reductions_in_steps import reductions_in_steps
