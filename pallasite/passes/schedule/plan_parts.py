@@ -163,7 +163,7 @@ def _is_in_turn(kernel: Kernel, chip: Gpu | Host, programs: int) -> bool:
     rounds *= max(_rounds(pipeline.body), 1)
     machine, moved = Machine.usual(chip), cost(kernel).bytes_accessed
     least = max(machine.copying(moved), SERIAL_SECONDS)
-    return rounds * machine.latency >= IDLE * least
+    return machine.kernel(0, 0, 0, rounds, 1) >= IDLE * least
 
 
 def _rounds(block: Block) -> int:
