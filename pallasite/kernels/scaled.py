@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
+from pallasite.ir.types import dtype_of
 from pallasite.kernels import common, configs
 from pallasite.kernels.matmul import MatmulConfig
 from pallasite.placement import chip_for
-from pallasite.target import Gpu, Host
+from pallasite.target import Chip, Gpu, Host
 
 OPERATION = "scaled_matmul"
 VALUES = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
@@ -93,11 +94,15 @@ def _usual(m: int, n: int) -> MatmulConfig:
 
 def dequantized(values: jax.Array, scales: jax.Array) -> jax.Array:
     """Numbers (rows, k) times their scales (rows, k / width), exact in bf16."""
-    if scales.dtype == jnp.float8_e4m3fn:
-        scales = jnp.abs(scales)
     width = values.shape[1] // scales.shape[1]
-    factors = jnp.repeat(scales.astype(jnp.bfloat16), width, axis=1)
-    return values.astype(jnp.bfloat16) * factors
+    return values.astype(jnp.bfloat16) * jnp.repeat(_factors(scales), width, axis=1)
+
+
+def _factors(scales: jax.Array) -> jax.Array:
+    """Scales as numbers; a sign, which powers of two have not, is ignored."""
+    if scales.dtype != jnp.float8_e8m0fnu:
+        scales = jnp.abs(scales)
+    return scales.astype(jnp.bfloat16)
 
 
 def _plain(x, y, x_scales, y_scales, *, out_dtype, config):
@@ -108,13 +113,13 @@ def _plain(x, y, x_scales, y_scales, *, out_dtype, config):
 
 
 def _scaled(x, y, x_scales, y_scales, *, out_dtype, config):
-    if not _has_types():  # XLA converts them; all of this is exact
-        x_scales, y_scales = (
-            jnp.abs(s.astype(jnp.bfloat16)) for s in (x_scales, y_scales)
-        )
-        if x.dtype == jnp.float4_e2m1fn:
-            x, y = (v.astype(jnp.float8_e4m3fn) for v in (x, y))
     width = x.shape[1] // x_scales.shape[1]
+    # XLA converts what kernels for the chip cannot have; all of this is exact.
+    chip = chip_for(None)
+    if x.dtype == jnp.float4_e2m1fn and not isinstance(chip, Host):
+        x, y = (v.astype(jnp.float8_e4m3fn) for v in (x, y))
+    if not _takes(chip, x.dtype, x_scales.dtype, width):
+        x_scales, y_scales = (_factors(s) for s in (x_scales, y_scales))
     depth = pl.align_to(config.block_k, width)
     x, y = (_deep(v, depth, 0) for v in (x, y))
     x_scales, y_scales = (_deep(v, depth // width, 1) for v in (x_scales, y_scales))
@@ -163,14 +168,15 @@ def _scaled(x, y, x_scales, y_scales, *, out_dtype, config):
     )(x, y, x_scales, y_scales)
 
 
-def _has_types() -> bool:
-    """Whether kernels for the chip can have operands of all these types."""
-    chip = chip_for(None)
+def _takes(chip: Chip | Host, values: Any, scales: Any, width: int) -> bool:
+    """Whether kernels for a chip can have scales of a type."""
     if isinstance(chip, Gpu):
         from pallasite.backends.cuda.instruction_sets import instruction_set
 
         found = instruction_set(chip)
-        return found is not None and bool(found.scaled)
+        names = dtype_of(values), dtype_of(scales)
+        known = {} if found is None else found.scaled
+        return known.get(str(names[0])) == (str(names[1]), width)
     return isinstance(chip, Host)
 
 

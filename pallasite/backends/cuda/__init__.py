@@ -46,7 +46,9 @@ from pallasite.backends.cuda.scaled_operands import is_scaled, scaled_operands
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.streams import streams
 from pallasite.backends.cuda.turned import turn_tiles
+from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Op
+from pallasite.passes.lower.device_numbers import ask_for_device_numbers
 from pallasite.passes.lower.filled_slots import filled_slots
 from pallasite.passes.lower.legalize import legalize
 from pallasite.passes.lower.matrix_units import write_out
@@ -135,6 +137,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("place_windows", place_windows),
         Pass("plain_copies", plain_copies),
         Pass("without_references", without_references),
+        Pass("device_numbers", ask_for_device_numbers),
         Pass("stores_at_once", stores_at_once),
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
         Pass("row_strips", partial(row_strips, most_bytes=STRIP_BYTES)),
@@ -210,6 +213,14 @@ class CudaBackend:
 
     def _launch(self, compiled: Compiled) -> Launch:
         launched = emit.Launched.of(compiled["cuda"])
+        if launched.devices > 1:
+            raise UnsupportedError(
+                "backend 'cuda' cannot launch a kernel that reaches other devices: "
+                "XLA's call gives it the addresses of one",
+                [("kernel", compiled.imported.name), ("devices", launched.devices)],
+                compiled.imported.loc,
+                "interpret=pl.Checked() runs it on host devices",
+            )
         return Launch(
             TARGET,
             _config(launched, compiled["ptx"]),

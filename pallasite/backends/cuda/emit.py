@@ -21,6 +21,7 @@ from pallasite.backends.cuda import (
     explicit,
     functions,
     memory,
+    peer_devices,
     role_code,
     semaphores,
     shared,
@@ -81,6 +82,7 @@ class Launched:
     semaphores: int = (
         0  # words, zeros at first: after the operands, and the last result
     )
+    devices: int = 1  # whose programs these are; several take a table of addresses
 
     def line(self) -> str:
         return f"// launch {json.dumps(asdict(self))}\n"
@@ -134,6 +136,7 @@ class Emitter(TensorMemory):
         self.threads, self.vector_elements = _threads(kernel, accesses)
         roles = [op for op in walk(self.program.body) if op.name == "roles"]
         roots = Roots(kernel)
+        self.note_devices(kernel, roots)
         self.meetings = Meetings(roots)
         self.is_authored = bool(roles) and "cuda.registers" not in roles[0].attrs
         self.uses = uses_of(self.program.body, roots)
@@ -204,21 +207,28 @@ class Emitter(TensorMemory):
                 kernel.loc,
                 "use smaller blocks" + ", or backend='triton'" * (not self.is_authored),
             )
-        scratch = self.programs * MAP_BYTES * len(self.maps)
+        first = self.table_lines(params) if self.has_devices else []
+        programs = self.programs * self.devices
+        scratch = programs * MAP_BYTES * len(self.maps)
+        if self.has_devices:
+            params = ["const u64* peers"]
         if scratch:
             params.append("char* scratch")
-        if self.semaphores:  # an operand whose memory is that of a result
+        if (
+            self.semaphores and not self.has_devices
+        ):  # an operand whose memory is that of a result
             params.insert(len(kernel.inputs), "int* semaphores")
             params.append("int* same_semaphores")
         launched = Launched(
             function_name(kernel),
-            self.programs,
+            programs,
             self.threads,
             self.shared_bytes,
             (scratch,) if scratch else (),
             self.arch,
             self.program.op.attrs.get(REPACKED, ()),
             self.semaphores,
+            self.devices,
         )
         bounds = str(self.threads)
         if self.arch:  # ptxas may use all registers that these programs leave
@@ -230,6 +240,7 @@ class Emitter(TensorMemory):
             f"{launched.name}({', '.join(params)}) {{",
             *([shared] if self.shared_bytes else []),
             "  const u32 thread = threadIdx.x;",
+            *(f"  {line}" for line in first),
             *(
                 f"  const int {name} = (int)({text});"
                 for text, name in self.bases.items()
@@ -292,7 +303,8 @@ class Emitter(TensorMemory):
             return
         blocks = op.attrs.get(BLOCKS)
         if blocks is None:
-            self.number_program(pipeline, "(int)blockIdx.x")
+            self.blocks_of_device = self.programs
+            self.number_program(pipeline, self.program_number)
         else:
             self.rounds = Rounds(pipeline, self.programs, blocks)
             self.programs = blocks
@@ -446,6 +458,7 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
     **role_code.RULES,
     **clusters.RULES,
     **semaphores.RULES,
+    **peer_devices.RULES,
     **tensor_memory.RULES,
     "pipeline": Emitter.emit_pipeline,
     "alloc": Emitter.emit_alloc,

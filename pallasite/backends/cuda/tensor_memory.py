@@ -15,8 +15,8 @@ from pallasite.backends.cuda.core import Tile
 from pallasite.backends.cuda.explicit import LINE_ALIGNMENT, MAP_BYTES, WARPS
 from pallasite.backends.cuda.layouts import Digit, Lane, Spread
 from pallasite.backends.cuda.memory import Term, View, plus, text_of, times
+from pallasite.backends.cuda.peer_devices import PeerDevices
 from pallasite.backends.cuda.products import BEFORE_PRODUCTS
-from pallasite.backends.cuda.semaphores import Semaphores
 from pallasite.backends.cuda.shared import Ring
 from pallasite.backends.cuda.tensor_sums import scale_columns
 from pallasite.ir.nodes import Access, Op, Value, walk
@@ -67,7 +67,7 @@ def orders_tensor_core(barrier: Value) -> bool:
     return layout is not None and len(layout.numbers) > 1
 
 
-class TensorMemory(Semaphores):
+class TensorMemory(PeerDevices):
     """Emits code for tensor cores and single warps."""
 
     def __init__(self) -> None:

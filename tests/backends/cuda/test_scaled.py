@@ -196,6 +196,25 @@ def test_an_authors_own_spelling(tmp_path):
     assert error(got, reference(*operands)) < 1e-6
 
 
+@pytest.mark.parametrize(("chip", "is_scaled"), [("b200", True), ("h200", False)])
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+def test_four_bits_are_eight_in_a_kernel(form, chip, is_scaled, monkeypatch):
+    """mxfp4 then is mxfp8; nvfp4, whose scales are for fewer, is a dot of bf16."""
+    monkeypatch.setattr(cuda, "_chip", lambda options: GPUS[chip])
+    width, dtype = (32, e8m0) if form == "mxfp4" else (16, e4m3)
+    values = [jax.ShapeDtypeStruct((256, 256), jnp.float4_e2m1fn)] * 2
+    scales = [jax.ShapeDtypeStruct((256, 256 // width), dtype)] * 2
+    with config.override(target=chip):
+        kernel = kernel_of(library(), *values, *scales)
+    types = [param.ref.dtype.name for param in kernel.inputs]
+    if is_scaled and form == "mxfp4":
+        assert types == ["f8e4m3fn"] * 2 + ["f8e8m0fnu"] * 2
+        assert blackwell.SCALED in host.cuda_text(kernel)
+    else:
+        assert types == ["f8e4m3fn"] * 2 + ["bf16"] * 2
+        base.Compiled(base.get("triton"), kernel, base.Options(chip=GPUS[chip]))["ttir"]
+
+
 # --- mistakes ---
 
 COPY = r"tensor_copy\(\(tensors[^\n]*"
