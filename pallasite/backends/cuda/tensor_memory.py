@@ -468,9 +468,9 @@ class TensorMemory(PeerDevices):
         self.meet_before(op)
         there = f"block_address({self.barriers[barrier]}, "
         there += f"{self.first_peer(op.attrs['axes'])})"
-        for at, number, places in self.boxes(op, self.views[source], target):
-            where = f"maps + {number * MAP_BYTES}, {there}"
-            call = f"copy_for_first_{len(places)}({at}, {where}, {', '.join(places)});"
+        for at, map_, places in self.boxes(op, self.views[source], target):
+            given = ", ".join((at, map_, there, *places))
+            call = f"copy_for_first_{len(places)}({given});"
             self.out.line(self.once + call)
 
     # --- single warps ---
