@@ -469,8 +469,8 @@ class TensorMemory(PeerDevices):
         there = f"block_address({self.barriers[barrier]}, "
         there += f"{self.first_peer(op.attrs['axes'])})"
         for at, map_, places in self.boxes(op, self.views[source], target):
-            given = ", ".join((at, map_, there, *places))
-            call = f"copy_for_first_{len(places)}({given});"
+            where = f"{map_}, {there}"
+            call = f"copy_for_first_{len(places)}({at}, {where}, {', '.join(places)});"
             self.out.line(self.once + call)
 
     # --- single warps ---
