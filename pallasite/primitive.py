@@ -280,7 +280,7 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
         results = _lower_program(ctx, operands, call, found.program, platform, chip)
         if results is not None:
             return results
-    elif found.serial is not None and not call.own:
+    elif found.serial is not None and _is_news(call, found.serial):
         warn_serial(call.kernel, found.serial)
     chosen = choose(call, platform, exporting, chip)
     if chosen.arrays is not None:
@@ -362,6 +362,23 @@ def _runs_of(
     ]
 
 
+_IN_KERNELS = (
+    "let each step write its own block, or keep sums, maxima or other states that "
+    'merge; dimension_semantics "parallel" asserts that the order is irrelevant, '
+    '"sequential" asks for it and silences this'
+)
+_IN_DERIVATIVES = (
+    "read blocks or rows that a table names, or by index arrays of a fixed size per "
+    "program; jax.custom_vjp can give another derivative"
+)
+
+
+def _is_news(call: Call, serial: "Serial") -> bool:
+    """Whether an author should know: one who asked for an order does, but not one of
+    a kernel whose derivative has one."""
+    return not call.own and (not serial.asked or bool(call.flowing))
+
+
 def warn_serial(kernel: Kernel, serial: "Serial") -> None:
     """Warn once per kernel that it leaves most of the chip idle, and why."""
     if "serial" + kernel.text in _warned:
@@ -369,13 +386,12 @@ def warn_serial(kernel: Kernel, serial: "Serial") -> None:
     _warned.add("serial" + kernel.text)
     at = serial.loc or kernel.loc or Loc("<unknown>", 0)
     axis = "" if serial.axis is None else f" of grid axis {serial.axis}"
+    axis += " of a derivative" if serial.asked else ""
     text = compose(
         f"the steps{axis} run in order, and cores stay idle",
         [("kernel", kernel.name), ("why", serial.reason)],
         at,
-        "let each step write its own block, or keep sums, maxima or other states that "
-        'merge; dimension_semantics "parallel" asserts that the order is irrelevant, '
-        '"sequential" asks for it and silences this',
+        _IN_DERIVATIVES if serial.asked else _IN_KERNELS,
     )
     warnings.warn_explicit(text, PerformanceWarning, at.file, at.line)
 
@@ -603,7 +619,7 @@ def warn_fallback(kernel: Kernel, *errors: Exception, what: str = "kernel") -> N
 def _lower_emulation(ctx: Any, *operands: Any, call: Call) -> Any:
     from pallasite.emulation.devices import on_devices
     from pallasite.emulation.emulate import emulate
-    from pallasite.interpret.devices import talks_to_devices
+    from pallasite.passes.lower.device_numbers import talks_to_devices
 
     # Roles and thread blocks of a cluster run concurrently only in checked mode.
     alike = ("roles", "warps", "cluster_barrier", "tensor_commit")

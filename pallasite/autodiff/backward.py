@@ -20,12 +20,7 @@ from pallasite.autodiff.backward_axes import split_axes
 from pallasite.autodiff.backward_choice import Estimate, estimate, has_products, sum_of
 from pallasite.autodiff.backward_kernels import groups, kernels_of, products_of
 from pallasite.autodiff.backward_stages import Stages, split, sums_apart
-from pallasite.autodiff.backward_windows import (
-    Built,
-    apart,
-    only,
-    place,
-)
+from pallasite.autodiff.backward_windows import Built, apart, only, place
 from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
@@ -41,10 +36,7 @@ from pallasite.autodiff.reverse_rules import accumulated
 from pallasite.autodiff.row_blocks import row_blocks
 from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
-from pallasite.autodiff.sorted_steps import (
-    sorted_steps,
-    with_row_views,
-)
+from pallasite.autodiff.sorted_steps import sorted_steps, with_row_views
 from pallasite.autodiff.states_apart import states_apart
 from pallasite.autodiff.unrounded import unrounded
 from pallasite.autodiff.zero_cotangents import without
@@ -383,8 +375,8 @@ def keeping_plan(
 ) -> KeepingPlan | None:
     """Backward kernels that use residuals of the forward kernel, where that pays off.
 
-    It does if a first backward kernel would otherwise repeat matmuls of the program,
-    and the residuals are small compared with operands and results.
+    It does if backward kernels would otherwise repeat matmuls of the program, and the
+    residuals are small compared with operands and results.
     """
     if not has_products(kernel):
         return None
@@ -399,13 +391,11 @@ def keeping_plan(
         if has_parts and _is_composed(plan(kernel, wanted, known, machine)):
             return None
         made = _plan(kernel, wanted, known, machine, kernel.outputs)
-        if made.changing or made.merges or not made.choices[0].stages.programs:
+        if made.changing or made.merges:
             return None
-        first = made.choices[0].stages.programs[0]
-        others = {*Roots(first.body).written(first.body)} - {*kernel.outputs}
-        if not products_of(only(first, [*others])):
-            return None
-        return _keeping(made, kernel, known)
+        found = (_keeping(made, way, kernel, known) for way in made.choices)
+        seconds = lambda plan: plan.backward.choices[0].estimate.seconds
+        return min(filter(None, found), key=seconds, default=None)
     except NoBackwardKernel:
         return None
 
@@ -445,16 +435,18 @@ def _steps(
 
 
 def _keeping(
-    made: BackwardPlan, kernel: Kernel, known: tuple[bool, ...]
+    made: BackwardPlan, way: Way, kernel: Kernel, known: tuple[bool, ...]
 ) -> KeepingPlan | None:
-    """The chosen way with its first stage split; its stages write the results."""
-    way = made.choices[0]
-    if not way.stages.saved:
+    """A way with its first stage split; its stages write the results."""
+    if way.merges or not way.stages.programs:
         return None
     first, *rest = way.stages.programs
     kept = keep(first, list(made.seeds.values()), kernel.outputs)
     most = KEPT_SHARE * sum(map(bytes_of, kernel.params))
     if kept is None or sum(map(bytes_of, kept.refs)) > most:
+        return None
+    others = {*Roots(first.body).written(first.body)} - {*kernel.outputs}
+    if products_of(kept.stage) >= products_of(only(first, [*others])):
         return None
     sums = Sums.of(kernel, made.machine, made.targets)
     forward = kernels_of(kept.forward, [*kernel.outputs, *kept.refs], set(), sums)
@@ -466,7 +458,7 @@ def _keeping(
     steps = _steps(stages, made, kernel, way.stages.saved)
     estimated = estimate([step.kernel for step in steps], made.machine)
     fits = estimate([one.kernel], made.machine).seconds < inf
-    if not fits or estimated.seconds >= way.estimate.seconds:
+    if not fits or estimated.seconds >= made.choices[0].estimate.seconds:
         return None
     new = Way(steps, estimated, way.stages)
     backward = replace(made, steps=steps, choices=(new, *made.choices))

@@ -412,17 +412,22 @@ def rows_axis(body: Block) -> int:
 def saved_ref(value: Value, sizes: Sequence[int], axis: int = -1) -> Value:
     """An array of the values that all programs save.
 
-    Those of the axis are contiguous along the first dimension of the tile, so that
-    blocks of several programs, or of parts of one, are blocks of it.
+    Those of the axis are contiguous along a dimension of the tile, so that blocks of
+    several programs, or of parts of one, are blocks of it.
     """
     tile = value.tile
     name = f"saved_{value.name}" if value.name else "saved"
     shape = (*sizes, *tile.shape)
     if sizes and tile.shape:
-        others = [*sizes]
-        rows = others.pop(axis) * tile.shape[0]
-        shape = (*others, rows, *tile.shape[1:])
+        others, rows = [*sizes], [*tile.shape]
+        rows[_long_dim(tile.shape)] *= others.pop(axis)
+        shape = (*others, *rows)
     return Value(RefType(shape, tile.dtype, "any"), name)
+
+
+def _long_dim(shape: Sequence[int]) -> int:
+    """The first dimension of more than one element."""
+    return next((d for d, n in enumerate(shape) if n > 1), 0)
 
 
 def save_block(
@@ -438,8 +443,9 @@ def save_block(
     apart = len(ref.ref.shape) - len(shape)  # axes with a dimension of their own
     dims = [BlockDim(1, "squeezed")] * apart + [BlockDim(n) for n in shape]
     places = [*ids]
-    if apart < len(ids):
-        places.append(places.pop(axis))
-    places += [b.index(0) for _ in range(len(dims) - len(ids))]
+    moved = [places.pop(axis)] if apart < len(ids) else []
+    places += [b.index(0) for _ in range(len(dims) - len(places))]
+    for place in moved:
+        places[apart + _long_dim(shape)] = place
     window = Window(tuple(dims), mode)
     return b.op("block_view", ref, *places, window=window)

@@ -37,7 +37,7 @@ def _nest(outer: Loop, made: dict[Value, Op]) -> "_Nest | None":
     if not outer.body.ops or not outer.carried:
         return None
     *before, last = outer.body.ops
-    which, within, guarded = None, list[Op](), last
+    which, within, guarded, handed_on = None, list[Op](), last, outer.yields
     if last.name == "cond":
         cond = Cond.of(last)
         if len(cond.branches) != 2 or cond.branches[0].ops:
@@ -45,20 +45,34 @@ def _nest(outer: Loop, made: dict[Value, Op]) -> "_Nest | None":
         skipped, branch = cond.branches
         if skipped.yields != outer.carried or not branch.ops:
             return None
-        *within, guarded = branch.ops
-        which = cond.which
-        if branch.yields != guarded.results:
+        if last.results != outer.yields:
             return None
-    if guarded.name != "for" or last.results != outer.yields:
+        *within, guarded = branch.ops
+        which, handed_on = cond.which, branch.yields
+    if guarded.name != "for":
         return None
-    inner = Loop.of(guarded)
-    if inner.inits != outer.carried or not all(map(_is_quiet, (*before, *within))):
+    inner = _in_order(Loop.of(guarded), outer.carried)
+    if inner is None or inner.results != handed_on:
+        return None
+    if not all(map(_is_quiet, (*before, *within))):
         return None
     rounds = outer.rounds(made), inner.rounds(made)
     if any(not each or (each.start, each.step) != (0, 1) for each in rounds):
         return None
     count = len(rounds[1])
     return _Nest(outer, inner, tuple(before), tuple(within), which, count)
+
+
+def _in_order(loop: Loop, carried: Sequence[Value]) -> Loop | None:
+    """The loop with what it carries in the order of these values, if it starts so."""
+    if len(loop.inits) != len(carried) or {*loop.inits} != {*carried}:
+        return None
+    places = [loop.inits.index(v) for v in carried]
+    ordered = lambda values: tuple(values[place] for place in places)
+    params = (loop.index, *ordered(loop.carried))
+    body = Block(params, loop.body.ops, ordered(loop.body.yields))
+    results = ordered(loop.results)
+    return loop.with_(inits=tuple(carried), results=results, body=body)
 
 
 def _is_flat(program: Program, region: Block, pair: Sequence[Value], n: int) -> bool:

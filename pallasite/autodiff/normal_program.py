@@ -7,8 +7,9 @@ from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.reverse_activity import facts_of
 from pallasite.autodiff.started_sums import started_sums
 from pallasite.autodiff.step_blocks import step_blocks
-from pallasite.ir.nodes import Kernel, Value
+from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.passes.lower import phases
+from pallasite.passes.lower.legalize import legalize
 from pallasite.passes.lower.per_program import Program, program_of
 from pallasite.passes.normal.edge_fills import edge_fills
 from pallasite.passes.normal.known_integers import known_integers
@@ -22,6 +23,7 @@ from pallasite.passes.schedule.gpu_blocks import fewer_rows
 from pallasite.passes.schedule.gpu_tiles import narrow_steps
 from pallasite.passes.schedule.joined_windows import joined_windows
 from pallasite.passes.schedule.previous_blocks import previous_blocks
+from pallasite.passes.schedule.rows_by_table import rows_by_table
 from pallasite.passes.schedule.whole_rows import whole_rows
 from pallasite.passes.schedule.wide_programs import wide_programs
 from pallasite.passes.transform.unaliased import unaliased
@@ -37,8 +39,11 @@ def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
     kernel, gpu = seams(results_in_scratch(normal)), machine.gpu is not None
     if gpu:
         # Its many programs run in any order, and load shifted copies where they lie.
-        kernel = known_scans(known_recurrences(untransposed(kernel)))
-        kernel = joined_windows(previous_blocks(kernel))
+        kernel = known_recurrences(untransposed(kernel))
+        kernel = joined_windows(previous_blocks(known_scans(kernel)))
+    elif machine.tpu is not None:
+        # Of maxima and products JAX's derivative has strided slices along lanes.
+        kernel = legalize(known_scans(kernel), _has_derivative, "tpu")
     if kernel is not normal:
         kernel = run(kernel, NORMAL)  # rules for scratch apply to these, too
     kernel = whole_rows(kernel, machine.gpu, endless=machine.endless)
@@ -48,9 +53,13 @@ def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
         if not machine.endless:
             kernel = narrow_steps(kernel, machine.gpu)
         # A mask of a loaded tile would be a mask of its cotangent, after a matmul.
-        kernel = fewer_rows(edge_fills(kernel))
+        kernel = rows_by_table(fewer_rows(edge_fills(kernel)), machine.gpu)
     program = in_phases(program_of(kernel))
     return kernel, flat_loops(started_sums(program))
+
+
+def _has_derivative(op: Op) -> bool:
+    return op.name != "scan" or op.attrs["kind"] == "sum"
 
 
 def in_phases(program: Program) -> Program:

@@ -7,15 +7,10 @@ results, and a stage that loads them. A value from which a result was computed b
 division, such as an accumulator in attention, is recovered from the result instead.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pallasite.autodiff.backward_stages import (
-    Slice,
-    rows_axis,
-    save_block,
-    saved_ref,
-)
+from pallasite.autodiff.backward_stages import Slice, rows_axis, save_block, saved_ref
 from pallasite.autodiff.backward_windows import only
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Op, Value, walk
@@ -25,6 +20,13 @@ from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.lower.per_program import Program, main_refs
 
 INVERTIBLE = ("cast", "reshape", "transpose", "div", "mul")
+WRITES = ("store", "atomic_rmw")
+
+
+def _costly(ops: Iterable[Op]) -> int:
+    """How many loops and matmuls there are."""
+    inside = walk(Block((), tuple(ops)))
+    return sum(op.name in ("for", "while", "dot") for op in inside)
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,16 @@ class _Keep:
         self.body, self.roots = stage.body, Roots(stage.body)
         self.made = producers_of(self.body)
         self.later = self.depends_on(seeds)
-        self.stores = [op for op in self.body.ops if self.is_output(op)]
-
-    def is_output(self, op: Op) -> bool:
-        """Whether an op stores a value, or adds to a cotangent after the program."""
-        return op.name == "store" or (op.name == "atomic_rmw" and op in self.later)
+        self.stores = [op for op in self.body.ops if op.name == "store"]
+        self.repeated = _costly(op for op in self.body.ops if op in self.later)
 
     def run(self) -> Kept | None:
-        inside = [op for op in walk(self.body) if op.name in ("store", "atomic_rmw")]
-        written = {self.roots.of(op.operands[0]) for op in self.stores}
-        if len(inside) > len(self.stores) or not written.issuperset(self.results):
+        early = [op for op in self.body.ops if op not in self.later]
+        inside = [op for op in walk(Block((), tuple(early))) if op.name in WRITES]
+        written = self.roots.written(self.body)
+        if any(op not in self.stores for op in inside):
+            return None
+        if not {*written}.issuperset(self.results):
             return None
         slicer = Slice(self.body.ops)
         kept = slicer.to_save([v for v in self.handed_on() if not v.is_ref])
@@ -101,7 +103,7 @@ class _Keep:
         first = only(self.program.with_body(forward), mine)
         second = only(self.program.with_body(rest), others)
         # The program must not have to run again after all.
-        if any(op.name in ("for", "while", "dot") for op in walk(second.body)):
+        if _costly(second.body.ops) > self.repeated:
             return None
         if not main_refs(second.body):
             return None

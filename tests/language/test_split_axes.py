@@ -182,6 +182,41 @@ def test_what_stays_serial_is_said():
         jax.jit(lambda x: unknown(x, compiler_params=asked))(x)
 
 
+def test_derivatives_that_stay_serial_are_said(monkeypatch):
+    """Entries between offsets in memory, a few at a time: nothing has their number."""
+    monkeypatch.setenv("PALLASITE_TARGET", "gpu:h200")
+    rows, entries, width = 1 << 16, 1 << 20, 32
+
+    def kernel(ptr_ref, col_ref, val_ref, x_ref, y_ref):
+        r = pl.program_id(0)
+        end = ptr_ref[r + 1]
+
+        def body(at):
+            offs = at + jnp.arange(width)
+            mask = offs < end
+            cols = pl.load(col_ref, offs, mask=mask, other=0)
+            vals = pl.load(val_ref, offs, mask=mask, other=0.0)
+            y_ref[r] += jnp.sum(jnp.where(mask, vals * x_ref[cols], 0.0))
+            return at + width
+
+        y_ref[r] = 0.0
+        jax.lax.while_loop(lambda at: at < end, body, ptr_ref[r])
+
+    def product(x, ptr, col, val):
+        shape = jax.ShapeDtypeStruct((rows,), jnp.float32)
+        return pl.pallas_call(kernel, shape, grid=(rows,))(ptr, col, val, x)
+
+    struct = jax.ShapeDtypeStruct
+    given = struct((rows,), jnp.float32), struct((rows + 1,), jnp.int32)
+    given += struct((entries,), jnp.int32), struct((entries,), jnp.float32)
+    gradient = jax.grad(lambda *args: jnp.sin(product(*args)).sum())
+    with pytest.warns(PerformanceWarning) as said:
+        jax.jit(gradient).trace(*given).lower(lowering_platforms=("cuda",))
+    (message,) = {str(each.message) for each in said}
+    assert "grid axis 0 of a derivative" in message and "d_x_ref" in message
+    assert "test_split_axes.py" in message and "jax.custom_vjp" in message
+
+
 def decode_kernel(n_ref, q_ref, k_ref, v_ref, o_ref, m_ref, l_ref, acc_ref):
     j, length, block = pl.program_id(1), n_ref[pl.program_id(0)], k_ref.shape[0]
 

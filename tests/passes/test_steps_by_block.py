@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import pallasite as pl
-from pallasite import sites
+from pallasite import errors, sites
 from pallasite import tpu as pltpu
 from pallasite.emulation.step_order import ordered
 from pallasite.passes.run import run
+from pallasite.passes.schedule.commuting_steps import first_stores
 from pallasite.passes.schedule.plan_parts import plan
 from pallasite.passes.schedule.split_axis import Order, Step
 from pallasite.passes.schedule.steps_by_block import by_block, steps_by_block
@@ -119,6 +120,17 @@ def of_neighbour(s_ref, x_ref, o_ref):
     """A step reads the row of another."""
     t = pl.program_id(0)
     o_ref[s_ref[t], :] = o_ref[jnp.maximum(s_ref[t] - 1, 0), :] + x_ref[0]
+
+
+def filled_first(s_ref, x_ref, o_ref):
+    """The first step fills a whole result; all add to a row of it."""
+    t = pl.program_id(0)
+
+    @pl.when(t == 0)
+    def _():
+        o_ref[...] = jnp.ones_like(o_ref)
+
+    o_ref[s_ref[t], :] += x_ref[0]
 
 
 SCRATCH = [pltpu.VMEM((1, WIDTH), F32)]
@@ -264,6 +276,36 @@ def test_gpus_sort_the_steps_of_long_tables(body):
     assert "grid=(512,)" in made.text
 
 
+def test_what_the_first_step_stores_is_a_kernel_of_its_own():
+    """As gradients of embeddings by hand: their table may be as large as memory."""
+    steps, blocks, width = 8192, 50000, 1024
+    whole = pl.BlockSpec((blocks, width), lambda t, s: (0, 0))
+    function = by_table(filled_first, whole, (blocks, width), (steps,))
+    given = Struct((steps,), I32), Struct((steps, width), F32)
+    found = plan(sites.kernels_in(function, *given)[0], GPUS["h200"])
+    assert found.kind == "steps by block" and found.program is not None
+    start, rest = found.program.kernels
+    assert "grid=(1,)" in start.text and f"grid=({blocks},)" in rest.text
+
+
+def test_rows_that_no_step_adds_to_keep_what_the_first_step_stored():
+    table, x = operands(False)
+    table = table // 2
+    kernel, found = planned(by_table(filled_first, WHOLE), table, x)
+    assert found is None
+    starts = first_stores(kernel)
+    assert starts is not None
+    found = steps_by_block(starts.kernels[1])
+    assert found is not None
+    program = starts.with_step(1, by_block(found)[0], len(kernel.inputs))
+    (want,), (got,) = (
+        evaluate(kernel, [table, x]),
+        evaluate_program(program, [table, x]),
+    )
+    np.testing.assert_array_equal(want, got)
+    assert (got[table.max() + 1 :] == 1).all()
+
+
 def test_gpus_run_few_steps_in_order():
     (kernel,) = sites.kernels_in(KERNELS["sum"], *operands(True))
     assert plan(kernel, GPUS["h200"]).program is None
@@ -293,3 +335,30 @@ def test_gradients_in_small():
     gradient = jax.grad(lambda x, table: jnp.sin(KERNELS["sum"](table, x)).sum())
     want = np.cos(jax.ops.segment_sum(x, table, BLOCKS))[table]
     np.testing.assert_allclose(gradient(x, table), want, rtol=1e-5, atol=1e-5)
+
+
+def test_long_loops_of_few_programs_are_said():
+    """A program waits for each of its iterations, and most cores are idle."""
+    count, width, programs = 1 << 16, 32, 32
+
+    def kernel(x_ref, o_ref):
+        step = lambda n, y: jnp.sin(y - y.max()) + x_ref[n, :]
+        o_ref[0, :] = jax.lax.fori_loop(0, count, step, jnp.zeros((width,), F32))
+
+    function = pl.pallas_call(
+        kernel,
+        Struct((1, width * programs), F32),
+        grid=(programs,),
+        in_specs=[pl.BlockSpec((count, width), lambda i: (0, i))],
+        out_specs=pl.BlockSpec((1, width), lambda i: (0, i)),
+    )
+    (found,) = sites.kernels_in(function, Struct((count, width * programs), F32))
+    serial = plan(found, GPUS["h200"]).serial
+    assert serial is not None and "do not merge" in serial.reason
+
+
+def test_derivatives_that_are_emulated_are_said(monkeypatch):
+    monkeypatch.setenv("PALLASITE_TARGET", "gpu:h200")
+    function, (table, x) = large(decayed)
+    with pytest.warns(errors.FallbackWarning, match="derivative of kernel 'decayed'"):
+        jax.make_jaxpr(jax.grad(lambda x, t: function(t, x).sum()))(x, table)

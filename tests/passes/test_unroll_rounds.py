@@ -47,7 +47,7 @@ def products(kernel: Kernel) -> int:
 )
 def test_rounds_become_fewer(rounds, most, left, together):
     kernel = squared(rounds)
-    new = unroll_rounds(kernel, size=lambda block: 1.0, most=most)
+    new = unroll_rounds(kernel, size=lambda block: 1.0, most=most, whole=most)
     verify(new)
     assert (len(loops(new)), products(new)) == (left, together)
     rng = np.random.default_rng(0)
@@ -58,7 +58,14 @@ def test_rounds_become_fewer(rounds, most, left, together):
 
 def test_loops_without_products_stay():
     kernel = squared(6, product=False)
-    assert unroll_rounds(kernel, size=lambda block: 1.0, most=100) is kernel
+    size = lambda block: 1.0
+    assert unroll_rounds(kernel, size=size, most=100, whole=100) is kernel
+
+
+@pytest.mark.parametrize("whole, left, together", [(8, 0, 8), (7, 1, 4)])
+def test_whole_loops_may_be_larger(whole, left, together):
+    new = unroll_rounds(squared(8), size=lambda block: 1.0, most=4, whole=whole)
+    assert (len(loops(new)), products(new)) == (left, together)
 
 
 @pytest.mark.parametrize(

@@ -102,3 +102,67 @@ def test_rows_of_a_norm(rows: int):
     kernel = run(call.kernel)
     (before,), (after,) = steps(kernel), steps(wide_programs(kernel, CHIP))
     assert before >= 16 * after
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["causal grid, column statistics", "causal grid, 64 x 64 blocks, flat heads"],
+)
+def test_what_a_branch_skips_is_masked_once(name: str):
+    """However often rows doubled: by the mask, merged steps, and merged rows."""
+    wide = wide_programs(run(forward(name)), CHIP)
+    assert wide.text.count("= select_n") == 3
+
+
+def backward(form, size=SIZES["part"]) -> list:
+    with config.override(target="tpu:v6e"):
+        (call,) = calls_in(form.make(size), *form.problem.structs(size))
+        return [step.kernel for step in chosen_plan(call.kernel, call.backend).steps]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal grid, column statistics",
+        "causal grid, all state in outputs, lanes",
+        "fori loop, whole refs and pl.ds",
+        "window, while, 64 x 64",
+        "JAX's flash_attention",
+        "splash: scores transposed, statistics in rows",
+    ],
+)
+def test_one_backward_kernel_takes_what_the_forward_kernel_kept(name: str):
+    """Its loop adds to all cotangents, after the statistics, which are not repeated."""
+    (kernel,) = backward(ATTENTION[name])
+    assert kernel.text.count("= dot") == 5
+    shapes = [ref.ref.shape for ref in kernel.inputs if ref.name.startswith("saved")]
+    assert shapes and all(1 in shape[-2:] for shape in shapes)  # whole blocks
+
+
+def by_associative_scan(x):
+    return jax.lax.associative_scan(jnp.maximum, x, axis=1)
+
+
+def by_cummax(x):
+    return jax.lax.cummax(x, axis=1)
+
+
+@pytest.mark.parametrize("body", [by_associative_scan, by_cummax])
+def test_running_maxima_have_no_strided_slices(body):
+    """Lanes two apart, moved together, are more code than libtpu can compile."""
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = body(x_ref[...])
+
+    x = jax.random.normal(jax.random.key(0), (16, 64))
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    block = pl.BlockSpec((8, 64), lambda i: (i, 0))
+    call = pl.pallas_call(kernel, shape, grid=(2,), in_specs=[block], out_specs=block)
+    loss = lambda f: jax.grad(lambda x: (f(x) ** 2).sum())
+    with config.override(target="tpu:v6e"):
+        (one,) = calls_in(call, x)
+        steps = chosen_plan(one.kernel, one.backend).steps
+        assert all("strides=(1, 2)" not in step.kernel.text for step in steps)
+        made = jax.make_jaxpr(loss(call))(x)
+    (got,) = jex.jaxpr_as_fun(made)(x)
+    assert distance(got, loss(body)(x)) < 1e-6

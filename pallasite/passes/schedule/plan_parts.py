@@ -14,9 +14,10 @@ from functools import lru_cache
 from math import inf, prod
 
 from pallasite.errors import ChipMemoryError, InternalError
-from pallasite.ir.nodes import Kernel, Loc, Op, Value, walk
+from pallasite.ir.nodes import Block, Kernel, Loc, Op, Value, walk
 from pallasite.ir.opdef import TILE
-from pallasite.ir.roles import Pipeline
+from pallasite.ir.rewrite import producers_of
+from pallasite.ir.roles import Loop, Pipeline, number_of
 from pallasite.passes.analysis.axis_state import AxisState, state_along
 from pallasite.passes.analysis.cost import UNKNOWN_ROUNDS, bytes_of, cost, seconds
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
@@ -27,15 +28,12 @@ from pallasite.passes.normal.loop_steps import loop_steps
 from pallasite.passes.run import run
 from pallasite.passes.schedule.commuting_steps import (
     commuting_steps,
+    first_stores,
     in_any_order,
     starts_apart,
 )
 from pallasite.passes.schedule.gpu_blocks import for_gpu, seconds_of_products
-from pallasite.passes.schedule.last_writers import (
-    at_once,
-    last_writers,
-    names_places,
-)
+from pallasite.passes.schedule.last_writers import at_once, last_writers, names_places
 from pallasite.passes.schedule.products_apart import apart
 from pallasite.passes.schedule.reductions_apart import first_reduction
 from pallasite.passes.schedule.reductions_in_steps import reductions_in_steps
@@ -69,11 +67,15 @@ IDLE = 8  # how many times more cores than programs are worth one
 
 @dataclass(frozen=True)
 class Serial:
-    """Why an axis, or all of a kernel, runs in order although cores are idle."""
+    """Why an axis, or all of a kernel, runs in order although cores are idle.
+
+    `asked`: because its semantics say so, as an author's or those of a derivative.
+    """
 
     axis: int | None
     reason: str
     loc: Loc | None
+    asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,18 +136,47 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
         if of_steps.program is not None:
             return of_steps
         found = _apart(kernel, chip, programs) or found
-        if found.program is None and stepped is kernel:
-            serial = found.serial or _undivided(kernel, chip, programs)
+        if found.program is None:
+            serial = found.serial or of_steps.serial
+            if stepped is kernel and serial is None:
+                serial = _undivided(kernel, chip, programs)
             return replace(found, serial=serial)
     return found
 
 
 def _undivided(kernel: Kernel, chip: Gpu | Host, programs: int) -> Serial | None:
     """That a kernel has few programs, if that is worth a warning."""
-    if _cores(chip) < IDLE * programs or not _is_wasteful(kernel, chip, programs):
+    idle = _cores(chip) >= IDLE * programs and _is_wasteful(kernel, chip, programs)
+    if not idle and not _is_in_turn(kernel, chip, programs):
         return None
     of = "one program does" if programs == 1 else f"{programs} programs do"
     return Serial(None, f"what {of} cannot be divided", None)
+
+
+def _is_in_turn(kernel: Kernel, chip: Gpu | Host, programs: int) -> bool:
+    """Whether half of a GPU's cores would be idle, while programs wait for each load of
+    a long loop, which takes far longer than all cores take for the same bytes."""
+    if not isinstance(chip, Gpu) or chip.cores < 2 * programs:
+        return False
+    pipeline, info = Pipeline.of(find_pipeline(kernel)), analyze(kernel)
+    rounds = prod(info.axes[a].size or 1 for a in info.sequential)
+    rounds *= max(_rounds(pipeline.body), 1)
+    machine, moved = Machine.usual(chip), cost(kernel).bytes_accessed
+    least = max(machine.copying(moved), SERIAL_SECONDS)
+    return machine.kernel(0, 0, 0, rounds, 1) >= IDLE * least
+
+
+def _rounds(block: Block) -> int:
+    """How many iterations a program waits for, one after another, if all is known."""
+    made, total = producers_of(block), 0
+    for op in block.ops:
+        inside = max(map(_rounds, op.regions), default=0)
+        if op.name == "for":
+            first, limit, step = (number_of(made, v) for v in Loop.of(op).bounds)
+            if first is not None and limit is not None and step:
+                inside = max(inside, 1) * len(range(first, limit, step))
+        total += inside
+    return total
 
 
 def _apart(kernel: Kernel, chip: Gpu | Host, programs: int) -> Plan | None:
@@ -252,13 +283,19 @@ def _of_steps(kernel: Kernel, chip: Gpu | Host) -> Plan:
     uneven = isinstance(chip, Gpu) and programs < FEW * cores and _is_uneven(kernel)
     if programs >= cores and not uneven:
         return Plan()
+    if isinstance(chip, Gpu) and names_places(kernel):
+        places = last_writers(kernel, info) or commuting_steps(kernel, info)
+        found = None if places else _by_block(kernel, info, chip, programs)
+        if found is not None and found.parts * programs >= cores:
+            return found
     if isinstance(chip, Gpu) and _divides_well(kernel, chip):
         return Plan()
-    serial = best = None
+    serial = best = asked = None
     for axis in info.sequential:
         if (info.axes[axis].size or 0) < 2:
             continue
         if Pipeline.of(find_pipeline(kernel)).semantics[axis] == "sequential":
+            asked = _asked(info, axis) if isinstance(chip, Gpu) else None
             continue
         of, state = kernel, state_along(kernel, axis, info)
         if state.reason:
@@ -280,9 +317,18 @@ def _of_steps(kernel: Kernel, chip: Gpu | Host) -> Plan:
     unordered = _in_any_order(kernel, info, chip, programs)
     if unordered is not None or best is not None:
         return unordered or best or Plan()
-    if serial is not None and _is_wasteful(kernel, chip, programs):
-        return Plan(serial=serial)
+    if (serial := serial or asked) is not None:
+        waits = _is_in_turn(kernel, chip, programs)
+        if waits or _is_wasteful(kernel, chip, programs):
+            return Plan(serial=serial)
     return Plan()
+
+
+def _asked(info: GridInfo, axis: int) -> Serial:
+    """That semantics forbid an axis to be split."""
+    moves = (m for m in info.windows if m.written and axis not in m.own)
+    names = " and ".join(dict.fromkeys(m.name for m in moves)) or "scratch"
+    return Serial(axis, f"its steps may change the same part of {names}", None, True)
 
 
 def _in_more_parts(found: Plan, kernel: Kernel, chip: Gpu | Host) -> Plan:
@@ -324,13 +370,19 @@ def _in_any_order(
 
 
 def _by_block(kernel: Kernel, info: GridInfo, chip: Gpu, programs: int) -> Plan | None:
-    """The steps of each block in a program of its own, if that is faster."""
-    found = steps_by_block(kernel, info)
+    """The steps of each block in a program of its own, if that is faster; after what
+    the first step stores to whole results."""
+    found, starts = steps_by_block(kernel, info), None
+    if found is None and (starts := first_stores(kernel, info)) is not None:
+        found = steps_by_block(starts.kernels[1])
     if found is None:
         return None
     program, typical = by_block(found)
     busy = programs * min(found.blocks, found.steps)
     after = _overhead(chip, SORTING) + seconds(typical, chip, busy)
+    if starts is not None:
+        program = starts.with_step(1, program, len(kernel.inputs))
+        after += seconds(program.kernels[0], chip, _cores(chip))
     if seconds(kernel, chip, programs) < GAIN * after:
         return None
     names = ", ".join(f"i{a}" for a in found.axes)

@@ -105,7 +105,8 @@ def _largest(start: "_Estimate", limit: float) -> "_Estimate":
 
 def unroll_for_tpu(kernel: Kernel, chip: Tpu) -> Kernel:
     """Unroll loops with matmuls as far as the code size allows."""
-    return unroll_rounds(kernel, partial(code_size, chip=chip), MOST_UNROLLED)
+    size = partial(code_size, chip=chip)
+    return unroll_rounds(kernel, size, MOST_UNROLLED, MOST_SETTLED)
 
 
 def why_small(kernel: Kernel) -> str:

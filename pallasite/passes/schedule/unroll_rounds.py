@@ -20,7 +20,7 @@ MOST_ROUNDS = 8  # iterations merged into one
 
 
 def unroll_rounds(
-    kernel: Kernel, size: Callable[[Block], float], most: float
+    kernel: Kernel, size: Callable[[Block], float], most: float, whole: float
 ) -> Kernel:
     """Unroll loops with matmuls in them.
 
@@ -28,13 +28,14 @@ def unroll_rounds(
         kernel: what to rewrite.
         size: measures the amount of code in a block.
         most: limit for the unrolled body.
+        whole: limit where no loop is left: its branches may then be known.
     """
-    return map_ops(kernel, partial(_unrolled, size, most, _multiplies))
+    return map_ops(kernel, partial(_unrolled, size, (most, whole), _multiplies))
 
 
 def unroll_short(kernel: Kernel, size: Callable[[Block], float], most: float) -> Kernel:
     """Unroll loops without matmuls and without memory of their own."""
-    return map_ops(kernel, partial(_unrolled, size, most, _is_plain))
+    return map_ops(kernel, partial(_unrolled, size, (most, most), _is_plain))
 
 
 def _multiplies(names: set[str]) -> bool:
@@ -47,7 +48,7 @@ def _is_plain(names: set[str]) -> bool:
 
 def _unrolled(
     size: Callable[[Block], float],
-    most: float,
+    limits: tuple[float, float],
     asked: Callable[[set[str]], bool],
     op: Op,
     b: Rewriter,
@@ -59,7 +60,7 @@ def _unrolled(
     if not asked(inside) or inside & {"for", "while", "pipeline"}:
         return None
     rounds = loop.rounds(b.producers)
-    factor = _factor(rounds, size(loop.body), most)
+    factor = _factor(rounds, size(loop.body), *limits)
     if factor == 1:
         return None
     if factor == len(rounds):
@@ -73,11 +74,11 @@ def _unrolled(
     return b.emit("for", loop.first, loop.limit, step, *loop.inits, regions=(body,))
 
 
-def _factor(rounds: range, size: float, most: float) -> int:
+def _factor(rounds: range, size: float, most: float, whole: float) -> int:
     fits = (
         n
         for n in range(2, min(len(rounds), MOST_ROUNDS) + 1)
-        if len(rounds) % n == 0 and n * size <= most
+        if len(rounds) % n == 0 and n * size <= (whole if n == len(rounds) else most)
     )
     return max(fits, default=1)
 

@@ -46,10 +46,12 @@ def _with_more_rows(blocks: Blocks, chip: Tpu) -> Blocks:
     matmuls, along rows."""
     own = _work(blocks)
     for dim in [d for d in blocks.free if _is_of_rows(blocks, d)]:
-        place = dim.windows[0]
-        while (dim := blocks.found.at(place)) is not None:
+        place, start, size = dim.windows[0], blocks, dim.size
+        while (dim := start.found.at(place)) is not None:
+            size *= 2
             try:
-                wider = blocks_of(blocks.rewritten({dim: 2 * dim.size}), fills=True)
+                # In one go: growing twice would mask twice what a branch skips.
+                wider = blocks_of(start.rewritten({dim: size}), fills=True)
             except CannotReblock:
                 break
             if wider is None or not _suits(wider, place, chip, own):
