@@ -258,11 +258,9 @@ def _joined(products: "_WithProducts") -> "_WithProducts | None":
 
 
 def _with_loads(products: "_WithProducts") -> float:
-    """The least estimated time; of tiles of few rows with what loads take, which is
-    the most of it: each program loads all of the right operand."""
-    if not products.tiles.padded:
-        return products.best()
-    return products.best() + products.machine.reading_cache(moved(products.blocks, {}))
+    """The least estimated time; in Triton with what all programs load and store."""
+    count = moved(products.blocks, {}) if products.tiles.padded else 0
+    return products.best() + products.machine.reading_cache(count)
 
 
 def _rows_in_loops(blocks: Blocks, least: int = 0) -> Kernel | None:
