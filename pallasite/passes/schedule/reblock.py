@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, BlockDim, Kernel, Op, Value, walk
-from pallasite.ir.rewrite import dead_code, inline
+from pallasite.ir.rewrite import dead_code, inline, producers_of
 from pallasite.ir.roles import Shown
 from pallasite.ir.types import INDEX
 from pallasite.ops.neutral import neutral
@@ -27,13 +27,21 @@ from pallasite.passes.analysis.loop_dims import (
 )
 from pallasite.passes.analysis.past_ends import PastEnd
 from pallasite.passes.lower.place_windows import number_facts, unclamped
-from pallasite.passes.normal.resized_code import CannotReblock, Joined, Part, Resized
+from pallasite.passes.normal.resized_code import (
+    CannotReblock,
+    Joined,
+    Part,
+    Resized,
+    merged_quotient,
+)
 from pallasite.passes.schedule.widen_steps import (
     RunningSteps,
     Wider,
     dims_of_steps,
     walked,
 )
+
+Quotient = Callable[[Op, int], Sequence[Op]]  # of a division, and its new divisor
 
 NO_AXIS = "no parallel axis numbers its blocks"
 
@@ -487,7 +495,7 @@ class _Grow:
         others = list(shown.index_map.yields)
         if each is not None:
             del others[each.position]
-        if _depends(shown.index_map, others, index):
+        if _depends(self._with_quotients(shown.index_map), others, index):
             raise CannotReblock(f"{name} moves along the same axis in another way")
         if each is None:
             return
@@ -510,7 +518,7 @@ class _Grow:
             replace(w, dims=self.moved[n].resized(self.size)) if n in self.moved else w
             for n, w in enumerate(pipeline.windows)
         ]
-        maps = list(pipeline.maps)
+        maps = [self._with_quotients(m, self._quotient) for m in pipeline.maps]
         for number, each in self.moved.items():
             old = maps[number]
             yields = list(old.yields)
@@ -524,6 +532,25 @@ class _Grow:
             maps=tuple(maps),
             body=grown.block(pipeline.body),
         ).to_op()
+
+    def _with_quotients(self, index_map: Block, make: Quotient | None = None) -> Block:
+        """A map with what is the same for all that are merged: computed by `make` from
+        the new index, or by nothing."""
+        index, ops = index_map.params[self.axis], list[Op]()
+        made = producers_of(index_map)
+        for op in index_map.ops:
+            of = merged_quotient(made, op, index, self.factor)
+            if of is None:
+                ops.append(op)
+            elif make is not None:
+                ops += make(op, of)
+        return replace(index_map, ops=tuple(ops))
+
+    @staticmethod
+    def _quotient(op: Op, divisor: int) -> Sequence[Op]:
+        b = Builder(op.loc)
+        number = b.index(divisor)
+        return (*b.ops, op.with_(operands=(op.operands[0], number)))
 
     def code(self) -> Joined:
         index = self.found.pipeline.ids[self.axis]

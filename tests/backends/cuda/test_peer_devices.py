@@ -28,7 +28,8 @@ ROWS, COLUMNS = 8, 32
 
 def over(function, size):
     """The function over an abstract mesh: nothing runs on it."""
-    mesh = jax.sharding.AbstractMesh((size,), ("x",))
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((size,), ("x",), axis_types=kinds)
     how = dict(mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
     return jax.shard_map(function, **how)
 
