@@ -120,7 +120,7 @@ class NotFusible(UnsupportedError):
 class NoBackwardKernel(UnsupportedError):
     """A kernel's cotangents cannot be computed by a generated kernel; `what` says why.
 
-    Users never see it: the functional form takes over.
+    Users only see it in a warning: the functional form takes over.
     """
 
 

@@ -619,7 +619,7 @@ def warn_fallback(kernel: Kernel, *errors: Exception, what: str = "kernel") -> N
 def _lower_emulation(ctx: Any, *operands: Any, call: Call) -> Any:
     from pallasite.emulation.devices import on_devices
     from pallasite.emulation.emulate import emulate
-    from pallasite.interpret.devices import talks_to_devices
+    from pallasite.passes.lower.device_numbers import talks_to_devices
 
     # Roles and thread blocks of a cluster run concurrently only in checked mode.
     alike = ("roles", "warps", "cluster_barrier", "tensor_commit")

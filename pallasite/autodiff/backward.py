@@ -20,12 +20,7 @@ from pallasite.autodiff.backward_axes import split_axes
 from pallasite.autodiff.backward_choice import Estimate, estimate, has_products, sum_of
 from pallasite.autodiff.backward_kernels import groups, kernels_of, products_of
 from pallasite.autodiff.backward_stages import Stages, split, sums_apart
-from pallasite.autodiff.backward_windows import (
-    Built,
-    apart,
-    only,
-    place,
-)
+from pallasite.autodiff.backward_windows import Built, apart, only, place
 from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.first_products import cut
 from pallasite.autodiff.gather_overlaps import gather_overlaps
@@ -41,10 +36,7 @@ from pallasite.autodiff.reverse_rules import accumulated
 from pallasite.autodiff.row_blocks import row_blocks
 from pallasite.autodiff.scattered import Merge, merge_seconds, merged, scattered
 from pallasite.autodiff.sink_broadcasts import sink_broadcasts
-from pallasite.autodiff.sorted_steps import (
-    sorted_steps,
-    with_row_views,
-)
+from pallasite.autodiff.sorted_steps import sorted_steps, with_row_views
 from pallasite.autodiff.states_apart import states_apart
 from pallasite.autodiff.unrounded import unrounded
 from pallasite.autodiff.zero_cotangents import without

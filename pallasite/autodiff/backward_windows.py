@@ -27,7 +27,7 @@ from pallasite.ir.nodes import (
     Window,
     walk,
 )
-from pallasite.ir.rewrite import Rewriter, map_ops
+from pallasite.ir.rewrite import Rewriter, map_ops, replace_ops
 from pallasite.ir.roles import Pipeline, number_of
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.index_code import IndexCode, Key
@@ -511,15 +511,9 @@ def without_effects(block: Block, refs: Collection[Value] | None = None) -> Bloc
     """The code without its effects on some refs; None: on any."""
     roots = Roots(block)
 
-    def strip(block: Block) -> Block:
-        ops = []
-        for op in block.ops:
-            writes = op.name in ("atomic_rmw", "store")
-            if writes and (refs is None or roots.of(op.operands[0]) in refs):
-                continue
-            if op.regions:
-                op = op.with_(regions=tuple(map(strip, op.regions)))
-            ops.append(op)
-        return Block(block.params, tuple(ops), block.yields)
+    def without(op: Op) -> Sequence[Op] | None:
+        writes = op.name in ("atomic_rmw", "store")
+        is_gone = writes and (refs is None or roots.of(op.operands[0]) in refs)
+        return () if is_gone else None
 
-    return strip(block)
+    return replace_ops(block, without)

@@ -28,7 +28,7 @@ from pallasite.ir.nodes import (
     walk,
 )
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import clone, producers_of
+from pallasite.ir.rewrite import clone, producers_of, replace_ops
 from pallasite.ir.roles import Loop, number_of
 from pallasite.passes.analysis.memory import VIEWS
 from pallasite.passes.lower.per_program import Program
@@ -122,7 +122,9 @@ class _Apart:
         attrs = {"kind": "add", "index": entries, "mask": False}
         b = Builder(self.add.loc)
         b.emit("atomic_rmw", *access_operands(new), **attrs)
-        first = self.program.with_body(_replaced(self.program.body, self.add, b.ops))
+        added = lambda op: b.ops if op is self.add else None
+        body = replace_ops(self.program.body, added)
+        first = self.program.with_body(body)
         return first.simplified(), self.second(between, shape), between
 
     def second(self, between: Value, shape: tuple[int, ...]) -> Program:
@@ -144,15 +146,3 @@ class _Apart:
         return replace(
             self.program, body=body, sizes=(between.ref.shape[0],)
         ).simplified()
-
-
-def _is_pure(op: Op) -> bool:
-    return op.name in VIEWS or table()[op.name].effect is Effect.PURE
-
-
-def _replaced(block: Block, old: Op, new: list[Op]) -> Block:
-    ops = list[Op]()
-    for op in block.ops:
-        regions = tuple(_replaced(region, old, new) for region in op.regions)
-        ops += new if op is old else [op.with_(regions=regions) if regions else op]
-    return Block(block.params, tuple(ops), block.yields)

@@ -327,7 +327,7 @@ class MovedTiles:
     def _selects(self, op: Op, moves: Sequence[bool]) -> bool:
         """Whether a choice is of zero where what moves is."""
         pairs = zip(op.operands[1:], moves[1:], strict=True)
-        return all(m or self._number(v) == 0 for v, m in pairs)
+        return all(m or number_of(self.made, v) == 0 for v, m in pairs)
 
     def _is_apart(self, op: Op, moving: Sequence[Along]) -> bool:
         """Whether elements are moved along other dimensions than those that move, and
@@ -336,7 +336,7 @@ class MovedTiles:
         if op.name == "concatenate":
             return op.attrs["axis"] not in dims
         old, new = op.operands[0].tile.shape, op.result.tile.shape
-        if op.name == "pad" and self._number(op.operands[1]) != 0:
+        if op.name == "pad" and number_of(self.made, op.operands[1]) != 0:
             return False
         names = ("strides", "starts") if op.name == "slice" else ("low", "interior")
         plain = [
@@ -344,10 +344,6 @@ class MovedTiles:
             for d in dims
         ]
         return all(plain) and all(old[d] == new[d] for d in dims)
-
-    def _number(self, value: Value) -> object:
-        op = self.made.get(value)
-        return op.attrs["value"] if op is not None and op.name == "constant" else None
 
     def _load(self, op: Op, moving: tuple[Along, ...]) -> Value:
         """A tile of a larger block; past the edges of the array it is zero."""

@@ -23,6 +23,7 @@ from pallasite.passes.schedule.gpu_blocks import fewer_rows
 from pallasite.passes.schedule.gpu_tiles import narrow_steps
 from pallasite.passes.schedule.joined_windows import joined_windows
 from pallasite.passes.schedule.previous_blocks import previous_blocks
+from pallasite.passes.schedule.rows_by_table import rows_by_table
 from pallasite.passes.schedule.whole_rows import whole_rows
 from pallasite.passes.schedule.wide_programs import wide_programs
 from pallasite.passes.transform.unaliased import unaliased
@@ -52,7 +53,7 @@ def normal_program(kernel: Kernel, machine: Machine) -> tuple[Kernel, Program]:
         if not machine.endless:
             kernel = narrow_steps(kernel, machine.gpu)
         # A mask of a loaded tile would be a mask of its cotangent, after a matmul.
-        kernel = fewer_rows(edge_fills(kernel))
+        kernel = rows_by_table(fewer_rows(edge_fills(kernel)), machine.gpu)
     program = in_phases(program_of(kernel))
     return kernel, flat_loops(started_sums(program))
 

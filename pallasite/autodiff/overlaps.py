@@ -11,16 +11,7 @@ from itertools import product
 
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import (
-    At,
-    Block,
-    BlockDim,
-    Index,
-    Kernel,
-    Span,
-    Value,
-    Window,
-)
+from pallasite.ir.nodes import At, Block, BlockDim, Index, Kernel, Span, Value, Window
 
 Steps = tuple[int | None, ...]
 

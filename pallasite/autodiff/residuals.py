@@ -10,12 +10,7 @@ division, such as an accumulator in attention, is recovered from the result inst
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pallasite.autodiff.backward_stages import (
-    Slice,
-    rows_axis,
-    save_block,
-    saved_ref,
-)
+from pallasite.autodiff.backward_stages import Slice, rows_axis, save_block, saved_ref
 from pallasite.autodiff.backward_windows import only
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Op, Value, walk

@@ -13,25 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pallasite.autodiff.op_derivative import is_pure
-from pallasite.autodiff.reverse_activity import (
-    Activity,
-    facts_of,
-)
+from pallasite.autodiff.reverse_activity import Activity, facts_of
 from pallasite.autodiff.reverse_loop import Cotangents, ReverseLoop, live
 from pallasite.autodiff.reverse_rules import accumulated, cotangent_type, pull_back
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder, access_operands
-from pallasite.ir.nodes import (
-    Access,
-    Block,
-    Gather,
-    Op,
-    Span,
-    Value,
-    Window,
-    walk,
-)
+from pallasite.ir.nodes import Access, Block, Gather, Op, Span, Value, Window, walk
 from pallasite.ir.rewrite import clone
 from pallasite.ir.roles import Loop
 from pallasite.passes.analysis.affine import Forms

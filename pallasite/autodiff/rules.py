@@ -16,6 +16,7 @@ backward kernels (`backward.py`) if there are any, else by `cotangent_p`.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import jax
@@ -31,20 +32,24 @@ from pallasite.autodiff.tangent import NoTangentKernel, TangentKernel, tangent_k
 from pallasite.emulation.reversible import emulate_reverse, emulate_smooth
 from pallasite.errors import NoBackwardKernel, UnsupportedError
 from pallasite.ir.nodes import walk
+from pallasite.ir.roles import Pipeline
 from pallasite.ops.gpu import is_of_warpgroups
 from pallasite.passes.analysis.partition import pull_back_rule
 from pallasite.passes.lower.matrix_units import write_out
 from pallasite.passes.transform.report_checks import without_checks
 from pallasite.passes.transform.shard import shard
+from pallasite.placement import chip_for
 from pallasite.primitive import Call, call_p, wants_emulation
 from pallasite.sharding.custom_call import Task, call_key, lower_partitioned
 from pallasite.sharding.rule import Partition, inherit, local_of, rule_of
+from pallasite.target import Host
 
 Array = Any
 Flags = tuple[bool, ...]
 
 tangent_p = jaxcompat.Primitive("pallasite_tangent")
 tangent_p.multiple_results = True
+MANY_STEPS = 64  # of a grid, as loops of XLA
 cotangent_p = jaxcompat.Primitive("pallasite_cotangent")
 cotangent_p.multiple_results = True
 
@@ -85,11 +90,22 @@ def pull_back(
             c if c is None else jaxcompat.lying_as(c, jaxcompat.aval_of(p))
             for c, p in zip(made, primals, strict=True)
         ]
-    except NoBackwardKernel:  # the functional form serves every kernel
+    except NoBackwardKernel as error:  # the functional form serves every kernel
+        if _is_slow(call):
+            _announce(call, error)
         found = iter(
             cotangent_p.bind(*operands, call=call, wanted=tuple(wanted), known=known)
         )
         return [next(found) if w else None for w in wanted]
+
+
+def _is_slow(call: Call) -> bool:
+    """Whether the functional form leaves an accelerator idle: it takes a grid's steps
+    one after another, each in several kernels of XLA."""
+    grids = [op for op in walk(call.kernel.body) if op.name == "pipeline"]
+    sizes = [Pipeline.of(op).grid for op in grids]
+    is_long = any(None in n or prod(k or 1 for k in n) >= MANY_STEPS for n in sizes)
+    return is_long and not call.own and not isinstance(chip_for(call.backend), Host)
 
 
 # --- forward ---

@@ -39,6 +39,7 @@ from pallasite.ir.nodes import (
 from pallasite.ir.rewrite import Rewriter, clone, map_ops, producers_of, used_values
 from pallasite.ir.roles import Cond, Loop, number_of
 from pallasite.passes.analysis.index_code import IndexCode
+from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.lower.per_program import Program, main_refs
 
 MOST_STEPS = 1 << 24  # that are sorted
@@ -75,8 +76,9 @@ def by_sorted_steps(program: Program, refs: Sequence[Value]) -> SortedSteps:
 
 
 def with_row_views(program: Program, refs: Sequence[Value]) -> Program:
-    """Additions to a row that memory names, as additions to a block of one row."""
-    made = producers_of(program.body)
+    """Additions to rows that memory names, as additions to a block of these rows."""
+    made, facts = producers_of(program.body), Facts()
+    facts.note_block(program.body)
 
     def rewrite(op: Op, b: Rewriter) -> Sequence[Value] | None:
         if op.name != "atomic_rmw":
@@ -90,15 +92,17 @@ def with_row_views(program: Program, refs: Sequence[Value]) -> Program:
             return None
         if view is not None and not _is_whole(view, made):
             return None
-        places = _row(access, made)
+        places = _row(access, made, facts)
         if places is None:
             return None
         dims, indices = list[BlockDim](), list[Value]()
         for (entry, start), n in zip(places, ref.ref.shape, strict=True):
             if start is not None:
+                size = entry.size if isinstance(entry, Span) else 1
                 is_point = isinstance(entry, At)
-                dims.append(BlockDim(1, "squeezed") if is_point else BlockDim(1))
-                indices.append(b.as_index(start))
+                dims.append(BlockDim(1, "squeezed") if is_point else BlockDim(size))
+                first = b.as_index(start)
+                indices.append(first if size == 1 else b.div(first, b.index(size)))
             else:
                 dims.append(BlockDim(n))
                 indices.append(b.index(0))
@@ -119,17 +123,20 @@ def _is_whole(view: Op, made: Mapping[Value, Op]) -> bool:
 
 
 def _row(
-    access: Access, made: Mapping[Value, Op]
+    access: Access, made: Mapping[Value, Op], facts: Facts
 ) -> list[tuple[At | Span | Gather, Value | None]] | None:
-    """An index that is whole but for one element that memory names."""
+    """An index that is whole but for one element that memory names, or one block."""
     places, named = access.split_index(), 0
     for (entry, start), n in zip(places, access.ref.ref.shape, strict=True):
         if start is None:
             if entry != Span(0, n):
                 return None
             continue
-        is_one = isinstance(entry, At) or (isinstance(entry, Span) and entry.size == 1)
-        if not is_one or start.tile.shape or not _is_loaded(start, made):
+        size = entry.size if isinstance(entry, Span) else 1
+        is_block = n % size == facts.of(start).multiple % size == 0
+        if isinstance(entry, Gather) or not is_block or start.tile.shape:
+            return None
+        if not _is_loaded(start, made):
             return None
         named += 1
     return places if named == 1 else None

@@ -14,12 +14,7 @@ program does not write, and all that it does to other memory is to add to it.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pallasite.autodiff.backward_stages import (
-    Stages,
-    save_block,
-    saved_ref,
-    trip_count,
-)
+from pallasite.autodiff.backward_stages import Stages, save_block, saved_ref, trip_count
 from pallasite.autodiff.backward_windows import only, without_effects
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Op, Value, walk

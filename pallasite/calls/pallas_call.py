@@ -17,21 +17,11 @@ import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.autodiff import first_derivative
-from pallasite.calls.build import (
-    OTHER_DTYPE,
-    Request,
-    Threads,
-    build,
-    dynamic_sizes,
-)
+from pallasite.calls.build import OTHER_DTYPE, Request, Threads, build, dynamic_sizes
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.ir import types as T
 from pallasite.language import ref_transforms, upstream
-from pallasite.language.memory_spaces import (
-    MemoryRef,
-    SemaphoreType,
-    as_memory_ref,
-)
+from pallasite.language.memory_spaces import MemoryRef, SemaphoreType, as_memory_ref
 from pallasite.language.spec_trees import describe, is_shaped
 from pallasite.language.specs import (
     CostEstimate,
@@ -39,11 +29,7 @@ from pallasite.language.specs import (
     no_block_spec,
     refuse_traced,
 )
-from pallasite.language.trace import (
-    add_notes,
-    name_of,
-    user_location,
-)
+from pallasite.language.trace import add_notes, name_of, user_location
 from pallasite.language.tracebacks import folds
 from pallasite.primitive import Call, bind_call, interpret_mode
 from pallasite.sharding import rule

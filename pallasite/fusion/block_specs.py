@@ -14,9 +14,7 @@ from pallasite import jaxcompat
 from pallasite.errors import NotFusible, SpecError, UnsupportedError
 from pallasite.fusion.block_rules import BlockIndexTransform, Blocks
 from pallasite.fusion.graph import Const, Graph, Val
-from pallasite.fusion.propagate import (
-    evaluate as evaluate_node,
-)
+from pallasite.fusion.propagate import evaluate as evaluate_node
 from pallasite.fusion.propagate import (
     pull_through,
     push_through,

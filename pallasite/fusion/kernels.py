@@ -18,16 +18,7 @@ from pallasite.fusion.regions import Expression, index_jaxpr
 from pallasite.importer.importer import Captures, Importer
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import (
-    Access,
-    Block,
-    BlockDim,
-    Kernel,
-    Op,
-    Value,
-    Window,
-    walk,
-)
+from pallasite.ir.nodes import Access, Block, BlockDim, Kernel, Op, Value, Window, walk
 from pallasite.ir.rewrite import inline, map_ops, substitute, users_of
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.language.specs import Element

@@ -9,12 +9,7 @@ from typing import Any
 
 from pallasite.errors import NotFusible, UnsupportedError
 from pallasite.fusion.graph import Atom, Graph, Node, Val
-from pallasite.fusion.kernels import (
-    dims_of,
-    shown_of,
-    with_consumers,
-    with_producers,
-)
+from pallasite.fusion.kernels import dims_of, shown_of, with_consumers, with_producers
 from pallasite.fusion.regions import Expression, consumers_of, producers_of
 from pallasite.ir.nodes import Kernel
 from pallasite.passes.analysis.work import Work, count, short

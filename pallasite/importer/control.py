@@ -411,7 +411,7 @@ def _place_in_mesh(name: Hashable) -> dict[str, tuple[int, int, int]]:
         return {}
     sizes = [mesh.shape[axis] for axis in mesh.axis_names]
     inner = prod(sizes[mesh.axis_names.index(name) + 1 :])
-    return {"tpu.mesh_axis": (prod(sizes), inner, mesh.shape[name])}
+    return {"devices.mesh_axis": (prod(sizes), inner, mesh.shape[name])}
 
 
 # --- promises and prints ---

@@ -13,15 +13,7 @@ from pallasite.interpret.monitor import Monitor
 from pallasite.interpret.shadow import CheckedNumbers
 from pallasite.interpret.shadow_tiles import Partly, codes_of, value_of
 from pallasite.interpret.views import Entry
-from pallasite.ir.nodes import (
-    Access,
-    At,
-    Block,
-    BlockDim,
-    Gather,
-    Op,
-    Span,
-)
+from pallasite.ir.nodes import Access, At, Block, BlockDim, Gather, Op, Span
 from pallasite.ir.roles import Pipeline
 
 Array = Any

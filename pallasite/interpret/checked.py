@@ -16,7 +16,6 @@ import numpy as np
 from pallasite.interpret.bounds import Indices
 from pallasite.interpret.clocks import Clocks
 from pallasite.interpret.copies import InFlight
-from pallasite.interpret.devices import talks_to_devices
 from pallasite.interpret.machine import core_of, placed_programs
 from pallasite.interpret.matrix_units import MatrixUnits
 from pallasite.interpret.monitor import UNWRITTEN, Monitor, Origin
@@ -32,6 +31,7 @@ from pallasite.interpret.views import View
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
 from pallasite.ops.gpu import SEMAPHORES, concurrent_axes
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.lower.device_numbers import talks_to_devices
 
 Array = Any
 

@@ -18,15 +18,10 @@ from pallasite.interpret.copies import End, Receive, Send
 from pallasite.interpret.schedule import Pause, Steps
 from pallasite.interpret.views import View
 from pallasite.interpret.waits import WaitingWalker
-from pallasite.ir.nodes import Block, Op, Value, walk
+from pallasite.ir.nodes import Op, Value, walk
 
-REMOTE = ("remote_copy_start", "sem_signal_device", "barrier_semaphore", "peer_device")
 # Ops that give others access to memory: to which operand's.
 SHARING = {"remote_copy_start": 1, "peer_device": 0, "peer_block": 0}
-
-
-def talks_to_devices(block: Block) -> bool:
-    return any(op.name in REMOTE for op in walk(block))
 
 
 class Arrival(Pause):

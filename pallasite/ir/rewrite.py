@@ -63,9 +63,7 @@ class _Mapper:
         for op in block.ops:
             ops += self.op(op)
         yields = _mapped(block.yields, self.replaced)
-        if yields is block.yields and _same(ops, block.ops):
-            return block
-        return Block(block.params, tuple(ops), yields)
+        return with_ops(block, ops, yields)
 
     def op(self, op: Op) -> list[Op]:
         op = _with_operands(op, _mapped(op.operands, self.replaced))
@@ -134,9 +132,7 @@ def substitute(block: Block, mapping: Mapping[Value, Value]) -> Block:
         for op in block.ops
     ]
     yields = _mapped(block.yields, mapping)
-    if yields is block.yields and _same(ops, block.ops):
-        return block
-    return Block(block.params, tuple(ops), yields)
+    return with_ops(block, ops, yields)
 
 
 def clone(block: Block, mapping: Mapping[Value, Value] | None = None) -> Block:
@@ -159,6 +155,20 @@ def _fresh(values: tuple[Value, ...], fresh: dict[Value, Value]) -> tuple[Value,
     made = tuple(Value(v.type, v.name) for v in values)
     fresh.update(zip(values, made, strict=True))
     return made
+
+
+def replace_ops(
+    block: Block, replacement: Callable[[Op], Iterable[Op] | None]
+) -> Block:
+    """The block with other ops in place of some, in regions too; None keeps an op."""
+    ops: list[Op] = []
+    for op in block.ops:
+        new = replacement(op)
+        if new is None:
+            regions = [replace_ops(region, replacement) for region in op.regions]
+            new = (with_regions(op, regions),)
+        ops += new
+    return with_ops(block, ops)
 
 
 def inline(builder: Builder, block: Block, args: Sequence[Value]) -> tuple[Value, ...]:
@@ -245,9 +255,7 @@ def _live_block(block: Block, live: set[Value]) -> Block:
         live.update(op.operands)
         kept.append(op)
     kept.reverse()
-    if _same(kept, block.ops):
-        return block
-    return Block(block.params, tuple(kept), block.yields)
+    return with_ops(block, kept)
 
 
 def _live_results(op: Op, live: set[Value]) -> Op:
@@ -287,9 +295,7 @@ class _Shared:
         ops = [op for op in map(self.op, block.ops) if op is not None]
         yields = _mapped(block.yields, self.replaced)
         self.available = outer
-        if yields is block.yields and _same(ops, block.ops):
-            return block
-        return Block(block.params, tuple(ops), yields)
+        return with_ops(block, ops, yields)
 
     def op(self, op: Op) -> Op | None:
         op = _with_operands(op, _mapped(op.operands, self.replaced))
@@ -328,8 +334,15 @@ class _Shared:
 # --- rebuilding only what changed ---
 
 
-def _same(ops: Sequence[Op], old: Sequence[Op]) -> bool:
-    return len(ops) == len(old) and all(map(is_, ops, old))
+def with_ops(
+    block: Block, ops: Sequence[Op], yields: tuple[Value, ...] | None = None
+) -> Block:
+    """The block with these ops, maybe yields; the very same if they are its own."""
+    yields = block.yields if yields is None else yields
+    is_same = len(ops) == len(block.ops) and all(map(is_, ops, block.ops))
+    if is_same and yields is block.yields:
+        return block
+    return Block(block.params, tuple(ops), yields)
 
 
 def _mapped(

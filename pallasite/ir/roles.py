@@ -10,15 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from pallasite.ir.nodes import (
-    Access,
-    Block,
-    Index,
-    Op,
-    Value,
-    Window,
-    dynamic_count,
-)
+from pallasite.ir.nodes import Access, Block, Index, Op, Value, Window, dynamic_count
 
 
 def number_of(made: Mapping[Value, Op], value: Value) -> Any:

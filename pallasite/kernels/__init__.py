@@ -65,6 +65,7 @@ from pallasite.kernels.ragged_attention import (
 from pallasite.kernels.ring_attention import ring_attention as ring_attention
 from pallasite.kernels.ring_attention import zigzag_order as zigzag_order
 from pallasite.kernels.rotary import rotary_embedding as rotary_embedding
+from pallasite.kernels.scaled import scaled_matmul as scaled_matmul
 from pallasite.kernels.scans import RecurrenceConfig as RecurrenceConfig
 from pallasite.kernels.scans import StateSpaceConfig as StateSpaceConfig
 from pallasite.kernels.scans import linear_recurrence as linear_recurrence

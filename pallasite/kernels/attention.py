@@ -7,6 +7,7 @@ generated backward kernels.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
@@ -537,6 +538,38 @@ def _by_blocks(query, key, value, bias, sinks, seeds, mask, *, sizes, options, c
     return out, *(_log_sum_exp(found[..., 0]) for found in log_sum_exp)
 
 
+@dataclasses.dataclass(frozen=True)
+class RunningSoftmax:
+    """Refs of the maximum, the sum and the weighted values of the keys so far."""
+
+    maximum: Any
+    total: Any
+    acc: Any
+
+    def start(self) -> None:
+        self.maximum[...] = jnp.full_like(self.maximum, LOWEST)
+        self.total[...] = jnp.zeros_like(self.total)
+        self.acc[...] = jnp.zeros_like(self.acc)
+
+    def absorb(self, scores, values, reweighted: Callable = lambda x: x) -> None:
+        """Adds one block of keys.
+
+        Takes its scores (rows, keys), its values (keys, width), and what is made of the
+        weights, whose sum is known, before they are multiplied by values.
+        """
+        old = self.maximum[...]
+        new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
+        weights, shrink = jnp.exp(scores - new), jnp.exp(old - new)
+        self.total[...] = self.total[...] * shrink + jnp.sum(
+            weights, axis=1, keepdims=True
+        )
+        weights = reweighted(weights)
+        self.acc[...] = self.acc[...] * shrink + jnp.dot(
+            weights.astype(values.dtype), values, preferred_element_type=self.acc.dtype
+        )
+        self.maximum[...] = new
+
+
 def _tile_of_pairs(block_q: int, block_kv: int, scalar: int) -> pl.BlockSpec:
     """The tile that the prefetched table number `scalar` names for a block."""
 
@@ -579,7 +612,7 @@ def _kernel(
     q_ref, k_ref, v_ref = next(take), next(take), next(take)
     bias_ref = next(take) if has_bias else None
     sink_ref = next(take) if has_sinks else None
-    seed_refs = (next(take), next(take)) if has_seeds else None
+    seed_refs = [next(take), next(take)] if has_seeds else []
     vectors = sum(side in ("query", "key") for side in sides)
     other_refs = [next(take) for _ in range(vectors + sum(tiled))]
     o_ref = next(take)
@@ -591,11 +624,8 @@ def _kernel(
     rows = masks.Span(i * q_ref.shape[0], q_ref.shape[0])
     columns = masks.Span(keys_at * k_ref.shape[0], k_ref.shape[0])
 
-    @pl.when(j == 0)
-    def start():
-        max_ref[...] = jnp.full_like(max_ref, LOWEST)
-        sum_ref[...] = jnp.zeros_like(sum_ref)
-        acc_ref[...] = jnp.zeros_like(acc_ref)
+    state = RunningSoftmax(max_ref, sum_ref, acc_ref)
+    pl.when(j == 0)(state.start)
 
     def absorb(columns: masks.Span, part: slice):
         """A step of some columns, which are this part of the block's keys."""
@@ -615,20 +645,15 @@ def _kernel(
                 scores = lax.cond(all_allowed, lambda scores: scores, masked, scores)
             else:
                 scores = masked(scores)
-        old = max_ref[...]
-        new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
-        weights, shrink = jnp.exp(scores - new), jnp.exp(old - new)
-        sum_ref[...] = sum_ref[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
-        if seed_refs is not None:
+
+        def dropped(weights):
+            if not seed_refs:
+                return weights
             seeds = (seed_refs[0][...], seed_refs[1][...])
             stays = dropout.kept(seeds, columns_of, options.dropout_rate)
-            weights = jnp.where(stays, weights, 0)
-        acc_ref[...] = acc_ref[...] * shrink + jnp.dot(
-            weights.astype(v_ref.dtype),
-            v_ref[part, :],
-            preferred_element_type=acc_ref.dtype,
-        )
-        max_ref[...] = new
+            return jnp.where(stays, weights, 0)
+
+        state.absorb(scores, v_ref[part, :], dropped)
 
     @pl.when(mask.may_allow(rows, columns, data))
     def step():
@@ -648,7 +673,7 @@ def _kernel(
         # A row that may look at nothing has no weights: it is divided by 1. As a sum
         # that scales with the others it leaves the gradient one of plain sums.
         divisor = total + jnp.exp(LOWEST - maximum)
-        if seed_refs is not None:
+        if seed_refs:
             acc = acc * dropout.scale(options.dropout_rate)
         o_ref[...] = (acc / divisor).astype(o_ref.dtype)
         if log_sum_exp_ref is not None:

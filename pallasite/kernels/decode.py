@@ -19,7 +19,7 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
-from pallasite.kernels.attention import LOWEST
+from pallasite.kernels.attention import LOWEST, RunningSoftmax
 from pallasite.target import Gpu
 
 
@@ -497,7 +497,7 @@ def _kernel(
         scores = scaled_by_token(scores, key_scale_ref)
         scores = jnp.where(columns < length, capped(scores, options), -jnp.inf)
         values = known(v_ref[...].astype(q_ref.dtype), start, length)
-        state.absorb(scores, values, known_scales(value_scale_ref, start, length))
+        state.absorb(scores, values, times_scales(value_scale_ref, start, length))
 
 
 def length_within(length, most_keys: int):
@@ -515,11 +515,12 @@ def scaled_by_token(scores, scale_ref):
     return scores * scale_ref[...].reshape(1, -1).astype(scores.dtype)
 
 
-def known_scales(scale_ref, start, length):
-    """The scales of values (1, keys), masked as in `known`; None without scales."""
+def times_scales(scale_ref, start, length):
+    """Multiplies weights by the scales of values, if any, masked as in `known`."""
     if scale_ref is None:
-        return None
-    return known(scale_ref[...], start, length).reshape(1, -1)
+        return lambda weights: weights
+    scales = known(scale_ref[...], start, length).reshape(1, -1)
+    return lambda weights: weights * scales.astype(weights.dtype)
 
 
 def products(q, k, wide):
@@ -535,36 +536,3 @@ def known(values, start, length):
     """
     rows = start + lax.broadcasted_iota(jnp.int32, values.shape, 0)
     return jnp.where(rows < length, values, 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class RunningSoftmax:
-    """Refs of the maximum, the sum and the weighted values of the keys so far."""
-
-    maximum: Any
-    total: Any
-    acc: Any
-
-    def start(self) -> None:
-        self.maximum[...] = jnp.full_like(self.maximum, LOWEST)
-        self.total[...] = jnp.zeros_like(self.total)
-        self.acc[...] = jnp.zeros_like(self.acc)
-
-    def absorb(self, scores, values, value_scales=None) -> None:
-        """Adds one block of keys.
-
-        Takes its scores (rows, keys), its values (keys, width), and the factors of
-        the values (1, keys).
-        """
-        old = self.maximum[...]
-        new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
-        weights, shrink = jnp.exp(scores - new), jnp.exp(old - new)
-        self.total[...] = self.total[...] * shrink + jnp.sum(
-            weights, axis=1, keepdims=True
-        )
-        if value_scales is not None:
-            weights = weights * value_scales.astype(weights.dtype)
-        self.acc[...] = self.acc[...] * shrink + jnp.dot(
-            weights.astype(values.dtype), values, preferred_element_type=self.acc.dtype
-        )
-        self.maximum[...] = new

@@ -15,9 +15,9 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
+from pallasite.kernels.attention import RunningSoftmax
 from pallasite.kernels.decode import (
     Options,
-    RunningSoftmax,
     capped,
     check_table,
     joined,

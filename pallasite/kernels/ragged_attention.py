@@ -14,20 +14,20 @@ from jax import lax
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.kernels import common, configs
+from pallasite.kernels.attention import RunningSoftmax
 from pallasite.kernels.decode import (
     PAGES,
     Options,
-    RunningSoftmax,
     attend,
     capped,
     check_heads,
     check_scales,
     check_table,
     known,
-    known_scales,
     plain_paged,
     products,
     scaled_by_token,
+    times_scales,
 )
 from pallasite.kernels.visits import visits_of_groups
 from pallasite.target import Tpu
@@ -234,7 +234,7 @@ def _streamed(
                 allowed &= columns > position_ref[...] - window
             scores = jnp.where(allowed, capped(scores, options), -jnp.inf)
             values = known(v_ref[...].astype(q_ref.dtype), start, limit)
-            state.absorb(scores, values, known_scales(value_scale_ref, start, limit))
+            state.absorb(scores, values, times_scales(value_scale_ref, start, limit))
 
         @pl.when(step == pl.num_programs(2) - 1)
         def _():

@@ -18,11 +18,7 @@ import jax.numpy as jnp
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.language import refs, specs
-from pallasite.language.gpu_memory import (
-    CopyPartition,
-    OOBFillMode,
-    SwizzleTransform,
-)
+from pallasite.language.gpu_memory import CopyPartition, OOBFillMode, SwizzleTransform
 from pallasite.language.helpers import when
 from pallasite.language.memory_spaces import MemoryRef, MemorySpace, as_axes
 from pallasite.language.peers import cluster_ref, each_device

@@ -15,6 +15,7 @@ from pallasite.ir.opdef import Attrs, TypeRuleError, Unit, Use
 from pallasite.ir.roles import TensorMma
 from pallasite.ir.types import BOOL, F32, INDEX, RefType, TileType, Type
 from pallasite.ops.gpu import COUNTS, barrier_rule, gpu_row, nothing
+from pallasite.ops.scaled import PACKED, factors, unpacked, unpacked_shape
 
 
 def _mma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
@@ -64,13 +65,15 @@ KEPT_TILE = 128, 64
 
 
 def _look_at_scales(scales: Sequence[Type], sides: tuple[int, int], k: int) -> None:
-    """One per row, or per column, of each block along k."""
+    """One per row, or per column, of each block along k, perhaps packed."""
     if len(scales) != 2:
         raise TypeRuleError(f"{len(scales)} scales: both sides have some, or neither")
     for scale, n in zip(scales, sides, strict=True):
         if not isinstance(scale, RefType) or scale.space != "tmem":
             raise TypeRuleError(f"{scale} is not tensor memory")
-        if scale.rank != 2 or scale.shape[0] != n or k % max(scale.shape[1], 1):
+        is_packed = scale.rank == 3 and scale.shape[-1] == PACKED
+        shape = unpacked_shape(scale.shape) if is_packed else scale.shape
+        if len(shape) != 2 or shape[0] != n or k % max(shape[1], 1):
             raise TypeRuleError(f"{scale} does not scale {n} x {k}")
 
 
@@ -112,14 +115,12 @@ def mma_of(op: Op, columns: int) -> Block:
 
 def _scaled(b: Builder, side: Value, scale: Value, along: int) -> Value:
     """An operand times its scales, each of which is for a block along k."""
-    rows, blocks = scale.tile.shape
-    k = side.tile.shape[along]
-    each = (rows, blocks, k // blocks)
-    factors = b.broadcast(b.cast(scale, F32), each, (0, 1))
-    factors = b.op("reshape", factors, shape=(rows, k))
+    if scale.tile.rank == 3:
+        scale = unpacked(b, scale)
+    by = factors(b, scale, side.tile.shape[along])
     if along == 0:
-        factors = b.op("transpose", factors, perm=(1, 0))
-    return b.mul(b.cast(side, F32), factors)
+        by = b.op("transpose", by, perm=(1, 0))
+    return b.mul(b.cast(side, F32), by)
 
 
 def _shaped(b: Builder, x: Value, *shape: int) -> Value:

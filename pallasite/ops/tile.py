@@ -4,14 +4,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from pallasite.ir.opdef import (
-    Attrs,
-    OpDef,
-    TypeRule,
-    TypeRuleError,
-    Unit,
-    register,
-)
+from pallasite.ir.opdef import Attrs, OpDef, TypeRule, TypeRuleError, Unit, register
 from pallasite.ir.types import I32, DType, TileType, Type
 from pallasite.ops import decompose_gather, decompose_sort, decompose_tile
 from pallasite.ops.elementwise import tiles

@@ -7,7 +7,7 @@ says what replaces an op once its regions are rewritten.
 from collections.abc import Sequence
 
 from pallasite.ir.nodes import Block, Op, Value
-from pallasite.ir.rewrite import with_regions
+from pallasite.ir.rewrite import with_ops, with_regions
 from pallasite.passes.analysis.intervals import Facts
 
 
@@ -20,10 +20,7 @@ class FactsWalk:
 
     def block(self, block: Block) -> Block:
         """The rewritten block; the very same object if nothing changed."""
-        ops = tuple(new for op in block.ops for new in self._op(op))
-        if ops == block.ops:
-            return block
-        return Block(block.params, ops, block.yields)
+        return with_ops(block, [new for op in block.ops for new in self._op(op)])
 
     def _op(self, op: Op) -> Sequence[Op]:
         self.facts.note_regions(op)

@@ -9,9 +9,9 @@ import numpy as np
 from pallasite.checking import Checked
 from pallasite.errors import CheckError, PallasError
 from pallasite.interpret.checked import run_checked
-from pallasite.interpret.devices import talks_to_devices
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.roles import Pipeline
+from pallasite.passes.lower.device_numbers import talks_to_devices
 from pallasite.proofs.assume import Given
 from pallasite.proofs.verdicts import Counterexample
 

@@ -22,13 +22,7 @@ from pallasite.proofs.batch import Found
 from pallasite.proofs.batch import batch as batch_of
 from pallasite.proofs.replay import Replay
 from pallasite.proofs.row_code import row_code
-from pallasite.proofs.verdicts import (
-    PROVED,
-    REFUTED,
-    UNKNOWN,
-    Claim,
-    Counterexample,
-)
+from pallasite.proofs.verdicts import PROVED, REFUTED, UNKNOWN, Claim, Counterexample
 
 Retrace = Callable[[], Iterable[Sequence[Kernel]]]
 _MOST_OPERANDS = 5  # of those that may have rows

@@ -32,6 +32,8 @@ class Form:
         least_rank: the rank to reach by adding leading dimensions of size one.
         element: pass only this element, as a scalar, instead of the array.
         factor: by which all elements are multiplied; an operand's only.
+        digits, digit_order, joined: last, its dimensions are split into these, which
+            are permuted, and joined to these dimensions; an operand's only.
     """
 
     shape: tuple[int, ...]
@@ -44,18 +46,23 @@ class Form:
     element: int | None = None
     order: tuple[int, ...] = ()
     factor: float = 1.0
+    digits: tuple[int, ...] = ()
+    digit_order: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
 
     @cached_property
     def changes(self) -> bool:
         """Whether the form differs from the array's own."""
         same = self.dtype == self.carried_dtype and self.carried_shape == self.shape
-        moves = bool(self.order) or any(map(any, self.padding))
+        moves = bool(self.order or self.digits) or any(map(any, self.padding))
         return not same or moves or self.factor != 1
 
     @cached_property
     def carried_shape(self) -> tuple[int, ...]:
         if self.element is not None:
             return ()
+        if self.joined:
+            return self.joined
         if not self.blocks:
             return (1,) * (self.least_rank - len(self.shape)) + self._padded
         counts, inner = [], []
@@ -90,6 +97,8 @@ class Form:
             x = numbers.pad(x, self.padding, constant_values=self.fill)
         if self.blocks:
             x = numbers.transpose(x.reshape(self._apart), self._order)
+        if self.digits:
+            x = numbers.transpose(x.reshape(self.digits), self.digit_order)
         return x.reshape(self.carried_shape)
 
     def unpack(self, numbers: Any, x: Any) -> Any:

@@ -1,5 +1,6 @@
 """Cotangents whose blocks memory names: programs of their own on a GPU."""
 
+from functools import partial
 from math import prod
 
 import jax
@@ -12,6 +13,7 @@ from pallasite import config
 from pallasite import tpu as pltpu
 from pallasite.autodiff import backward
 from pallasite.autodiff.explain_grad import chosen_plan, full_plan
+from pallasite.backends import base
 from pallasite.emulation.step_order import sorted_by
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
@@ -219,6 +221,83 @@ def test_triton_runs_it(monkeypatch):
         known |= dict(zip(step.results, found, strict=True))
     for n, theirs in zip((1, 2), want, strict=True):
         np.testing.assert_allclose(known[made.targets[n]], theirs, rtol=1e-4, atol=1e-4)
+
+
+def sparse_attention(table, count, q, k, v, rows=128):
+    """A program has a block of queries, and the blocks of keys that a table names."""
+    length, depth = q.shape
+
+    def kernel(table_ref, count_ref, q_ref, k_ref, v_ref, o_ref):
+        i = pl.program_id(0)
+
+        def step(j, state):
+            top, total, acc = state
+            at = pl.ds(table_ref[i, j] * rows, rows)
+            s = jnp.dot(q_ref[...], k_ref[at, :].T, preferred_element_type=F32)
+            new = jnp.maximum(top, s.max(1, keepdims=True))
+            p, scale = jnp.exp(s - new), jnp.exp(top - new)
+            total = scale * total + p.sum(1, keepdims=True)
+            p = p.astype(v_ref.dtype)
+            added = jnp.dot(p, v_ref[at, :], preferred_element_type=F32)
+            return new, total, acc * scale + added
+
+        column = jnp.zeros((rows, 1), F32)
+        start = column - 1e30, column, jnp.zeros((rows, depth), F32)
+        used = lambda j: j < count_ref[i]
+        either = lambda j, state: jax.lax.cond(
+            used(j), lambda s: step(j, s), lambda s: s, state
+        )
+        _, total, acc = jax.lax.fori_loop(0, table.shape[1], either, start)
+        o_ref[...] = (acc / total).astype(o_ref.dtype)
+
+    own = pl.BlockSpec((rows, depth), lambda i, *_: (i, 0))
+    whole = pl.BlockSpec((length, depth), lambda i, *_: (0, 0))
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2,
+        grid=(length // rows,),
+        in_specs=[own, whole, whole],
+        out_specs=own,
+    )
+    shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    return pl.pallas_call(kernel, shape, grid_spec=grid)(table, count, q, k, v)
+
+
+def test_rows_of_programs_are_those_of_sorted_steps():
+    """Sums of two blocks of keys fit two warpgroups with steps of 64 queries; what has
+    no order keeps programs of 128."""
+    tile = jax.ShapeDtypeStruct((4096, 128), BF16)
+    numbers = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((32, 32), (32,))]
+    found = pipelines(sparse_attention, *numbers, tile, tile, tile)
+    (sums,) = (step for name, (_, step) in found.items() if "d_k" in name)
+    assert sums.steps is not None and "f32[64,128] = dot" in sums.kernel.text
+    chosen = base.Compiled(
+        base.get("cuda"), shared_passes(sums.kernel), base.Options(chip=chip("h200"))
+    )
+    assert "cuda.warpgroups=(1, 2)" in chosen.scheduled.text
+
+
+@pytest.mark.parametrize("target", ["gpu:h200", "cpu"])
+def test_gradient_of_blocks_from_a_table(target):
+    rng, length = np.random.default_rng(0), 512
+    q, k, v, seed = (put(rng.normal(size=(length, 16)) / 4, F32) for _ in range(4))
+    table = put(
+        np.array([[2, 0, 1, 0], [1, 3, 0, 0], [3, 0, 0, 0], [0] * 4]), jnp.int32
+    )
+    count = put(np.array([3, 2, 1, 1]), jnp.int32)
+
+    def plain(q, k, v):
+        blocks = jnp.arange(length) // 128
+        used = jnp.arange(4) < count[:, None]
+        allowed = (table[:, :, None] == jnp.arange(4)) & used[:, :, None]
+        mask = allowed.any(1)[blocks][:, blocks]
+        s = jnp.where(mask, jnp.dot(q, k.T, precision="highest"), -jnp.inf)
+        return jnp.dot(jax.nn.softmax(s, -1), v, precision="highest")
+
+    want = pull_back(plain, (q, k, v), seed)
+    with config.override(target=target):
+        got = pull_back(partial(sparse_attention, table, count), (q, k, v), seed)
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_of_what_programs_have_for_themselves():

@@ -27,6 +27,7 @@ from pallasite.target import GPUS
 
 H200 = GPUS["h200"]
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+E8M0 = jnp.float8_e8m0fnu
 F8, I8, I32 = jnp.float8_e4m3fn, jnp.int8, jnp.int32
 # Operations over several devices, and what calls no kernel.
 WITHOUT_CASES = {
@@ -155,6 +156,10 @@ CASES = {
         kernels.block_scaled_matmul,
         [*of(F8, *[(4096, 4096)] * 2), *of(F32, (4096, 32), (32, 32))],
     ),
+    "scaled_matmul": (
+        kernels.scaled_matmul,
+        [*of(F8, *[(4096, 4096)] * 2), *of(E8M0, *[(4096, 128)] * 2)],
+    ),
     "weight_only_matmul, 4 bits": (
         partial(weight_only, 4),
         [*of(BF16, (16, 8192)), *of(I8, (4096, 8192)), *of(F32, (64, 8192))],
@@ -223,6 +228,7 @@ CASES = {
 WITHOUT_GRADIENTS = {
     "block_scaled_matmul",
     "paged_attention, int8",
+    "scaled_matmul",
     "ragged_paged_attention",
     "update_pages",
 }

@@ -104,6 +104,13 @@ RIGHT: dict[str, dict[str, Any]] = {
         "y_scales": jnp.ones((2, 2)),
         "out_dtype": jnp.float32,
     },
+    "scaled_matmul": {
+        "x": normal(5, 64).astype(jnp.float8_e4m3fn),
+        "y": normal(6, 64).astype(jnp.float8_e4m3fn),
+        "x_scales": jnp.ones((5, 2), jnp.float8_e8m0fnu),
+        "y_scales": jnp.ones((6, 2), jnp.float8_e8m0fnu),
+        "out_dtype": jnp.float32,
+    },
     "grouped_matmul": {
         "x": normal(10, 4),
         "y": normal(3, 4, 5),
@@ -208,7 +215,11 @@ def wrong(value: Any) -> list[Any]:
         value.dtype, jax.dtypes.prng_key
     ):
         choices += [value[None], value[0], value[:-1], value[..., :-1], value > 0]
-        choices += [value + 0j, np.asarray(value).tolist(), value.astype(jnp.int8)]
+        choices += [
+            value.astype(jnp.complex64),
+            np.asarray(value).tolist(),
+            value.astype(jnp.int8),
+        ]
         choices += [jax.ShapeDtypeStruct(value.shape, value.dtype)]
     return choices
 

@@ -7,10 +7,10 @@ from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.normal.canonicalize import canonicalize
-from pallasite.passes.normal.normalize import normal_text
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.schedule.cut_steps import cut_steps
 from pallasite.passes.schedule.widen_steps import widen_steps
+from tests.passes.normal_text import normal_text
 from tests.passes.test_same_meaning import outputs
 from tests.passes.test_widen_steps import (
     FIRST,

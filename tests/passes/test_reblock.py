@@ -491,6 +491,56 @@ def test_other_dimensions_of_merged_rows_stay_whole(place):
         cut(parsed(MERGED), place, 2)
 
 
+QUOTIENT = """
+kernel @k(%t: ref<i32[2] smem>, %x: ref<f32[32,4] any>, %y: ref<f32[16,4] any>, \
+%o: ref<f32[32,4] any>) outputs 1 {
+  pipeline %x, %y, %o {grid=(4,), windows=(in[8, 4], in[8, 4], out[8, 4]), \
+semantics=("parallel",)}
+    map (%i: i32) { %z: i32 = constant {value=0} yield %i, %z }
+    map (%i1: i32) {
+      %z1: i32 = constant {value=0}
+      %d1: i32 = constant {value=DIVISOR}
+      %q1: i32 = div %i1, %d1
+      %n: i32 = load %t[%q1]
+      yield %n, %z1
+    }
+    map (%i2: i32) { %z2: i32 = constant {value=0} yield %i2, %z2 }
+    body (%i3: i32, %xb: ref<f32[8,4] block>, %yb: ref<f32[8,4] block>, \
+%ob: ref<f32[8,4] block>) {
+      %d: i32 = constant {value=DIVISOR}
+      %q: i32 = div %i3, %d
+      %f: f32 = cast %q {dtype=f32}
+      %w: f32[8,4] = broadcast_in_dim %f {shape=(8, 4), dims=()}
+      %a: f32[8,4] = load %xb[:, :]
+      %b: f32[4] = load %yb[3, :]
+      %c: f32[8,4] = broadcast_in_dim %b {shape=(8, 4), dims=(1,)}
+      %s: f32[8,4] = add %a, %c
+      %r: f32[8,4] = mul %s, %w
+      store %ob[:, :] = %r
+    }
+}"""
+
+
+@pytest.mark.parametrize("divisor, factor", [(2, 2), (4, 2), (4, 4)])
+def test_programs_grow_that_share_what_a_quotient_names(divisor: int, factor: int):
+    kernel = parsed(QUOTIENT.replace("DIVISOR", str(divisor)))
+    new = grow(kernel, (0, 0), factor)
+    verify(new)
+    assert f"grid=({4 // factor},)" in head(new)
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(n, 4)).astype(np.float32) for n in (32, 16))
+    arrays = [np.array([1, 0], np.int32), x, y]
+    for got, want in zip(outputs(new, arrays), outputs(kernel, arrays), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("divisor, factor", [(2, 4), (3, 2), (1, 2)])
+def test_programs_of_several_quotients_do_not_grow(divisor: int, factor: int):
+    kernel = parsed(QUOTIENT.replace("DIVISOR", str(divisor)))
+    with pytest.raises(CannotReblock, match="y moves along the same axis"):
+        grow(kernel, (0, 0), factor)
+
+
 def test_merged_rows_do_not_grow():
     with pytest.raises(CannotReblock, match=r"parallel axis|mixes it"):
         grow(cut(parsed(MERGED), (1, 1), 4), (1, 1), 2)

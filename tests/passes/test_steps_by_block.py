@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
-from pallasite import sites
+from pallasite import errors, sites
 from pallasite import tpu as pltpu
 from pallasite.emulation.step_order import ordered
 from pallasite.passes.run import run
@@ -335,3 +335,30 @@ def test_gradients_in_small():
     gradient = jax.grad(lambda x, table: jnp.sin(KERNELS["sum"](table, x)).sum())
     want = np.cos(jax.ops.segment_sum(x, table, BLOCKS))[table]
     np.testing.assert_allclose(gradient(x, table), want, rtol=1e-5, atol=1e-5)
+
+
+def test_long_loops_of_few_programs_are_said():
+    """A program waits for each of its iterations, and most cores are idle."""
+    count, width, programs = 1 << 16, 32, 32
+
+    def kernel(x_ref, o_ref):
+        step = lambda n, y: jnp.sin(y - y.max()) + x_ref[n, :]
+        o_ref[0, :] = jax.lax.fori_loop(0, count, step, jnp.zeros((width,), F32))
+
+    function = pl.pallas_call(
+        kernel,
+        Struct((1, width * programs), F32),
+        grid=(programs,),
+        in_specs=[pl.BlockSpec((count, width), lambda i: (0, i))],
+        out_specs=pl.BlockSpec((1, width), lambda i: (0, i)),
+    )
+    (found,) = sites.kernels_in(function, Struct((count, width * programs), F32))
+    serial = plan(found, GPUS["h200"]).serial
+    assert serial is not None and "do not merge" in serial.reason
+
+
+def test_derivatives_that_are_emulated_are_said(monkeypatch):
+    monkeypatch.setenv("PALLASITE_TARGET", "gpu:h200")
+    function, (table, x) = large(decayed)
+    with pytest.warns(errors.FallbackWarning, match="derivative of kernel 'decayed'"):
+        jax.make_jaxpr(jax.grad(lambda x, t: function(t, x).sum()))(x, table)

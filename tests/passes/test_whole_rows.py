@@ -10,11 +10,11 @@ from pallasite import tpu as pltpu
 from pallasite.interpret import Walker
 from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.verify import verify
-from pallasite.passes.normal.normalize import normal_text
 from pallasite.passes.run import run
 from pallasite.passes.schedule.whole_rows import whole_rows
 from pallasite.sites import kernels_in
 from pallasite.target import GPUS
+from tests.passes.normal_text import normal_text
 
 ROWS, CHUNK, STEPS = 8, 128, 3
 F32 = jnp.float32

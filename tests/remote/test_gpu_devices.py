@@ -10,8 +10,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import mosaic_gpu as plgpu
-from pallasite import tpu as pltpu
-from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
+from pallasite.errors import KernelTypeError, SpecError
 
 F32, P = jnp.float32, jax.sharding.PartitionSpec
 REGULAR = plgpu.SemaphoreType.REGULAR
@@ -174,20 +173,3 @@ def test_refusals_say_what_is_wrong(call, error, says):
     x = operand(SIZE * 8, 32)
     with pytest.raises(error, match=says):
         over(lambda x: plgpu.kernel(kernel, x)(x), P("x"))(x)
-
-
-@pytest.mark.parametrize("what", ("peer_device", "sem_signal_device"))
-def test_cuda_has_no_other_devices(what):
-    def kernel(x, o, done):
-        there = dict(device_id_type=pltpu.DeviceIdType.LOGICAL)
-        if what == "peer_device":
-            plgpu.remote_ref(o, 0, **there)[...] = x[...]
-        else:
-            pl.semaphore_signal(done, 1, device_id=0, **there)
-            pl.semaphore_wait(done)
-            o[...] = x[...]
-
-    x = jnp.zeros(SHAPE, F32)
-    lowered = pl.lower(plgpu.kernel(kernel, x, scratch_shapes=[REGULAR]))(x)
-    with pytest.raises(UnsupportedError, match=f"cannot run {what}"):
-        lowered.stages(backend="cuda")

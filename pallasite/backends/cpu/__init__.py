@@ -41,6 +41,7 @@ from pallasite.passes.optimise.one_hots import one_hots
 from pallasite.passes.optimise.unmasked_steps import unmasked_steps
 from pallasite.passes.run import Pass, run
 from pallasite.passes.schedule.choose_blocks import for_threads
+from pallasite.passes.schedule.exact_blocks import exact_blocks
 from pallasite.passes.schedule.merge_k_steps import merge_k_rounds, merge_k_steps
 from pallasite.passes.schedule.row_strips import row_strips
 from pallasite.passes.schedule.wide_steps import wide_steps
@@ -63,6 +64,7 @@ def passes_for(host: Host, batch_invariant: bool = False) -> tuple[Pass, ...]:
         # Before blocks are chosen: what they are chosen by is what is left of the work.
         Pass("equal_factors", equal_factors),
         Pass("one_hots", one_hots),
+        Pass("exact_blocks", exact_blocks),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("choose_blocks", blocks),
         Pass("canonicalize", canonicalize, if_changed=True),

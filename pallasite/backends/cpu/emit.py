@@ -28,6 +28,7 @@ from pallasite.backends.cpu.ops import (
     sorting,
     top_k,
 )
+from pallasite.backends.cpu.ops.known_tiles import KnownTiles
 from pallasite.backends.cpu.ops.programs import count_units
 from pallasite.backends.cpu.tiles.plan_memory import MemoryPlan
 from pallasite.backends.cpu.tiles.tiles import (
@@ -92,6 +93,7 @@ def emit_kernel(kernel: Kernel, lines: bool = False) -> str:
         emitter.share = Share(sharing, *f.params[len(params) + len(more) : -1])
         if sharing.has_atomics:
             emitter.shared_roots = frozenset(ref.root for ref in refs)
+    emitter.known = KnownTiles(walk(kernel.body))
     with emitter.block(kernel.body, ()):
         f.line("ret ptr null")
     cut_loops.cut_at_loops(f)

@@ -13,6 +13,7 @@ from pallasite.backends.cpu.call.parallel_units import Share
 from pallasite.backends.cpu.dot.pack_once import PackedOnce
 from pallasite.backends.cpu.llvm import scalars, vector_loops
 from pallasite.backends.cpu.llvm.writer import NULL, Function, Val, integer
+from pallasite.backends.cpu.ops.known_tiles import KnownTiles
 from pallasite.backends.cpu.tiles import transpose_copy
 from pallasite.backends.cpu.tiles.arena import Arena
 from pallasite.backends.cpu.tiles.lifetimes import has_writes
@@ -80,6 +81,7 @@ class Emitter:
         self._count = 0
         self.share: Share | None = None  # the units to run, if threads share them
         self.shared_roots = frozenset[Root]()  # memory whose updates are atomic
+        self.known = KnownTiles(())
         self.packed_once = PackedOnce()  # operands of dots, packed in `shared`
         self.shared = NULL
         # Destination buffers of values, each with the value it holds before.

@@ -42,10 +42,13 @@ from pallasite.backends.cuda.products import (
 )
 from pallasite.backends.cuda.repack import factors_before, forms_of, repack
 from pallasite.backends.cuda.rows_out import rows_out
+from pallasite.backends.cuda.scaled_operands import is_scaled, scaled_operands
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.streams import streams
 from pallasite.backends.cuda.turned import turn_tiles
+from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Op
+from pallasite.passes.lower.device_numbers import ask_for_device_numbers
 from pallasite.passes.lower.filled_slots import filled_slots
 from pallasite.passes.lower.legalize import legalize
 from pallasite.passes.lower.matrix_units import write_out
@@ -108,7 +111,8 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
     same = batch_invariant
     whole = partial(whole_rows, chip=chip, endless=same)
-    blocks = partial(for_gpu, chip=chip, tiles=TILES, batch_invariant=same)
+    choose = partial(for_gpu, chip=chip, tiles=TILES, batch_invariant=same)
+    blocks = lambda kernel: kernel if is_scaled(kernel, chip) else choose(kernel)
     return (
         Pass("filled_slots", filled_slots),
         Pass("untransposed", untransposed),
@@ -133,6 +137,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("place_windows", place_windows),
         Pass("plain_copies", plain_copies),
         Pass("without_references", without_references),
+        Pass("device_numbers", ask_for_device_numbers),
         Pass("stores_at_once", stores_at_once),
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
         Pass("row_strips", partial(row_strips, most_bytes=STRIP_BYTES)),
@@ -149,6 +154,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("fewer_dims", fewer_dims),
         Pass("rows_out", rows_out),
         Pass("repack", partial(repack, chip=chip, always=same)),
+        Pass("scaled_operands", partial(scaled_operands, chip=chip)),
         Pass("overlap", overlap),
         Pass("unmasked_loops", partial(unmasked_loops, least=MASK_ELEMENTS)),
         Pass("canonicalize", canonicalize, if_changed=True),
@@ -207,6 +213,14 @@ class CudaBackend:
 
     def _launch(self, compiled: Compiled) -> Launch:
         launched = emit.Launched.of(compiled["cuda"])
+        if launched.devices > 1:
+            raise UnsupportedError(
+                "backend 'cuda' cannot launch a kernel that reaches other devices: "
+                "XLA's call gives it the addresses of one",
+                [("kernel", compiled.imported.name), ("devices", launched.devices)],
+                compiled.imported.loc,
+                "interpret=pl.Checked() runs it on host devices",
+            )
         return Launch(
             TARGET,
             _config(launched, compiled["ptx"]),

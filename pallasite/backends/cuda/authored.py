@@ -25,11 +25,13 @@ from pallasite.ir.roles import Loop, Pipeline
 from pallasite.ops.gpu import between_programs, is_group_load
 from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.live_tiles import LiveTiles
+from pallasite.passes.lower.device_numbers import talks_to_devices
 from pallasite.target import Gpu
 
 WARPGROUP_OPS = {"barrier_wait", "copy_start", "wgmma", "bulk_wait", "set_registers"}
 WARPGROUP_OPS |= {"cluster_barrier", "tensor_mma", "warps"}
 WARPGROUP_OPS |= {"sem_signal", "sem_wait", "sem_reach", "sem_read"}
+WARPGROUP_OPS |= {"sem_signal_device", "peer_device"}
 WARPGROUP_OPS |= {"barrier_test", "peer_block", "dot_add", "load_wait", "inline_cuda"}
 WARPGROUP_OPS |= {"named_barrier", "barrier_arrive", "barrier_expect"}
 # The chips that have an op, for ops that not all have.
@@ -55,6 +57,7 @@ GRANULE = 8  # granularity of a thread's register count
 # What makes some programs take longer, and what leaves something to the next one.
 ONLY_ONCE = {"while", "alloc", "named_barrier", "tensor_mma", "warps"}
 ONLY_ONCE |= {"sem_signal", "sem_wait", "sem_reach", "sem_read", "barrier_test"}
+ONLY_ONCE |= {"sem_signal_device", "peer_device"}
 BEFORE_ROLES = {"alloc", "constant"}  # what no program of a thread block changes
 NO_COPIES: frozenset[str] = frozenset()
 BLOCKS = "cuda.blocks"  # thread blocks, where they are fewer than a pipeline's programs
@@ -187,7 +190,7 @@ def all_at_once(kernel: Kernel, chip: Gpu) -> Kernel:
     the registers for it. How many clusters fit depends on which SMs a chip has: half of
     the SMs are certain.
     """
-    if not between_programs(kernel):
+    if not between_programs(kernel) and not talks_to_devices(kernel.body):
         return kernel
     pipeline = Pipeline.of(find_pipeline(kernel))
     sizes = [n for n in pipeline.grid if n is not None]

@@ -15,6 +15,7 @@ KINDS = {
     "f8e5m2": ("f8f6f4", 1, 1),
     "i8": ("i8", 2, 1),
 }
+SCALED = "mxf8f6f4"  # the kind of matmuls with a scale for each 32 elements along k
 SUMS = {"i8": "i32"}  # f32 for all other types
 COLUMNS = 512  # of tensor memory
 LANES = 128
@@ -28,6 +29,13 @@ def instruction(
     number = sums << 4 | side << 7 | side << 10
     number |= turned_left << 15 | turned_right << 16
     return number | (columns >> 3) << 17 | (rows >> 4) << 24
+
+
+def scaled_instruction(rows: int, columns: int, dtype: str, number: int) -> int:
+    """The same with scales that are powers of two: which of the four in a word."""
+    _, _, side = KINDS[dtype]
+    told = number << 4 | side << 7 | side << 10 | 1 << 23 | number << 29
+    return told | (columns >> 3) << 17 | (rows >> 4) << 24
 
 
 TENSORS: dict[str, str] = {
@@ -54,6 +62,17 @@ TENSORS: dict[str, str] = {
         "  return (u64)((at & 0x3ffff) >> 4) | (u64)(apart >> 4) << 16"
         " | (u64)(8 * SWIZZLE >> 4) << 32 | 1ull << 46\n"
         "    | (SWIZZLE == 128 ? 2ull : SWIZZLE == 64 ? 4ull : 6ull) << 61;\n}\n"
+    ),
+    # Eight rows of 16 bytes after each other, without a swizzle.
+    "tensor_rows": (
+        "DEVICE u64 tensor_rows(u32 at) "
+        "{ return (u64)((at & 0x3ffff) >> 4) | (u64)(128 >> 4) << 32 | 1ull << 46; }\n"
+    ),
+    # 32 rows of 16 bytes to four columns, for each of the four warps.
+    "tensor_copy": (
+        "DEVICE void tensor_copy(u32 to, u64 from) {\n"
+        '  asm volatile("tcgen05.cp.cta_group::1.32x128b.warpx4 [%0], %1;"'
+        ' :: "r"(to), "l"(from) : "memory");\n}\n'
     ),
     # An arrival when all matmuls that this thread has issued so far have completed.
     "tensor_commit": (
@@ -112,30 +131,34 @@ def copy_for_first(rank: int) -> str:
 TENSORS |= {f"copy_for_first_{rank}": copy_for_first(rank) for rank in range(1, 6)}
 
 
-def product_name(dtype: str, group: int, in_tensor_memory: bool) -> str:
+def product_name(kind: str, group: int, in_tensor_memory: bool) -> str:
     how = "tensor" if in_tensor_memory else "shared"
-    return f"tensor_product_{KINDS[dtype][0]}_{group}_{how}"
+    return f"tensor_product_{kind}_{group}_{how}"
 
 
-def product(dtype: str, group: int, in_tensor_memory: bool) -> str:
+def product(kind: str, group: int, in_tensor_memory: bool) -> str:
     """A `tcgen05.mma`: accumulates into `d`, or overwrites it where `more` is 0.
 
     Its operands are `A` and `B` further than `a` and `b`. The sums are made where
     they are used: those before a loop would take many registers of one thread.
     """
-    name, kind = product_name(dtype, group, in_tensor_memory), KINDS[dtype][0]
+    name = product_name(kind, group, in_tensor_memory)
+    more, scales, given = "", "", ""
+    if kind == SCALED:
+        more, scales = ", u32 by_a, u32 by_b", ", [%7], [%8]"
+        kind, given = f"{kind}.block_scale.scale_vec::1X", ', "r"(by_a), "r"(by_b)'
     left = ("32", "[a]", "r") if in_tensor_memory else ("64", "a", "l")
     return (
         f"template <int A, int B> DEVICE void {name}(u32 d, u{left[0]} a, u64 b, "
-        "u32 how, int more) {\n"
+        f"u32 how, int more{more}) {{\n"
         '  asm volatile("{\\n.reg .pred p;\\n'
         f'.reg .b{left[0]} a;\\n.reg .b64 b;\\n"\n'
         f'    "setp.ne.b32 p, %4, 0;\\nadd.s{left[0]} a, %1, %5;\\n'
         'add.s64 b, %2, %6;\\n"\n'
-        f'    "tcgen05.mma.cta_group::{group}.kind::{kind} [%0], {left[1]}, b, %3, p;'
-        '\\n}"\n'
-        f'    :: "r"(d), "{left[2]}"(a), "l"(b), "r"(how), "r"(more), "n"(A), "n"(B) '
-        ': "memory");\n}\n'
+        f'    "tcgen05.mma.cta_group::{group}.kind::{kind} [%0], {left[1]}, b, %3'
+        f'{scales}, p;\\n}}"\n'
+        f'    :: "r"(d), "{left[2]}"(a), "l"(b), "r"(how), "r"(more), "n"(A), "n"(B)'
+        f'{given} : "memory");\n}}\n'
     )
 
 

@@ -21,6 +21,8 @@ def pair_axis(plan: Plan, pipeline: Pipeline) -> int | None:
     """The axis along which programs make pairs; None: they multiply alone."""
     if not plan.set.has_tensor_memory or plan.set.held_rows(plan.rows) > plan.set.rows:
         return None
+    if any(product.is_scaled for product in plan.products):
+        return None  # both need the scales of all columns
     if any(ring.loaded for ring in plan.rings) or not _halves(plan):
         return None
     for axis, size in enumerate(pipeline.grid):

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product as each_of
 
-from pallasite.backends.cuda.explicit import MAP_BYTES
 from pallasite.backends.cuda.role_code import RoleCode
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.roles import Pipeline
@@ -139,8 +138,8 @@ class Clusters(RoleCode):
         axes = op.attrs["axes"]
         pattern = sum(1 << n for n in self.peers(axes))
         to = f"{pattern} << ({self.first_peer(axes)})"
-        for at, number, places in self.boxes(op, self.views[source], target):
-            where = f"maps + {number * MAP_BYTES}, {self.barriers[barrier]}, {to}"
+        for at, map_, places in self.boxes(op, self.views[source], target):
+            where = f"{map_}, {self.barriers[barrier]}, {to}"
             call = f"copy_to_blocks_{len(places)}({at}, {where}, {', '.join(places)});"
             self.out.line(self.once + call)
 

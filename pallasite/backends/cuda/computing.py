@@ -18,9 +18,9 @@ from pallasite.backends.cuda.products import (
     TURN_PRODUCTS,
     Plan,
     Product,
-    is_of_rows,
     note_product,
 )
+from pallasite.backends.cuda.program_ops import is_of_rows
 from pallasite.backends.cuda.rings import SCALAR, Group, Ring, RingMemory, alloc
 from pallasite.backends.cuda.roles import Role, holds
 from pallasite.ir.build import Builder

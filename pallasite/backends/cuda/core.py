@@ -15,7 +15,7 @@ from pallasite.backends.cuda.again import Again
 from pallasite.backends.cuda.assign import Assignment
 from pallasite.backends.cuda.elementwise import narrowed, widened
 from pallasite.backends.cuda.layouts import Lane, Spread
-from pallasite.backends.cuda.text import Writer, c_type, is_narrow, number
+from pallasite.backends.cuda.text import Writer, c_type, is_narrow, memory_type, number
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.text import print_op
@@ -110,10 +110,15 @@ class Core:
         )
 
     def type(self, dtype: DType, op: Op) -> str:
-        spelled = c_type(dtype)
-        if spelled is None:
+        return self.spelled(c_type(dtype), dtype, op)
+
+    def memory_type(self, dtype: DType, op: Op) -> str:
+        return self.spelled(memory_type(dtype), dtype, op)
+
+    def spelled(self, spelling: str | None, dtype: DType, op: Op) -> str:
+        if spelling is None:
             self.refuse(op, f"CUDA C++ has no element type {dtype}")
-        return spelled
+        return spelling
 
     # --- tiles ---
 

@@ -21,6 +21,7 @@ from pallasite.backends.cuda import (
     explicit,
     functions,
     memory,
+    peer_devices,
     role_code,
     semaphores,
     shared,
@@ -41,7 +42,7 @@ from pallasite.backends.cuda.repack import REPACKED
 from pallasite.backends.cuda.role_code import Rounds
 from pallasite.backends.cuda.shared import can_swizzle, copied_otherwise, widest_swizzle
 from pallasite.backends.cuda.tensor_memory import TensorMemory
-from pallasite.backends.cuda.text import c_type
+from pallasite.backends.cuda.text import memory_type
 from pallasite.backends.libdevice import is_called
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -77,10 +78,11 @@ class Launched:
     shared_bytes: int
     scratch: tuple[int, ...] = ()  # bytes of main memory, one extra result each
     arch: str = ""  # the only architecture it is for; empty: any
-    repacked: tuple[tuple[int, bool, int, float], ...] = ()  # see `repack.py`
+    repacked: tuple[tuple[Any, ...], ...] = ()  # see `repack.py`
     semaphores: int = (
         0  # words, zeros at first: after the operands, and the last result
     )
+    devices: int = 1  # whose programs these are; several take a table of addresses
 
     def line(self) -> str:
         return f"// launch {json.dumps(asdict(self))}\n"
@@ -134,6 +136,7 @@ class Emitter(TensorMemory):
         self.threads, self.vector_elements = _threads(kernel, accesses)
         roles = [op for op in walk(self.program.body) if op.name == "roles"]
         roots = Roots(kernel)
+        self.note_devices(kernel, roots)
         self.meetings = Meetings(roots)
         self.is_authored = bool(roles) and "cuda.registers" not in roles[0].attrs
         self.uses = uses_of(self.program.body, roots)
@@ -204,21 +207,28 @@ class Emitter(TensorMemory):
                 kernel.loc,
                 "use smaller blocks" + ", or backend='triton'" * (not self.is_authored),
             )
-        scratch = self.programs * MAP_BYTES * len(self.maps)
+        first = self.table_lines(params) if self.has_devices else []
+        programs = self.programs * self.devices
+        scratch = programs * MAP_BYTES * len(self.maps)
+        if self.has_devices:
+            params = ["const u64* peers"]
         if scratch:
             params.append("char* scratch")
-        if self.semaphores:  # an operand whose memory is that of a result
+        if (
+            self.semaphores and not self.has_devices
+        ):  # an operand whose memory is that of a result
             params.insert(len(kernel.inputs), "int* semaphores")
             params.append("int* same_semaphores")
         launched = Launched(
             function_name(kernel),
-            self.programs,
+            programs,
             self.threads,
             self.shared_bytes,
             (scratch,) if scratch else (),
             self.arch,
             self.program.op.attrs.get(REPACKED, ()),
             self.semaphores,
+            self.devices,
         )
         bounds = str(self.threads)
         if self.arch:  # ptxas may use all registers that these programs leave
@@ -230,6 +240,7 @@ class Emitter(TensorMemory):
             f"{launched.name}({', '.join(params)}) {{",
             *([shared] if self.shared_bytes else []),
             "  const u32 thread = threadIdx.x;",
+            *(f"  {line}" for line in first),
             *(
                 f"  const int {name} = (int)({text});"
                 for text, name in self.bases.items()
@@ -239,7 +250,7 @@ class Emitter(TensorMemory):
         return launched.line() + functions.used(body, self.instructions) + "\n" + body
 
     def parameter(self, param: Value, name: str, root: Value) -> str:
-        kind = c_type(param.ref.dtype)
+        kind = memory_type(param.ref.dtype)
         if kind is None or param.ref.is_semaphore:
             raise UnsupportedError(
                 f"backend 'cuda' does not support operands of type {param.type}",
@@ -292,7 +303,8 @@ class Emitter(TensorMemory):
             return
         blocks = op.attrs.get(BLOCKS)
         if blocks is None:
-            self.number_program(pipeline, "(int)blockIdx.x")
+            self.blocks_of_device = self.programs
+            self.number_program(pipeline, self.program_number)
         else:
             self.rounds = Rounds(pipeline, self.programs, blocks)
             self.programs = blocks
@@ -320,7 +332,7 @@ class Emitter(TensorMemory):
         elif ref.is_semaphore or (self.is_authored and ref.space == "regs"):
             self.refuse(op)
         else:
-            kind, name = self.type(ref.dtype, op), self.out.fresh("m")
+            kind, name = self.memory_type(ref.dtype, op), self.out.fresh("m")
             offset = self.reserve(ref.size * ref.dtype.bytes)
             self.out.line(f"{kind}* {name} = ({kind}*)(shared + {offset});")
             self.views[op.result] = self.array(ref, name, op.result)
@@ -446,6 +458,7 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
     **role_code.RULES,
     **clusters.RULES,
     **semaphores.RULES,
+    **peer_devices.RULES,
     **tensor_memory.RULES,
     "pipeline": Emitter.emit_pipeline,
     "alloc": Emitter.emit_alloc,

@@ -192,13 +192,13 @@ class Explicit(Shared):
             where = f"{view.pointer} + ({text_of(view.offset)}), {bytes_}"
             self.out.line(f"copy_line({to}, {where}, {self.barriers[rest[0]]});")
         elif spaces == [False, True] and len(rest) == 1 and rest[0] in self.barriers:
-            for at, number, places in self.boxes(op, self.views[source], target):
-                where = f"maps + {number * MAP_BYTES}, {self.barriers[rest[0]]}"
+            for at, map_, places in self.boxes(op, self.views[source], target):
+                where = f"{map_}, {self.barriers[rest[0]]}"
                 call = f"copy_in_{len(places)}({at}, {where}, {', '.join(places)});"
                 self.out.line(self.once + call)
         elif spaces == [True, False] and not rest:
-            for at, number, places in self.boxes(op, self.views[target], source):
-                where = f"maps + {number * MAP_BYTES}, {at}"
+            for at, map_, places in self.boxes(op, self.views[target], source):
+                where = f"{map_}, {at}"
                 call = f"copy_out_{len(places)}({where}, {', '.join(places)});"
                 self.out.line(self.once + call)
         else:
@@ -219,7 +219,7 @@ class Explicit(Shared):
 
     def boxes(
         self, op: Op, view: View, shared: Value
-    ) -> Iterator[tuple[str, int, list[str]]]:
+    ) -> Iterator[tuple[str, str, list[str]]]:
         """The boxes of a copy: an address, the array's tensor map, coordinates."""
         self.check_array(op, view)
         ring, sizes = self.rings.get(shared), [dim.size for dim in view.dims]
@@ -247,7 +247,7 @@ class Explicit(Shared):
             base, swizzle = self.plain_address(op, shared), 0
         if any(n % size for n, size in zip(sizes, box, strict=True)):
             self.refuse(op, f"more than {MAX_BOX} rows must be a multiple of {MAX_BOX}")
-        number = self.map_of(view, box, swizzle, bool(op.attrs.get(ROUNDED)))
+        map_ = self.map_place(view, box, swizzle, bool(op.attrs.get(ROUNDED)))
         axes = [range(0, n, size) for n, size in zip(sizes, box, strict=True)]
         for firsts in each_of(*reversed(axes)):  # panels one after another
             starts: list[Number] = list(view.starts)
@@ -262,7 +262,7 @@ class Explicit(Shared):
             elif firsts:
                 offset = firsts[-1] * prod(sizes[1:]) * view.dtype.bytes
             at = f"{base} + {offset}" if offset else base
-            yield at, number, [text_of(s) for s in reversed(starts)]
+            yield at, map_, [text_of(s) for s in reversed(starts)]
 
     def check_array(self, op: Op, view: View) -> None:
         """The copy engine's requirements on an array."""
@@ -301,6 +301,9 @@ class Explicit(Shared):
             self.refuse(op, f"shared memory is not aligned to {alignment} bytes")
         offset = "" if view.offset == 0 else f" + ({text_of(view.offset)})"
         return f"shared_address({view.pointer}{offset})"
+
+    def map_place(self, view: View, box: list[int], swizzle: int, rounded: bool) -> str:
+        return f"maps + {self.map_of(view, box, swizzle, rounded) * MAP_BYTES}"
 
     def map_of(
         self,

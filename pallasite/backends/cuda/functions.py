@@ -210,6 +210,7 @@ FUNCTIONS: dict[str, str] = {
     **hopper.COPIES,
     **hopper.CLUSTERS,
     **hopper.SEMAPHORES,
+    **hopper.PEERS,
     **blackwell.TENSORS,
 }  # fmt: skip
 

@@ -273,6 +273,15 @@ SEMAPHORES: dict[str, str] = {
     ),
 }
 
+PEERS: dict[str, str] = {
+    # What `here` is on the device of another row of the table of addresses.
+    "on_device": (
+        "template <class T> DEVICE T* on_device(T* here, const u64* own, "
+        "const u64* there, int n) {\n"
+        "  return (T*)((const char*)here + (i64)(there[n] - own[n]));\n}\n"
+    ),
+}
+
 COPIES = {
     **{f"copy_in_{rank}": copy_in(rank) for rank in range(1, 6)},
     **{f"copy_out_{rank}": copy_out(rank) for rank in range(1, 6)},

@@ -34,6 +34,8 @@ class InstructionSet:
         registers: of a thread in each role, by the number of computing warpgroups per
             program and of programs per SM; None: all threads keep what they start with.
         full_registers: the same where tiles take nearly all.
+        scaled: types of operands that may have scales: those of the scales, and how
+            many elements along k each is for.
     """
 
     arch: str
@@ -48,6 +50,7 @@ class InstructionSet:
     tensor_columns: int = 0
     registers: Mapping[tuple[int, int], Registers] = field(default_factory=dict)
     full_registers: Mapping[tuple[int, int], Registers] = field(default_factory=dict)
+    scaled: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     @property
     def has_tensor_memory(self) -> bool:
@@ -96,12 +99,13 @@ BLACKWELL = InstructionSet(
     "sm_100", "sm_100a", "tensor_mma", 128, 16, 16, (*_FLOATS, "i8", "f32"),
     (*_FLOATS, "i8"), _HALVES,
     tensor_columns=512,
-    registers={(1, 1): None, (2, 1): (56, 224), (3, 1): (56, 152)},
+    registers={(1, 1): None, (2, 1): (40, 232), (3, 1): (32, 160)},
+    scaled={"f8e4m3fn": ("f8e8m0fnu", 32), "f8e5m2": ("f8e8m0fnu", 32)},
 )  # fmt: skip
 # ptxas has no matmul of integers for these chips.
 BLACKWELL_ULTRA = InstructionSet(
     "sm_103", "sm_103a", "tensor_mma", 128, 16, 16, (*_FLOATS, "f32"), _FLOATS, _HALVES,
-    tensor_columns=512, registers=BLACKWELL.registers,
+    tensor_columns=512, registers=BLACKWELL.registers, scaled=BLACKWELL.scaled,
 )  # fmt: skip
 SETS = {row.arch: row for row in (HOPPER, BLACKWELL, BLACKWELL_ULTRA)}
 

@@ -118,12 +118,23 @@ class Issuing(SingleThread):
         if is_first and sums.loop is not None:
             adds = b.ne(b.load(self.started[sums]), b.index(0))
         view = sums.part.view(b, self.at[sums])
+        scales = [self.scales(side, b) for side in product.sides if side.scales]
         contract = tuple((side.contract,) for side in product.sides)
-        b.emit("tensor_mma", view, lhs, rhs, adds, contract=contract, axes=self.axes)
+        operands = (view, lhs, rhs, adds, *scales)
+        b.emit("tensor_mma", *operands, contract=contract, axes=self.axes)
         if is_first and sums.loop is not None:
             b.store(self.started[sums], b.index(1))
         if is_last and sums.loop is None:
             self.pass_on(sums, b)
+
+    def scales(self, side: Side, b: Builder) -> Value:
+        """Those of an operand in tensor memory: copied before a matmul, in order."""
+        assert side.scales is not None
+        group = self.plan.group_of[id(side.scales)]
+        source = self.buffer(b, group, side.scales, self.open[group])
+        target = self.tensors.scales[side]
+        b.emit("tensor_copy", source, target, axes=self.axes)
+        return target
 
     def wait_for_sums(self, sums: Sums, b: Builder) -> None:
         part = sums.part

@@ -15,10 +15,10 @@ from typing import NoReturn
 
 from pallasite.backends.cuda.instruction_sets import SETS, instruction_set
 from pallasite.backends.cuda.layouts import WARP, WARPGROUP
+from pallasite.backends.cuda.program_ops import homes, is_box, is_of_rows, is_slow
 from pallasite.backends.cuda.rings import K_BYTES, SWIZZLE, Group, Ring
 from pallasite.errors import UnsupportedError
-from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
-from pallasite.ir.opdef import Unit, table
+from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Dot, Loop
 from pallasite.ir.text import print_op
@@ -67,6 +67,11 @@ class Side:
     value: Value  # the load's result, or the tile
     load: Op | None
     contract: int  # which of its two dimensions is contracted
+    scales: Op | None = None  # the load of scales that multiply it
+
+    @property
+    def loads(self) -> tuple[Op, ...]:
+        return tuple(op for op in (self.load, self.scales) if op is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +93,10 @@ class Product:
         return self.lhs, self.rhs
 
     @property
+    def is_scaled(self) -> bool:
+        return self.rhs.scales is not None
+
+    @property
     def depends_on(self) -> tuple[Value, ...]:
         added = () if self.addend is None else (self.addend,)
         return (self.lhs.value, self.rhs.value, *added)
@@ -104,7 +113,7 @@ class Plan:
         self.kernel, self.program, self.chip = kernel, program, chip
         self.made = {v: op for op in walk(program) for v in op.results}
         self.users = users_of(program)
-        self.home = dict(_homes(program))
+        self.home = dict(homes(program))
         self.constant = constant_inputs(kernel)
         dots = [op for op in walk(program) if op.name == "dot"]
         found = instruction_set(chip)
@@ -223,7 +232,7 @@ class Plan:
         """
         inside = {id(op) for op in walk(loop.body)}
         outside = [op for op in walk(self.program) if id(op) not in inside]
-        if not any(_is_slow(op) for op in outside):
+        if not any(is_slow(op) for op in outside):
             return False
         made = [self.made.get(v) for v in loop.bounds]
         if self.warpgroups < 2 or self.per_core > 1 or not self.repeats:
@@ -259,14 +268,17 @@ class Plan:
 
     def side(self, value: Value, contract: int) -> Side:
         """Look through transposes to the load of an operand."""
-        op = self.made.get(value)
-        while op is not None and op.name == "transpose":
-            contract = op.attrs["perm"][contract]
+        op, scales = self.made.get(value), None
+        while op is not None and op.name in ("transpose", "scaled"):
+            if op.name == "scaled":
+                scales = self.made[op.operands[1]]
+            else:
+                contract = op.attrs["perm"][contract]
             value = op.operands[0]
             op = self.made.get(value)
         if op is not None and op.name == "reshape":
             op = self.loaded_rows(op)
-        return Side(value, None if self.not_streamed(op) else op, contract)
+        return Side(value, None if self.not_streamed(op) else op, contract, scales)
 
     def loaded_rows(self, op: Op) -> Op | None:
         """The load whose first dimensions a reshape merges into the rows of a matrix,
@@ -277,6 +289,8 @@ class Plan:
         return load if is_of_rows(op) else None
 
     def check_types(self, op: Op, lhs: Side, rhs: Side) -> None:
+        if (lhs.scales is None) != (rhs.scales is None):
+            self.refuse(op, "only one operand is scaled")
         types = {s.value.tile.dtype.name for s in (lhs, rhs)}
         if len(types) > 1 or not types <= set(self.set.multiplied):
             self.refuse(op, f"a matmul of {' and '.join(sorted(types))}")
@@ -395,11 +409,11 @@ class Plan:
             return "it is not a plain load of a matrix"
         ref, index = access.ref, access.index
         source = self.made.get(ref)
-        while source is not None and source.name == "subview" and _is_box(index):
+        while source is not None and source.name == "subview" and is_box(index):
             below = Access.of(source)
             ref, index = below.ref, below.index
             source = self.made.get(ref)
-        if not _is_box(index):
+        if not is_box(index):
             return "it is not a rectangular slice of an array"
         if source is not None and source.name == "block_view":
             dims, fill = source.attrs["window"].dims, source.attrs["window"].fill
@@ -423,9 +437,9 @@ class Plan:
         loads: dict[int, Op] = {}
         for number, product in enumerate(self.products):
             for side in product.sides:
-                if side.load is not None:
-                    uses.setdefault(id(side.load), []).append(number)
-                    loads[id(side.load)] = side.load
+                for load in side.loads:
+                    uses.setdefault(id(load), []).append(number)
+                    loads[id(load)] = load
         found: dict[tuple[int, ...], list[Op]] = {}
         for key, load in loads.items():
             place = (id(self.home[key]), *uses[key])
@@ -526,8 +540,10 @@ class Plan:
         )
         tiles = tuple(op.result.tile for op in loads)
         sides = {id(s.load) for p in self.products for s in p.sides}
-        loaded = frozenset(n for n, op in enumerate(loads) if id(op) not in sides)
-        lines = frozenset(n for n in loaded if self.is_line(loads[n]))
+        scales = {id(s.scales) for p in self.products for s in p.sides}
+        others = frozenset(n for n, op in enumerate(loads) if id(op) not in sides)
+        loaded = frozenset(n for n in others if id(loads[n]) not in scales)
+        lines = frozenset(n for n in others if self.is_line(loads[n]))
         left = {id(p.lhs.load) for p in self.products if p.lhs.contract == 1}
         lefts = frozenset(n for n, op in enumerate(loads) if id(op) in left)
         deep = {id(s.load) for p in self.products for s in p.sides if s.contract == 0}
@@ -761,36 +777,6 @@ class Plan:
             if id(inner) in loads or any(id(s.load) in loads for s in sides):
                 return True
         return False
-
-
-def is_of_rows(op: Op) -> bool:
-    """Whether an op merges all dimensions but the last into the rows of a matrix."""
-    if op.name != "reshape" or op.operands[0].is_ref:
-        return False
-    x, y = op.operands[0].tile.shape, op.result.tile.shape
-    return len(x) > len(y) == 2 and x[-1] == y[-1]
-
-
-def _is_box(index: Sequence) -> bool:
-    if not all(isinstance(e, (At, Span)) for e in index):
-        return False
-    if any(isinstance(e, Span) and e.stride != 1 for e in index):
-        return False
-    return isinstance(index[-1], Span)
-
-
-def _homes(block: Block) -> Iterator[tuple[int, Block]]:
-    """The block that each op is in, by the op's identity."""
-    for op in block.ops:
-        yield id(op), block
-        for region in op.regions:
-            yield from _homes(region)
-
-
-def _is_slow(op: Op) -> bool:
-    """Whether an op computes a tile of exponentials or the like."""
-    is_special = table()[op.name].unit is Unit.SPECIAL
-    return is_special and bool(op.result.tile.shape)
 
 
 def note_product(ops: list[Op], note: str, number: int = 0) -> None:

@@ -17,7 +17,7 @@ times as long. Their rows are padded too, where the matmuls take much longer tha
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pallasite.backends.cuda.instruction_sets import turned_types
 from pallasite.backends.cuda.products import ROW_MULTIPLE
@@ -31,6 +31,7 @@ from pallasite.ir.rewrite import (
 )
 from pallasite.ir.roles import Dot, Pipeline, number_of
 from pallasite.ir.types import RefType
+from pallasite.ops.scaled import COLUMNS, PACKED, ROWS
 from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots, constant_inputs
@@ -65,13 +66,19 @@ class Packing(NamedTuple):
 
 
 def forms_of(
-    kernel: Kernel, notes: Sequence[tuple[int, bool, int, float]]
+    kernel: Kernel, notes: Sequence[tuple[Any, ...]]
 ) -> tuple[tuple[int, Form | None], ...] | None:
-    """The operands of the call by the notes of `repack`; None: all as they are."""
+    """The operands of the call by the notes of `repack` and `scaled_operands`.
+
+    None: all as they are.
+    """
     forms: dict[int, Form] = {}
-    for operand, turned, added, factor in notes:
+    for operand, turned, added, factor, *tall in notes:
         ref = kernel.inputs[operand].ref
         name = ref.dtype.numpy_name
+        if tall:
+            forms[operand] = packed_scales(ref, *tall)
+            continue
         padding = ((0, 0),) * (len(ref.shape) - 1) + ((0, added),)
         *outer, rows, columns = range(len(ref.shape))
         order = (*outer, columns, rows) if turned else ()
@@ -81,6 +88,18 @@ def forms_of(
     if not forms:
         return None
     return tuple((n, forms.get(n)) for n in range(len(kernel.inputs)))
+
+
+def packed_scales(ref: RefType, tall: int) -> Form:
+    """Scales as `ops/scaled.py` packs them: blocks of `tall` times 128 rows."""
+    (rows, columns), name = ref.shape, ref.dtype.numpy_name
+    down, across = -rows % (ROWS * tall), -columns % COLUMNS
+    blocks, groups = (rows + down) // (ROWS * tall), (columns + across) // COLUMNS
+    return Form(
+        ref.shape, name, name, padding=((0, down), (0, across)), fill=1,
+        digits=(blocks, tall, 4, ROWS // 4, groups, COLUMNS),
+        digit_order=(0, 4, 1, 3, 2, 5), joined=(blocks, groups, tall, PACKED),
+    )  # fmt: skip
 
 
 def repack(kernel: Kernel, chip: Gpu, always: bool = False) -> Kernel:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import Protocol
 
-from pallasite.backends.cuda.products import Plan, Side, is_of_rows
+from pallasite.backends.cuda.products import Plan, Side
+from pallasite.backends.cuda.program_ops import is_of_rows
 from pallasite.backends.cuda.rings import SCALAR, Group, RingMemory, alloc
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, Op, Span, Value, walk
@@ -118,7 +119,7 @@ class Role:
         return all(
             user.name == "dot"
             or (
-                (user.name == "transpose" or is_of_rows(user))
+                (user.name in ("transpose", "scaled") or is_of_rows(user))
                 and self.is_multiplied_only(user.result)
             )
             for user in self.plan.users[value]

@@ -108,7 +108,7 @@ class Shared(Memory):
         offset = self.reserve(ring.bytes, ROWS * ROW_BYTES)
         self.out.line(f"const u32 {ring.address} = shared_address(shared) + {offset};")
         self.rings[op.result] = ring
-        pointer = f"(({self.type(ref.dtype, op)}*)(shared + {offset}))"
+        pointer = f"(({self.memory_type(ref.dtype, op)}*)(shared + {offset}))"
         self.views[op.result] = self.array(ref, pointer, op.result)
 
     def part_of_ring(self, op: Op, ring: Ring) -> Ring | None:

@@ -12,15 +12,17 @@ from math import gcd, prod
 
 from pallasite.backends.cuda import blackwell
 from pallasite.backends.cuda.core import Tile
-from pallasite.backends.cuda.explicit import MAP_BYTES, WARPS
+from pallasite.backends.cuda.explicit import LINE_ALIGNMENT, MAP_BYTES, WARPS
 from pallasite.backends.cuda.layouts import Digit, Lane, Spread
 from pallasite.backends.cuda.memory import Term, View, plus, text_of, times
+from pallasite.backends.cuda.peer_devices import PeerDevices
 from pallasite.backends.cuda.products import BEFORE_PRODUCTS
-from pallasite.backends.cuda.semaphores import Semaphores
 from pallasite.backends.cuda.shared import Ring
+from pallasite.backends.cuda.tensor_sums import scale_columns
 from pallasite.ir.nodes import Access, Op, Value, walk
 from pallasite.ir.roles import TensorMma
 from pallasite.ir.types import RefType
+from pallasite.ops.scaled import COLUMNS, PACKED, unpacked_shape
 
 LEAST_COLUMNS = 32  # smallest allocation
 WORD = 4  # bytes of a column
@@ -65,7 +67,7 @@ def orders_tensor_core(barrier: Value) -> bool:
     return layout is not None and len(layout.numbers) > 1
 
 
-class TensorMemory(Semaphores):
+class TensorMemory(PeerDevices):
     """Emits code for tensor cores and single warps."""
 
     def __init__(self) -> None:
@@ -95,7 +97,10 @@ class TensorMemory(Semaphores):
         if not self.is_authored:  # slots of tiles, see `tensor_sums.py`
             first = f"(tensors + {self.columns})"
             self.views[op.result] = self.array(ref, first, op.result)
-            self.columns += ref.shape[0] * slot_columns(ref)
+            if ref.shape[-1] == PACKED:
+                self.columns += scale_columns(ref)
+            else:
+                self.columns += ref.shape[0] * slot_columns(ref)
             return
         if ref.rank != 2 or ref.shape[0] != blackwell.LANES or ref.dtype.bytes != 4:
             lanes = blackwell.LANES
@@ -223,7 +228,7 @@ class TensorMemory(Semaphores):
 
     def emit_tensor_mma(self, op: Op) -> None:
         mma = TensorMma.of(op)
-        if mma.scales or mma.places is not None:
+        if (mma.scales and self.is_authored) or mma.places is not None:
             self.refuse(
                 op,
                 "scales of blocks along k, or a sparse left operand",
@@ -242,12 +247,10 @@ class TensorMemory(Semaphores):
         right_ring = self.rings[rhs]
         rows, columns = sums.ref.shape
         blocks, group = -(-rows // blackwell.LANES), self.group
-        how = blackwell.instruction(
-            blackwell.LANES * group, columns, dtype, left == 0, right == 0
-        )
+        kind = blackwell.SCALED if mma.scales else blackwell.KINDS[dtype][0]
         in_tensor_memory = lhs.ref.space == "tmem"
-        name = blackwell.product_name(dtype, group, in_tensor_memory)
-        self.instructions[name] = blackwell.product(dtype, group, in_tensor_memory)
+        name = blackwell.product_name(kind, group, in_tensor_memory)
+        self.instructions[name] = blackwell.product(kind, group, in_tensor_memory)
         step = 32 // right_ring.dtype.bytes
         steps = right_ring.shape[right] // step
         to = self.lane_and_column(op, self.views[sums])
@@ -267,8 +270,38 @@ class TensorMemory(Semaphores):
                 with_ = self.step_offset(right_ring, right, k, step) >> 4
                 flag = more if k == 0 else "1"
                 there = f"{to} + {block * columns}" if block else to
+                how, by = self.told(mma, k, steps), self.scales(mma, k, steps, block)
                 call = f"{name}<{from_}, {with_}>"
-                self.out.line(f"{call}({there}, {a}, {b}, {how}u, {flag});")
+                self.out.line(f"{call}({there}, {a}, {b}, {how}u, {flag}{by});")
+
+    def told(self, mma: TensorMma, step: int, steps: int) -> int:
+        """What an instruction is told about its operands."""
+        columns, dtype = mma.sums.ref.shape[1], mma.rhs.ref.dtype.name
+        rows, (left, right) = blackwell.LANES * self.group, mma.contract
+        if mma.scales:
+            number = step * unpacked_shape(mma.scales[0].ref.shape)[1] // steps
+            return blackwell.scaled_instruction(rows, columns, dtype, number % COLUMNS)
+        return blackwell.instruction(rows, columns, dtype, left == 0, right == 0)
+
+    def scales(self, mma: TensorMma, step: int, steps: int, block: int) -> str:
+        """Where those of a block of rows and of all columns are, if there are any."""
+        places = ""
+        for ref, part in zip(mma.scales, (block, 0), strict=False):
+            groups, tall, _ = ref.ref.shape
+            first = (step * groups // steps * tall + part) * COLUMNS
+            places += f", {self.views[ref].pointer} + {first}"
+        return places
+
+    def emit_tensor_copy(self, op: Op) -> None:
+        """Packed scales: 128 rows of them are a copy."""
+        source, target = op.operands
+        if self.is_authored:
+            self.refuse(op, "copies into tensor memory", "interpret=pl.Checked()")
+        from_ = self.plain_address(op, source, alignment=LINE_ALIGNMENT)
+        to = self.views[target].pointer
+        for n in range(target.ref.size // PACKED):
+            place = f"{to} + {n * COLUMNS}, tensor_rows({from_} + {n * PACKED})"
+            self.out.line(f"{self.once}tensor_copy({place});")
 
     def block_bytes(self, ring: Ring, contract: int) -> int:
         """From the rows of one instruction to those of the next."""
@@ -435,8 +468,8 @@ class TensorMemory(Semaphores):
         self.meet_before(op)
         there = f"block_address({self.barriers[barrier]}, "
         there += f"{self.first_peer(op.attrs['axes'])})"
-        for at, number, places in self.boxes(op, self.views[source], target):
-            where = f"maps + {number * MAP_BYTES}, {there}"
+        for at, map_, places in self.boxes(op, self.views[source], target):
+            where = f"{map_}, {there}"
             call = f"copy_for_first_{len(places)}({at}, {where}, {', '.join(places)});"
             self.out.line(self.once + call)
 
@@ -483,6 +516,7 @@ RULES = {
     "cluster_arrive": TensorMemory.emit_cluster_arrive,
     "cluster_copy": TensorMemory.emit_cluster_copy,
     "tensor_mma": TensorMemory.emit_tensor_mma,
+    "tensor_copy": TensorMemory.emit_tensor_copy,
     "tensor_commit": TensorMemory.emit_tensor_commit,
     "tensor_wait": TensorMemory.emit_tensor_wait,
 }

@@ -20,6 +20,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, Span, Value, walk
 from pallasite.ir.roles import Loop
 from pallasite.ir.types import I32, DType, Layout, RefType, TileType
+from pallasite.ops.scaled import COLUMNS, PACKED
 from pallasite.passes.analysis.intervals import Facts
 
 MOST_STAGES = 2  # of an accumulator: one is taken while the other is added to
@@ -88,6 +89,11 @@ def barriers(stages: int, arrivals: int) -> RefType:
     return RefType((stages,), I32, "mbarrier", Layout("arrivals", (arrivals, 1)))
 
 
+def scale_columns(ref: RefType) -> int:
+    """Columns of tensor memory for packed scales."""
+    return ref.size // PACKED * COLUMNS
+
+
 class TensorPlan:
     """The tensor memory of a program."""
 
@@ -99,10 +105,18 @@ class TensorPlan:
         self.of = dict[Product, Sums]()
         self.sums = [self.sums_of(chain) for chain in self.chains()]
         self.given = {p: self.given_of(p) for p in plan.products if p.lhs.load is None}
+        self.scale_types = {
+            side: RefType(side.scales.result.tile.shape, side.scales.result.tile.dtype,
+                          "tmem")
+            for product in plan.products
+            for side in product.sides
+            if side.scales is not None
+        }  # fmt: skip
         self.choose_stages()
         for part in self.parts:
             # Of a pair, each thread block arrives as one, otherwise each warp does.
             part.alloc(b, PAIR if plan.is_paired else 4 * plan.warpgroups)
+        self.scales = {s: alloc(b, t, "scales") for s, t in self.scale_types.items()}
         self.last = alloc(b, barriers(1, 1), "last")  # after all matmuls
 
     def part(self, tile: TileType, block: Block, is_result: bool, starts: bool) -> Part:
@@ -183,6 +197,7 @@ class TensorPlan:
         """Two slots for what is taken while more is added up, if there is room."""
         most = self.set.tensor_columns
         used = sum(part.columns for part in self.parts)
+        used += sum(map(scale_columns, self.scale_types.values()))
         if used > most:
             self.plan.refuse(
                 self.plan.products[0].dot,

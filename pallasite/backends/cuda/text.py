@@ -28,6 +28,11 @@ def c_type(dtype: DType) -> str | None:
     return TYPES.get(dtype.name)
 
 
+def memory_type(dtype: DType) -> str | None:
+    """The same in memory: scales of matmuls are only copied."""
+    return "u8" if dtype.name == "f8e8m0fnu" else c_type(dtype)
+
+
 def is_narrow(dtype: DType) -> bool:
     """Whether it is a float that is computed in f32."""
     return dtype.is_float and dtype.bits < 32

@@ -57,7 +57,6 @@ class TpuBackend:
         from pallasite.backends.tpu.carry_rows import carry_rows
         from pallasite.backends.tpu.compile import core_of
         from pallasite.backends.tpu.cores import share_between_cores
-        from pallasite.backends.tpu.device_numbers import ask_for_device_numbers
         from pallasite.backends.tpu.dots import plain_dots
         from pallasite.backends.tpu.emit import is_native
         from pallasite.backends.tpu.fetch_slices import fetch_slices
@@ -72,6 +71,7 @@ class TpuBackend:
         from pallasite.backends.tpu.resident import keep_on_chip
         from pallasite.backends.tpu.schedule import schedule
         from pallasite.backends.tpu.vmem import check_vmem
+        from pallasite.passes.lower.device_numbers import ask_for_device_numbers
         from pallasite.passes.lower.legalize import legalize
         from pallasite.passes.lower.narrow_integers import narrow_integers
         from pallasite.passes.lower.place_windows import place_windows
@@ -223,8 +223,9 @@ class TpuBackend:
         )
         from pallasite.backends.tpu.fit_windows import CallArrays, warn_of_forms
         from pallasite.backends.tpu.prints import LANES, ROWS, reader, sites_of
-        from pallasite.backends.tpu.remote import check_collective_id, talks_to_devices
+        from pallasite.backends.tpu.remote import check_collective_id
         from pallasite.backends.tpu.vmem import limit_for
+        from pallasite.passes.lower.device_numbers import talks_to_devices
 
         options, kernel = compiled.options, compiled.kernel
         arrays = CallArrays.of(compiled.scheduled, kernel)

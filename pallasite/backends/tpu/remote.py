@@ -11,14 +11,7 @@ from typing import Any
 from pallasite.backends.tpu.memory import Memory
 from pallasite.backends.tpu.views import View
 from pallasite.errors import SpecError
-from pallasite.ir.nodes import Block, Kernel, Op, walk
-
-_TALKS = ("remote_copy_start", "sem_signal_device", "barrier_semaphore")
-
-
-def talks_to_devices(block: Block) -> bool:
-    """Whether all devices have to run the kernel at the same time."""
-    return any(op.name in _TALKS for op in walk(block))
+from pallasite.ir.nodes import Kernel, Op, walk
 
 
 def check_collective_id(kernel: Kernel, params: Mapping[str, Any]) -> None:

@@ -22,13 +22,7 @@ from typing import NamedTuple
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Gather, Kernel, Op, Span, Value
 from pallasite.ir.opdef import table
-from pallasite.ir.rewrite import (
-    Rewriter,
-    dead_code,
-    is_elementwise,
-    map_ops,
-    users_of,
-)
+from pallasite.ir.rewrite import Rewriter, dead_code, is_elementwise, map_ops, users_of
 from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import DTYPES, I32, INDEX, RefType, TileType
 from pallasite.ops.decompose_gather import (

@@ -16,11 +16,7 @@ from pallasite.backends import strided_views
 from pallasite.backends.strided_views import Dim, Edge, StridedViews, dims_of
 from pallasite.backends.triton.dots import Dots
 from pallasite.backends.triton.launch import AGAIN
-from pallasite.backends.triton.text import (
-    Val,
-    memory_element,
-    type_text,
-)
+from pallasite.backends.triton.text import Val, memory_element, type_text
 from pallasite.ir.nodes import Access, At, Gather, Op, Span, Value
 from pallasite.ir.types import DType, RefType
 from pallasite.passes.analysis.intervals import HIGHEST, LOWEST, Fact

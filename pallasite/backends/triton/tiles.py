@@ -13,10 +13,7 @@ from pallasite.backends.triton.core import FLOAT_BITS
 from pallasite.backends.triton.elementwise import Elementwise
 from pallasite.backends.triton.flat_indices import MOST_GATHERED, held_bytes
 from pallasite.backends.triton.shared_memory import keeps_padding
-from pallasite.backends.triton.text import (
-    Val,
-    type_text,
-)
+from pallasite.backends.triton.text import Val, type_text
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import DType
 from pallasite.ops.neutral import neutral

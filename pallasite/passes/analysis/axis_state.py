@@ -29,16 +29,7 @@ from typing import Literal
 
 import numpy as np
 
-from pallasite.ir.nodes import (
-    Access,
-    Block,
-    Kernel,
-    Loc,
-    Op,
-    Value,
-    Window,
-    walk,
-)
+from pallasite.ir.nodes import Access, Block, Kernel, Loc, Op, Value, Window, walk
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import producers_of, users_of
 from pallasite.ir.roles import Loop, Pipeline
@@ -211,7 +202,6 @@ class _Search(Maxima):
         self.counted: dict[Value, Value] = {}
         self.each = False
         self.idle = set[Op]()
-        self.dry = 0
 
     def result(self) -> AxisState:
         self.check_effects()

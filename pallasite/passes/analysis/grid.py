@@ -14,17 +14,7 @@ from functools import cached_property
 from weakref import WeakKeyDictionary
 
 from pallasite.errors import InternalError
-from pallasite.ir.nodes import (
-    Access,
-    At,
-    Block,
-    Gather,
-    Kernel,
-    Op,
-    Span,
-    Value,
-    walk,
-)
+from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.affine import (

@@ -21,13 +21,8 @@ MOST_ENTRIES = 1 << 18  # of one table
 class StepTable:
     """Tables of the scalars that depend on grid indices alone."""
 
-    def __init__(
-        self,
-        ids: Sequence[Value],
-        grid: Sequence[int | None],
-        known: Mapping[Value, np.ndarray] | None = None,
-    ):
-        self.known: dict[Value, np.ndarray] = dict(known or {})
+    def __init__(self, ids: Sequence[Value], grid: Sequence[int | None]):
+        self.known: dict[Value, np.ndarray] = {}
         self.rank = len(grid)
         for axis, (value, n) in enumerate(zip(ids, grid, strict=True)):
             if n is not None and 0 < n <= MOST_ENTRIES:

@@ -14,16 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pallasite.ir.nodes import (
-    Access,
-    Block,
-    Gather,
-    Index,
-    Op,
-    Span,
-    Value,
-    full_index,
-)
+from pallasite.ir.nodes import Access, Block, Gather, Index, Op, Span, Value, full_index
 from pallasite.ir.rewrite import used_values
 from pallasite.ir.roles import Cond, Loop
 from pallasite.ir.types import TileType

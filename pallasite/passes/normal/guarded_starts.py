@@ -20,7 +20,6 @@ start at their neutral elements.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import is_
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
@@ -30,6 +29,7 @@ from pallasite.ir.rewrite import (
     substitute,
     users_of,
     uses,
+    with_ops,
     with_regions,
 )
 from pallasite.ir.roles import Pipeline, number_of
@@ -90,9 +90,8 @@ class _Starts:
             b = Builder(op.loc)
             replaced[op.result] = self.guarded(b, op, start)
             ops += b.ops
-        if not replaced and all(map(is_, ops, block.ops)):
-            return block
-        return substitute(Block(block.params, tuple(ops), block.yields), replaced)
+        block = with_ops(block, ops)
+        return substitute(block, replaced) if replaced else block
 
     def guarded(self, b: Builder, select: Op, start: _Start) -> Value:
         which, old, new = select.operands

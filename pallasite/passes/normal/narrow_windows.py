@@ -24,7 +24,6 @@ from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.nodes import (
     Access,
     At,
-    Block,
     BlockDim,
     Gather,
     Kernel,
@@ -34,7 +33,7 @@ from pallasite.ir.nodes import (
     Window,
     walk,
 )
-from pallasite.ir.rewrite import inline, with_regions
+from pallasite.ir.rewrite import inline, replace_ops
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import INDEX, RefType
 from pallasite.passes.analysis.affine import Affine, Forms
@@ -159,7 +158,8 @@ class _Narrowing:
                     replaced |= {u.op: (block, group.offsets(u)) for u in group.uses}
         if not replaced:
             return None
-        body = _rewritten(self.whole.body, replaced)
+        narrower = lambda op: [_narrower(op, *replaced[op])] if op in replaced else None
+        body = replace_ops(self.whole.body, narrower)
         blocks = (each.block for each in shown)
         body = replace(body, params=(*self.whole.ids, *blocks))
         return self.whole.showing(shown, body)
@@ -434,19 +434,6 @@ def affine_value(
 def _is_plain(shown: Shown) -> bool:
     blocked = all(d.kind in ("blocked", "squeezed") for d in shown.window.dims)
     return blocked and shown.window.space == "block"
-
-
-def _rewritten(
-    block: Block, replaced: Mapping[Op, tuple[Value, Mapping[int, int | None]]]
-) -> Block:
-    """The block with accesses to narrower windows."""
-    ops = []
-    for op in block.ops:
-        if op in replaced:
-            ops.append(_narrower(op, *replaced[op]))
-        else:
-            ops.append(with_regions(op, [_rewritten(r, replaced) for r in op.regions]))
-    return Block(block.params, tuple(ops), block.yields)
 
 
 def _narrower(op: Op, ref: Value, starts: Mapping[int, int | None]) -> Op:

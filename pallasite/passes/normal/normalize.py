@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.nodes import Kernel
 from pallasite.passes.normal.affine_numbers import affine_numbers
 from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.columns import columns
@@ -65,28 +65,6 @@ RULES: tuple[tuple[str, Callable[[Kernel], Kernel]], ...] = (
     ("whole_loops", whole_loops),
     ("order", order),
 )
-
-
-def normal_text(kernel: Kernel) -> str:
-    """The text of the normal form without the author's names of values."""
-    kernel = normalize(kernel)
-    params = tuple(Value(p.type) for p in kernel.params)
-    renamed = dict(zip(kernel.params, params, strict=True))
-    body = nameless(kernel.body, renamed)
-    return kernel.with_(name="kernel", params=params, body=body).text
-
-
-def nameless(block: Block, renamed: dict[Value, Value]) -> Block:
-    """The block with fresh values without names; `renamed` are those it uses."""
-    params = [renamed.setdefault(p, Value(p.type)) for p in block.params]
-    ops: list[Op] = []
-    for op in block.ops:
-        operands = tuple(renamed.get(v, v) for v in op.operands)
-        regions = tuple(nameless(region, renamed) for region in op.regions)
-        results = tuple(renamed.setdefault(v, Value(v.type)) for v in op.results)
-        ops.append(op.with_(operands=operands, results=results, regions=regions))
-    yields = tuple(renamed.get(v, v) for v in block.yields)
-    return Block(tuple(params), tuple(ops), yields)
 
 
 def normalize(kernel: Kernel) -> Kernel:

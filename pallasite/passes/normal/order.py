@@ -8,11 +8,10 @@ put them is then no longer visible. Other ops stay in the author's order.
 """
 
 from collections.abc import Mapping, Sequence
-from operator import is_
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import TILE
-from pallasite.ir.rewrite import used_values, with_regions, writes
+from pallasite.ir.rewrite import used_values, with_ops, with_regions, writes
 from pallasite.passes.analysis.memory import Roots
 
 
@@ -53,9 +52,7 @@ class _Ordering:
             place([*op.operands, *(v for r in op.regions for v in used_values(r))])
             ops.append(with_regions(op, [self.ordered(r) for r in op.regions]))
         place([*block.yields, *waiting])
-        if len(ops) == len(block.ops) and all(map(is_, ops, block.ops)):
-            return block
-        return Block(block.params, tuple(ops), block.yields)
+        return with_ops(block, ops)
 
     def changed_by(self, op: Op, waiting: Mapping[Value, Op]) -> list[Value]:
         """What loads read that an op may write, or do more to than store."""

@@ -7,13 +7,14 @@ belongs to one of the author's programs and has its index. Used by `reblock.py` 
 `loop_over_k.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 from pallasite.ir.build import Builder, part_start
 from pallasite.ir.nodes import Access, Block, Gather, Index, Op, Span, Value
 from pallasite.ir.rewrite import is_elementwise, writes
+from pallasite.ir.roles import number_of
 from pallasite.ir.types import I32, TileType, Type
 from pallasite.passes.analysis.guards import OPPOSITE, guard_of
 from pallasite.passes.analysis.loop_dims import LoopDim
@@ -164,6 +165,23 @@ class _Form:
     rest: Value | None = None
 
 
+def merged_quotient(
+    made: Mapping[Value, Op], op: Op, index: Value, merged: int
+) -> int | None:
+    """The divisor of the new index, if an op divides the old one so that all programs
+    that are merged have the same quotient.
+
+    Of `i = merged * new + part` and a multiple of `merged`, say `merged * d`, the
+    quotient is `new // d`.
+    """
+    if op.name != "div" or op.operands[0] is not index:
+        return None
+    number = number_of(made, op.operands[1])
+    if type(number) is not int or number < 1 or number % merged:
+        return None
+    return number // merged
+
+
 class Joined(Resized):
     """Code of several of the author's programs, merged.
 
@@ -185,7 +203,11 @@ class Joined(Resized):
     def op(self, b: Builder, op: Op) -> None:
         b.loc = op.loc
         self.made.update((v, op) for v in op.results if not v.type.shape)
-        if self.selects and op.name == "cond" and self._varies(op.operands[0]):
+        merged = -(-self.size // self.dim.size)
+        divisor = merged_quotient(self.made, op, self.step, merged)
+        if divisor is not None:
+            self.new[op.result] = b.div(self.step, b.index(divisor))
+        elif self.selects and op.name == "cond" and self._varies(op.operands[0]):
             self._branch(b, op)
         elif self.taken_by is not None and op.name == "store":
             self._store_selected(b, op, self.taken_by)

@@ -16,12 +16,7 @@ from collections.abc import Sequence
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Access, At, Gather, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import TILE
-from pallasite.ir.rewrite import (
-    Rewriter,
-    dead_code,
-    is_elementwise,
-    map_ops,
-)
+from pallasite.ir.rewrite import Rewriter, dead_code, is_elementwise, map_ops
 
 MOST_PARTS = 16  # a store to all of them becomes as many
 

@@ -12,13 +12,7 @@ from typing import NamedTuple
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value
-from pallasite.ir.rewrite import (
-    Rewriter,
-    dead_code,
-    map_ops,
-    users_of,
-    with_regions,
-)
+from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, users_of, with_regions
 
 SIGNS = {"add": (1, 1), "sub": (1, -1), "neg": (-1,)}
 

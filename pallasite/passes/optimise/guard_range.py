@@ -12,12 +12,13 @@ Proof: an iteration that does not pass changes nothing, those in the range are t
 again, and the test depends on operands that nothing writes.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, BlockDim, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import inline, is_pure
-from pallasite.ir.roles import Cond, Loop, Pipeline
+from pallasite.ir.roles import Cond, Loop, Pipeline, number_of
 from pallasite.ir.types import BOOL, INDEX, TileType
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.grid import with_pipeline
@@ -54,14 +55,23 @@ def _test(
     loop: Loop, made: dict[Value, Op], given: frozenset[Value]
 ) -> list[Op] | None:
     """What computes the test that guards all of a loop's body; the last op does."""
-    first, limit, step = (_number(v, made) for v in loop.bounds)
+    first, limit, step = (number_of(made, v) for v in loop.bounds)
     few = first is not None and limit is not None and limit - first < LEAST_STEPS
     if step != 1 or few:
         return None
     guards = guards_of(loop, made)
     if len(guards) != 1 or not any(op.name in HEAVY for op in walk(guards[0].taken)):
         return None
-    wanted, found = {Cond.of(guards[0].op).which}, list[Op]()
+    found = code_of(Cond.of(guards[0].op).which, loop, made, given)
+    reads = any(op.name == "load" and op.result.tile.shape for op in found or ())
+    return found if reads else None
+
+
+def code_of(
+    value: Value, loop: Loop, made: Mapping[Value, Op], given: frozenset[Value]
+) -> list[Op] | None:
+    """What computes a value in an iteration, from operands and the loop's index."""
+    wanted, found = {value}, list[Op]()
     for op in reversed(loop.body.ops):
         if wanted.isdisjoint(op.results):
             continue
@@ -70,15 +80,8 @@ def _test(
             return None
         wanted.update(op.operands)
         found.append(op)
-    reads = any(op.name == "load" and op.result.tile.shape for op in found)
-    if not reads or loop.index not in wanted or wanted & {*loop.carried}:
-        return None
-    return found[::-1]
-
-
-def _number(value: Value, made: dict[Value, Op]) -> int | None:
-    op = made.get(value)
-    return op.attrs["value"] if op is not None and op.name == "constant" else None
+    is_by_index = loop.index in wanted and not wanted & {*loop.carried}
+    return found[::-1] if is_by_index else None
 
 
 def _narrowed(loop: Loop, test: list[Op], made: dict[Value, Op]) -> list[Op]:
@@ -106,7 +109,7 @@ def _several(
     loop: Loop, test: list[Op], made: dict[Value, Op], size: int
 ) -> list[Op] | None:
     """`_narrowed`, with the test of so many iterations at a time."""
-    begin = _number(loop.first, made)
+    begin = number_of(made, loop.first)
     if begin is None or begin < 0:
         return None
     b, inner = Builder(loop.op.loc), Builder(loop.op.loc)

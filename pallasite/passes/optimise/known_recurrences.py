@@ -22,6 +22,7 @@ from pallasite.ir.rewrite import (
     is_elementwise,
     substitute,
     users_of,
+    with_ops,
     with_regions,
 )
 from pallasite.ir.types import INDEX
@@ -70,7 +71,7 @@ class _Loops:
             if op.regions and not self.is_done:
                 op = with_regions(op, [self.block(r) for r in op.regions])
             ops.append(op)
-        return Block(block.params, tuple(ops), block.yields) if self.is_done else block
+        return with_ops(block, ops)
 
 
 class _Rows:

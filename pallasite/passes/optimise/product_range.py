@@ -13,16 +13,16 @@ have multiplied does not become NaN: docs/semantics.md says so, under "Edges".
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value
-from pallasite.ir.rewrite import inline, is_pure, producers_of, with_regions
+from pallasite.ir.rewrite import inline, producers_of, with_ops, with_regions
 from pallasite.ir.roles import Dot, Loop, Pipeline, number_of
 from pallasite.ir.types import INDEX, TileType
 from pallasite.passes.analysis.grid import with_pipeline
-from pallasite.passes.analysis.memory import VIEWS, constant_inputs, root_among
+from pallasite.passes.analysis.memory import constant_inputs
 from pallasite.passes.normal.canonicalize import canonicalize
+from pallasite.passes.optimise.guard_range import code_of
 
 LEAST_PARTS = 4  # of a mask that is worth a loop of its own
 MOST_ELEMENTS = 1 << 13  # of a part
@@ -55,19 +55,15 @@ class _Ranges:
         self.made, self.given = made, given
 
     def block(self, block: Block, guarded: bool) -> Block:
-        ops, changed = list[Op](), False
+        ops = list[Op]()
         for op in block.ops:
             found = self.narrowed(op) if guarded and op.name == "for" else None
             if found is None:
                 inside = op.name == "cond" and asks_elements(op.operands[0], self.made)
                 regions = [self.block(r, guarded or inside) for r in op.regions]
-                is_new = any(
-                    a is not b for a, b in zip(regions, op.regions, strict=True)
-                )
-                found = [with_regions(op, regions) if is_new else op]
-            changed = changed or found != [op]
+                found = [with_regions(op, regions)]
             ops += found
-        return replace(block, ops=tuple(ops)) if changed else block
+        return with_ops(block, ops)
 
     def narrowed(self, op: Op) -> list[Op] | None:
         """The loop from the first part of its mask to the last, after finding these."""
@@ -76,7 +72,7 @@ class _Ranges:
         if mask is None or first is None or limit is None or not step:
             return None
         few = len(range(first, limit, step)) < LEAST_PARTS
-        test = None if few or step < 0 else self.slice(loop, mask)
+        test = None if few or step < 0 else code_of(mask, loop, self.made, self.given)
         if test is None or mask.tile.size > MOST_ELEMENTS:
             return None
         b, inner, shape = Builder(op.loc), Builder(op.loc), mask.tile.shape
@@ -125,21 +121,3 @@ class _Ranges:
                 if found.tile.dtype.is_bool:
                     return {found}
         return set()
-
-    def slice(self, loop: Loop, mask: Value) -> list[Op] | None:
-        """What computes the mask in an iteration, from operands and its index."""
-        wanted, found = {mask}, list[Op]()
-        for op in reversed(loop.body.ops):
-            if wanted.isdisjoint(op.results):
-                continue
-            is_given = op.name == "load" and self.is_given(op)
-            if not (is_pure(op) or op.name in VIEWS or is_given):
-                return None
-            wanted.update(op.operands)
-            found.append(op)
-        if wanted & {*loop.carried} or loop.index not in wanted:
-            return None
-        return found[::-1]
-
-    def is_given(self, op: Op) -> bool:
-        return root_among(self.made, op.operands[0]) in self.given

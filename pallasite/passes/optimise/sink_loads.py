@@ -9,7 +9,7 @@ in loops, which are prefetched iterations ahead.
 """
 
 from pallasite.ir.nodes import Access, Block, Kernel, Op
-from pallasite.ir.rewrite import uses, with_regions
+from pallasite.ir.rewrite import uses, with_ops, with_regions
 from pallasite.passes.analysis.memory import Roots, constant_inputs
 
 PRODUCTS = ("dot", "transpose")
@@ -38,8 +38,7 @@ class _Sinking:
             else:
                 placed.append(op)
         placed.reverse()
-        same = all(a is b for a, b in zip(placed, block.ops, strict=True))
-        return block if same else Block(block.params, tuple(placed), block.yields)
+        return with_ops(block, placed)
 
     def inside(self, op: Op) -> Op:
         if op.name in ("for", "while"):

@@ -25,13 +25,7 @@ from typing import Any, NamedTuple
 from pallasite.ir.build import part_start
 from pallasite.ir.nodes import Access, Gather, Index, Kernel, Op, Span, Value
 from pallasite.ir.opdef import TILE
-from pallasite.ir.rewrite import (
-    Rewriter,
-    dead_code,
-    is_elementwise,
-    map_ops,
-    users_of,
-)
+from pallasite.ir.rewrite import Rewriter, dead_code, is_elementwise, map_ops, users_of
 from pallasite.ir.roles import Dot
 from pallasite.ir.types import F32
 

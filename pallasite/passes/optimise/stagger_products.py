@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value
-from pallasite.ir.rewrite import used_values, with_regions
+from pallasite.ir.rewrite import used_values, with_ops, with_regions
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.memory import Roots
 
@@ -44,8 +44,7 @@ class _Staggering:
         """A block in another order, and those inside its ops."""
         inside = lambda op: with_regions(op, [self.block(r) for r in op.regions])
         ops = tuple(map(inside, block.ops))
-        if any(a is not b for a, b in zip(ops, block.ops, strict=True)):
-            block = replace(block, ops=ops)
+        block = with_ops(block, ops)
         if sum(op.name == "dot" for op in ops) < 2:
             return block
         operands = _operands(ops)

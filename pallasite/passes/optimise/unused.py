@@ -6,7 +6,14 @@ again, to a fixed point.
 """
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
-from pallasite.ir.rewrite import Rewriter, map_ops, substitute, used_values, writes
+from pallasite.ir.rewrite import (
+    Rewriter,
+    map_ops,
+    replace_ops,
+    substitute,
+    used_values,
+    writes,
+)
 from pallasite.ir.roles import Loop
 from pallasite.passes.normal.canonicalize import canonicalize
 
@@ -87,15 +94,6 @@ def _drop_scratch(kernel: Kernel) -> Kernel:
 def _without_allocs(kernel: Kernel, unused: set[Value]) -> Kernel:
     if not unused:
         return kernel
-
-    def strip(block: Block) -> Block:
-        ops = []
-        for op in block.ops:
-            if op.name == "alloc" and op.result in unused:
-                continue
-            if op.regions:
-                op = op.with_(regions=tuple(map(strip, op.regions)))
-            ops.append(op)
-        return Block(block.params, tuple(ops), block.yields)
-
-    return kernel.with_(body=strip(kernel.body))
+    is_unused = lambda op: op.name == "alloc" and op.result in unused
+    body = replace_ops(kernel.body, lambda op: () if is_unused(op) else None)
+    return kernel.with_(body=body)

@@ -16,12 +16,12 @@ floats are rounded in the order in which atomics happen to come, so small ones a
 to parts (`plan_parts.py`).
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
-from pallasite.ir.rewrite import dead_code, users_of, with_regions, writes
+from pallasite.ir.rewrite import dead_code, replace_ops, users_of, writes
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.commuting import only_merged
 from pallasite.passes.analysis.grid import (
@@ -31,12 +31,7 @@ from pallasite.passes.analysis.grid import (
     with_pipeline,
 )
 from pallasite.passes.analysis.intervals import Facts
-from pallasite.passes.analysis.memory import (
-    MAIN_MEMORY,
-    Roots,
-    accesses_of,
-    read_refs,
-)
+from pallasite.passes.analysis.memory import MAIN_MEMORY, Roots, accesses_of, read_refs
 from pallasite.passes.analysis.step_facts import LAST, MIDDLE, facts_of_steps
 from pallasite.passes.schedule.split_axis import Program, Result, Step
 
@@ -165,20 +160,10 @@ def _without(kernel: Kernel, merged: Merged) -> Kernel:
     gone = {op for ops in merged.values() for op in ops}
     pipeline, same = Pipeline.of(find_pipeline(kernel)), kernel.aliased_results
     kept = [e for e in pipeline.shown if same.get(e.array, e.array) not in merged]
-    body = _stripped(pipeline.body, lambda op: op in gone)
+    body = replace_ops(pipeline.body, lambda op: () if op in gone else None)
     params = (*pipeline.ids, *(each.block for each in kept))
     new = pipeline.showing(kept, replace(body, params=params))
     return with_pipeline(kernel, new.to_op())
-
-
-def _stripped(block: Block, gone: Callable[[Op], bool]) -> Block:
-    """The block without some ops, whose results nobody uses."""
-    ops = (
-        with_regions(op, [_stripped(r, gone) for r in op.regions])
-        for op in block.ops
-        if not gone(op)
-    )
-    return replace(block, ops=tuple(ops))
 
 
 class _Starts:
@@ -259,7 +244,8 @@ def _is_skipped(facts: Facts, branch: tuple[Value, int, int]) -> bool:
 def _only(body: Block, stores: Collection[Op]) -> Block:
     """The body with no effect but some stores."""
     other = lambda op: not op.regions and writes(op) and op not in stores
-    kernel = Kernel("starts", (), _stripped(body, other), 0)
+    body = replace_ops(body, lambda op: () if other(op) else None)
+    kernel = Kernel("starts", (), body, 0)
     return dead_code(kernel).body
 
 
@@ -294,7 +280,7 @@ def _in_parallel(
 ) -> Kernel:
     """All steps at once; `before` are what some results contain already."""
     pipeline, same = Pipeline.of(find_pipeline(kernel)), kernel.aliased_results
-    body = _stripped(pipeline.body, lambda op: op in found.starts)
+    body = replace_ops(pipeline.body, lambda op: () if op in found.starts else None)
     shown = [each for each in pipeline.shown if same.get(each.array) not in before]
     body = replace(body, params=(*pipeline.ids, *(each.block for each in shown)))
     semantics = tuple(

@@ -14,9 +14,10 @@ from functools import lru_cache
 from math import inf, prod
 
 from pallasite.errors import ChipMemoryError, InternalError
-from pallasite.ir.nodes import Kernel, Loc, Op, Value, walk
+from pallasite.ir.nodes import Block, Kernel, Loc, Op, Value, walk
 from pallasite.ir.opdef import TILE
-from pallasite.ir.roles import Pipeline
+from pallasite.ir.rewrite import producers_of
+from pallasite.ir.roles import Loop, Pipeline, number_of
 from pallasite.passes.analysis.axis_state import AxisState, state_along
 from pallasite.passes.analysis.cost import UNKNOWN_ROUNDS, bytes_of, cost, seconds
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
@@ -32,11 +33,7 @@ from pallasite.passes.schedule.commuting_steps import (
     starts_apart,
 )
 from pallasite.passes.schedule.gpu_blocks import for_gpu, seconds_of_products
-from pallasite.passes.schedule.last_writers import (
-    at_once,
-    last_writers,
-    names_places,
-)
+from pallasite.passes.schedule.last_writers import at_once, last_writers, names_places
 from pallasite.passes.schedule.products_apart import apart
 from pallasite.passes.schedule.reductions_apart import first_reduction
 from pallasite.passes.schedule.reductions_in_steps import reductions_in_steps
@@ -139,18 +136,47 @@ def _plan(kernel: Kernel, chip: Chip | Host | None) -> Plan:
         if of_steps.program is not None:
             return of_steps
         found = _apart(kernel, chip, programs) or found
-        if found.program is None and stepped is kernel:
-            serial = found.serial or _undivided(kernel, chip, programs)
+        if found.program is None:
+            serial = found.serial or of_steps.serial
+            if stepped is kernel and serial is None:
+                serial = _undivided(kernel, chip, programs)
             return replace(found, serial=serial)
     return found
 
 
 def _undivided(kernel: Kernel, chip: Gpu | Host, programs: int) -> Serial | None:
     """That a kernel has few programs, if that is worth a warning."""
-    if _cores(chip) < IDLE * programs or not _is_wasteful(kernel, chip, programs):
+    idle = _cores(chip) >= IDLE * programs and _is_wasteful(kernel, chip, programs)
+    if not idle and not _is_in_turn(kernel, chip, programs):
         return None
     of = "one program does" if programs == 1 else f"{programs} programs do"
     return Serial(None, f"what {of} cannot be divided", None)
+
+
+def _is_in_turn(kernel: Kernel, chip: Gpu | Host, programs: int) -> bool:
+    """Whether half of a GPU's cores would be idle, while programs wait for each load of
+    a long loop, which takes far longer than all cores take for the same bytes."""
+    if not isinstance(chip, Gpu) or chip.cores < 2 * programs:
+        return False
+    pipeline, info = Pipeline.of(find_pipeline(kernel)), analyze(kernel)
+    rounds = prod(info.axes[a].size or 1 for a in info.sequential)
+    rounds *= max(_rounds(pipeline.body), 1)
+    machine, moved = Machine.usual(chip), cost(kernel).bytes_accessed
+    least = max(machine.copying(moved), SERIAL_SECONDS)
+    return machine.kernel(0, 0, 0, rounds, 1) >= IDLE * least
+
+
+def _rounds(block: Block) -> int:
+    """How many iterations a program waits for, one after another, if all is known."""
+    made, total = producers_of(block), 0
+    for op in block.ops:
+        inside = max(map(_rounds, op.regions), default=0)
+        if op.name == "for":
+            first, limit, step = (number_of(made, v) for v in Loop.of(op).bounds)
+            if first is not None and limit is not None and step:
+                inside = max(inside, 1) * len(range(first, limit, step))
+        total += inside
+    return total
 
 
 def _apart(kernel: Kernel, chip: Gpu | Host, programs: int) -> Plan | None:
@@ -291,9 +317,10 @@ def _of_steps(kernel: Kernel, chip: Gpu | Host) -> Plan:
     unordered = _in_any_order(kernel, info, chip, programs)
     if unordered is not None or best is not None:
         return unordered or best or Plan()
-    serial = serial or asked
-    if serial is not None and _is_wasteful(kernel, chip, programs):
-        return Plan(serial=serial)
+    if (serial := serial or asked) is not None:
+        waits = _is_in_turn(kernel, chip, programs)
+        if waits or _is_wasteful(kernel, chip, programs):
+            return Plan(serial=serial)
     return Plan()
 
 

@@ -12,15 +12,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import (
-    Block,
-    BlockDim,
-    Kernel,
-    Op,
-    Value,
-    walk,
-)
-from pallasite.ir.rewrite import dead_code, inline
+from pallasite.ir.nodes import Access, Block, BlockDim, Kernel, Op, Value, walk
+from pallasite.ir.rewrite import dead_code, inline, producers_of
 from pallasite.ir.roles import Shown
 from pallasite.ir.types import INDEX
 from pallasite.ops.neutral import neutral
@@ -32,14 +25,23 @@ from pallasite.passes.analysis.loop_dims import (
     Place,
     loop_dims,
 )
+from pallasite.passes.analysis.past_ends import PastEnd
 from pallasite.passes.lower.place_windows import number_facts, unclamped
-from pallasite.passes.normal.resized_code import CannotReblock, Joined, Part, Resized
+from pallasite.passes.normal.resized_code import (
+    CannotReblock,
+    Joined,
+    Part,
+    Resized,
+    merged_quotient,
+)
 from pallasite.passes.schedule.widen_steps import (
     RunningSteps,
     Wider,
     dims_of_steps,
     walked,
 )
+
+Quotient = Callable[[Op, int], Sequence[Op]]  # of a division, and its new divisor
 
 NO_AXIS = "no parallel axis numbers its blocks"
 
@@ -119,18 +121,69 @@ def padded(kernel: Kernel, place: Place, size: int) -> Kernel:
         raise CannotReblock(dim.besides or "parts of it are loaded, or it is merged")
     if any(each.n != dim.size for each in moved):
         raise CannotReblock("a block does not have all of an array's dimension")
-    numbers = {each.number: each for each in moved}
+    return _with_size(found, dim, _Padded(dim, size))
+
+
+def trimmed(kernel: Kernel, place: Place) -> Kernel:
+    """The same with blocks of no more elements than their arrays have.
+
+    For a dimension of which each window has one block. Each position is computed from
+    the same position of everything else; what reductions find past the array, and what
+    is stored elsewhere from there, must be known to change nothing.
+
+    Raises:
+        CannotReblock: it may change something, or the dimension is used in another way.
+    """
+    found, dim = in_pipeline(kernel, place)
+    sizes = {each.n for each in _moved(found, dim)}
+    is_plain = dim.most_per == 1 and not (dim.is_twice or dim.is_merged or dim.spans)
+    if dim.besides is not None or not is_plain or dim.products:
+        raise CannotReblock(dim.besides or "it is contracted, or not plain")
+    if len(sizes) > 1 or max(sizes) >= dim.size:
+        raise CannotReblock("no block has more elements than all arrays have")
+    body = found.pipeline.body
+    past = PastEnd(dim, max(sizes), {v: op for op in walk(body) for v in op.results})
+    if any(past.bound(op) is None for op in dim.reduces):
+        raise CannotReblock("what is past the end may change a reduction")
+    for op in walk(body):
+        if op.name in ("store", "atomic_rmw", "atomic_cas"):
+            access = Access.of(op)
+            moves = access.value in dim.members or op.name != "store"
+            if moves and access.ref not in dim.members and not past.is_off(access.mask):
+                raise CannotReblock("what is past the end may be stored elsewhere")
+    return _with_size(found, dim, _Trimmed(dim, past))
+
+
+class _Trimmed(Resized):
+    """Code of blocks without what is past the end of their arrays."""
+
+    def __init__(self, dim: LoopDim, past: PastEnd):
+        super().__init__(dim, past.end)
+        self.past = past
+
+    def op(self, b: Builder, op: Op) -> None:
+        super().op(b, op)
+        bound = self.past.bound(op) if op in self.dim.reduces else None
+        if bound is not None and not self.past.is_neutral(op):
+            new = self.new.get(op.result, op.result)
+            kind = op.attrs["kind"]
+            self.new[op.result] = b.op(kind, new, b.like(bound, new))
+
+
+def _with_size(found: LoopDims, dim: LoopDim, code: Resized) -> Kernel:
+    """The kernel with blocks of another size that have all of the dimension."""
+    numbers = {each.number: each for each in _moved(found, dim)}
 
     def pipeline(scratch: Mapping[Value, Value]) -> Op:
-        old, code = found.pipeline, _Padded(dim, size)
+        old = found.pipeline
         code.new |= scratch
         windows = tuple(
-            replace(w, dims=numbers[n].resized(size)) if n in numbers else w
+            replace(w, dims=numbers[n].resized(code.size)) if n in numbers else w
             for n, w in enumerate(old.windows)
         )
         return old.with_(windows=windows, body=code.block(old.body)).to_op()
 
-    return _rebuilt(found, dim, size, pipeline)
+    return _rebuilt(found, dim, code.size, pipeline)
 
 
 class _Padded(Resized):
@@ -442,7 +495,7 @@ class _Grow:
         others = list(shown.index_map.yields)
         if each is not None:
             del others[each.position]
-        if _depends(shown.index_map, others, index):
+        if _depends(self._with_quotients(shown.index_map), others, index):
             raise CannotReblock(f"{name} moves along the same axis in another way")
         if each is None:
             return
@@ -465,7 +518,7 @@ class _Grow:
             replace(w, dims=self.moved[n].resized(self.size)) if n in self.moved else w
             for n, w in enumerate(pipeline.windows)
         ]
-        maps = list(pipeline.maps)
+        maps = [self._with_quotients(m, self._quotient) for m in pipeline.maps]
         for number, each in self.moved.items():
             old = maps[number]
             yields = list(old.yields)
@@ -479,6 +532,25 @@ class _Grow:
             maps=tuple(maps),
             body=grown.block(pipeline.body),
         ).to_op()
+
+    def _with_quotients(self, index_map: Block, make: Quotient | None = None) -> Block:
+        """A map with what is the same for all that are merged: computed by `make` from
+        the new index, or by nothing."""
+        index, ops = index_map.params[self.axis], list[Op]()
+        made = producers_of(index_map)
+        for op in index_map.ops:
+            of = merged_quotient(made, op, index, self.factor)
+            if of is None:
+                ops.append(op)
+            elif make is not None:
+                ops += make(op, of)
+        return replace(index_map, ops=tuple(ops))
+
+    @staticmethod
+    def _quotient(op: Op, divisor: int) -> Sequence[Op]:
+        b = Builder(op.loc)
+        number = b.index(divisor)
+        return (*b.ops, op.with_(operands=(op.operands[0], number)))
 
     def code(self) -> Joined:
         index = self.found.pipeline.ids[self.axis]

@@ -33,12 +33,7 @@ from pallasite.ir.rewrite import Rewriter, clone, is_pure, map_ops, producers_of
 from pallasite.ir.roles import Loop, Pipeline
 from pallasite.ir.types import INDEX, RefType
 from pallasite.passes.analysis.grid import find_pipeline
-from pallasite.passes.lower.per_program import (
-    Program,
-    kernel_of,
-    main_refs,
-    program_of,
-)
+from pallasite.passes.lower.per_program import Program, kernel_of, main_refs, program_of
 from pallasite.passes.lower.phases import apart
 from pallasite.passes.normal.normalize import normalize
 from pallasite.passes.normal.whole_loops import LARGEST, whole_loops

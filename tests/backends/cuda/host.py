@@ -73,6 +73,7 @@ OWN = {
     **dict.fromkeys(blackwell.TENSORS, ""),
     "operand": hopper.BARRIERS["operand"],
     "tensor_operand": blackwell.TENSORS["tensor_operand"],
+    "tensor_rows": blackwell.TENSORS["tensor_rows"],
     # All of it must be there.
     "prefetch": "DEVICE void prefetch(const void* from, u32 bytes) {\n"
     "  const volatile char* p = (const volatile char*)from;\n"
@@ -81,7 +82,7 @@ OWN = {
 ALIGNMENT = 16  # bytes, of the widest access
 PATTERN = 0x7F
 KINDS = {"bf16": 0, "f16": 1, "f32": 2, "i8": 3}
-TENSOR_KINDS = ("f16", "tf32", "f8f6f4", "i8")
+TENSOR_KINDS = ("f16", "tf32", "f8f6f4", "i8", blackwell.SCALED)
 CALL = """
 {text}
 void call_kernel(void** arguments) {{ {call}; }}
@@ -193,6 +194,9 @@ class Code:
         count = len(kernel.params) + len(self.launched.scratch)
         if self.launched.semaphores:  # of all blocks, which run at the same time
             self.in_cluster, count = self.launched.programs, count + 2
+        if self.launched.devices > 1:
+            self.in_cluster = self.launched.programs
+            count = 1 + len(self.launched.scratch)
         path = _library(text, self.launched.name, count, folder, optimise)
         self.library = ctypes.CDLL(str(path))
         self.library.run.restype = ctypes.c_char_p
@@ -209,7 +213,43 @@ class Code:
         timing: str = "late products",
     ) -> list[np.ndarray]:
         """The results; blocks run in the order that `seed` gives."""
-        memory, kernel, launched = memory or Memory(), self.kernel, self.launched
+        memory, launched = memory or Memory(), self.launched
+        inputs, results = self._placed(operands, memory)
+        scratch = [
+            memory.place(np.full(n, PATTERN, np.uint8)) for n in launched.scratch
+        ]
+        words = [np.zeros(n, np.int32) for n in [launched.semaphores] if n]
+        self._run([*inputs, *words, *results, *scratch, *words], seed, timing)
+        found = [np.array(r) for r in results[: self.results]]
+        if isinstance(memory, Fenced):
+            memory.check()
+            memory.release()
+        return found
+
+    def on_devices(
+        self, *given: Sequence[Any], seed: int = 0, timing: str = "late products"
+    ) -> list[list[np.ndarray]]:
+        """The results of each device: all of them are peers in one launch."""
+        memory, launched = Memory(), self.launched
+        assert len(given) == launched.devices
+        table, results, kept = [0], list[list[np.ndarray]](), list[Any]()
+        for operands in given:
+            inputs, made = self._placed(operands, memory)
+            words = np.zeros(max(launched.semaphores, 1), np.int32)
+            kept += [*inputs, *made, words]
+            table += [a.ctypes.data for a in (*inputs, *made, words)]
+            results.append(made)
+        scratch = [
+            memory.place(np.full(n, PATTERN, np.uint8)) for n in launched.scratch
+        ]
+        self._run([np.array(table, np.uint64), *scratch], seed, timing)
+        return [[np.array(r) for r in made[: self.results]] for made in results]
+
+    def _placed(
+        self, operands: Sequence[Any], memory: Memory
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Operands and results in memory, for one device."""
+        kernel = self.kernel
         inputs = [memory.place(x) for x in self._in_forms(operands)]
         aliased = {target: inputs[source] for source, target in kernel.aliases}
         results = [
@@ -218,11 +258,10 @@ class Code:
             else memory.place(np.full(p.ref.shape, 77).astype(p.ref.dtype.np))
             for n, p in enumerate(kernel.outputs)
         ]
-        scratch = [
-            memory.place(np.full(n, PATTERN, np.uint8)) for n in launched.scratch
-        ]
-        words = [np.zeros(n, np.int32) for n in [launched.semaphores] if n]
-        arrays = [*inputs, *words, *results, *scratch, *words]
+        return inputs, results
+
+    def _run(self, arrays: Sequence[np.ndarray], seed: int, timing: str) -> None:
+        launched = self.launched
         pointers = (ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays))
         rng = np.random.default_rng(seed)
         clusters = launched.programs // self.in_cluster
@@ -233,11 +272,6 @@ class Code:
             *(TIMINGS | LATE_WARPGROUPS)[timing],
         )  # fmt: skip
         assert wrong is None, f"{timing}: {wrong.decode()}"
-        found = [np.array(r) for r in results[: self.results]]
-        if isinstance(memory, Fenced):
-            memory.check()
-            memory.release()
-        return found
 
     def _in_forms(self, operands: Sequence[Any]) -> list[Any]:
         """The operands as the call takes them."""
@@ -251,6 +285,9 @@ class Code:
 def _library(text: str, name: str, count: int, folder: Path, optimise: str) -> Path:
     for own, body in OWN.items():
         text = text.replace(functions.FUNCTIONS[own], body)
+        if own in hopper.SEMAPHORES:  # in the order that all devices see
+            seen = functions.FUNCTIONS[own].replace(".gpu.", ".sys.")
+            text = text.replace(seen, body)
     text = re.sub(
         r"DEVICE void product_(\w+)\(.*?\n}\n", _own_product, text, flags=re.S
     )
@@ -332,7 +369,10 @@ def _own_tensor(found: re.Match[str]) -> str:
         is_tensor = where == "tensor"
         params = f"u32 d, {'u32' if is_tensor else 'u64'} a, u64 b, u32 how, int more"
         numbers = f"{TENSOR_KINDS.index(kind)}, {group}, {str(is_tensor).lower()}"
-        call = f"host::tensor_multiply({numbers}, d, a + A, b + B, how, more)"
+        by = ""
+        if kind == blackwell.SCALED:
+            params, by = f"{params}, u32 by_a, u32 by_b", ", by_a, by_b"
+        call = f"host::tensor_multiply({numbers}, d, a + A, b + B, how, more{by})"
         name = f"tensor_{found[1]}_{rest}"
         return f"template <int A, int B> void {name}({params}) {{ {call}; }}\n"
     call = f"host::tensor_{how}({args})"

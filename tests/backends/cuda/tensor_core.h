@@ -7,6 +7,7 @@
 // a commit or by fences on both sides of a synchronisation of threads. So warps and the
 // tensor core have clocks: an access that others did not tell a warp about is a race,
 // whatever the numbers are.
+constexpr int SCALED = 4, COPY = 5;  // kinds of work
 constexpr int COLUMNS = 512, LANES = 128, QUARTERS = 4;
 typedef std::vector<int> Clock;  // accesses of each warp, and of each tensor core
 static void join(Clock& to, const Clock& from) {
@@ -25,10 +26,11 @@ struct Knowledge {
 struct Cell { int writer = -1, when = 0; Clock readers; };  // of 32 lanes of a column
 struct Work {
   bool is_commit;
-  int kind, group;
+  int kind, group;  // of matmuls; kind COPY: of scales, from `a` to `d`
   bool in_tensor_memory, more;
   u32 d, how, barrier, to;
   u64 a, b;
+  u32 by_a, by_b;  // scales
   int number;   // of matmuls up to it
   Clock knows;  // of a commit: what its thread knew
 };
@@ -140,8 +142,29 @@ static const char* tensor_element(const Block& there, u64 o, int row, int k, boo
   check_inside(swizzled(place, by), bytes);
   return there.engine + swizzled(place, by);
 }
-struct Told { int rows, columns, sums, left, right; bool turned_left, turned_right; };
+struct Told {
+  int rows, columns, sums, left, right;
+  bool turned_left, turned_right;
+  int scale_left, scale_right;  // which of the four in a word
+};
+// With scales: which of them, in place of the type of sums, and their type.
+static Told decoded_scaled(const Work& w) {
+  const u32 h = w.how;
+  check((h & 0xf) == 0 && (h >> 6 & 1) == 0 && (h >> 13 & 3) == 0 && (h >> 24 & 7) == 0 &&
+            h >> 31 == 0,
+        "bits of an instruction");
+  check(h >> 23 & 1, "a type of scales");
+  Told t = {(int)(h >> 27 & 3) * 128, (int)(h >> 17 & 63) * 8, 1, (int)(h >> 7 & 7),
+            (int)(h >> 10 & 7), (bool)(h >> 15 & 1), (bool)(h >> 16 & 1),
+            (int)(h >> 29 & 3), (int)(h >> 4 & 3)};
+  check(t.left <= 1 && t.right <= 1, "a type of operands");
+  check(t.rows == LANES * w.group, "rows of an instruction");
+  check(t.columns % (16 * w.group) == 0 && t.columns > 0 && t.columns <= 256,
+        "columns of an instruction");
+  return t;
+}
 static Told decoded(const Work& w) {
+  if (w.kind == SCALED) return decoded_scaled(w);
   const u32 h = w.how;
   check((h & 0xf) == 0 && (h >> 13 & 3) == 0 && h >> 29 == 0, "bits of an instruction");
   Told t = {(int)(h >> 24 & 31) * 16, (int)(h >> 17 & 63) * 8, (int)(h >> 4 & 3),
@@ -158,6 +181,26 @@ static Told decoded(const Work& w) {
         "an operand that is not contiguous along k");
   return t;
 }
+// Powers of two of rows, 32 of which are in the lanes of a column; each warp has all.
+static float scale(const TensorMemory& t, u32 at, int row, int which) {
+  const int column = (at & 0xffff) + row / 32;
+  const u32 word = t.words[row % 32][column];
+  for (int part = 1; part < QUARTERS; ++part)
+    check(t.words[part * 32 + row % 32][column] == word, "scales that a warp does not have");
+  const int byte = word >> 8 * which & 255;
+  return byte == 255 ? NAN : ldexpf(1, byte - 127);
+}
+static void copy_scales(int block, const Work& w) {
+  const unsigned base = (w.a & 0x3fff) << 4, step = (w.a >> 32 & 0x3fff) << 4;
+  check((w.a >> 46 & 7) == 1 && w.a >> 49 == 0, "a descriptor with a swizzle or mode");
+  TensorMemory& t = tensor_memory(block);
+  for (int row = 0; row < 32; ++row) {
+    const unsigned from = base + row / 8 * step + row % 8 * 16;
+    check_inside(from, 16);
+    for (int part = 0; part < QUARTERS; ++part)
+      memcpy(&t.words[part * 32 + row][w.d & 0xffff], blocks[block]->engine + from, 16);
+  }
+}
 static void multiply(int block, const Work& w) {
   const Told t = decoded(w);
   const int bytes = w.kind == 0 ? 2 : w.kind == 1 ? 4 : 1, depth = 32 / bytes;
@@ -168,6 +211,10 @@ static void multiply(int block, const Work& w) {
       right[n * depth + k] = tensor_number(
           tensor_element(*blocks[who], w.b, n % each, k, t.turned_right, bytes), w.kind,
           t.right);
+    if (w.kind == SCALED) {
+      const float by = scale(tensor_memory(block), w.by_b, n, t.scale_right);
+      for (int k = 0; k < depth; ++k) right[n * depth + k] *= by;
+    }
   }
   for (int part = 0; part < w.group; ++part) {
     TensorMemory& memory = tensor_memory(block + part);
@@ -180,6 +227,7 @@ static void multiply(int block, const Work& w) {
                 ? (const char*)&memory.words[row][w.a & 0xffff] + k * bytes
                 : tensor_element(*blocks[block + part], w.a, row, k, t.turned_left, bytes);
         left[k] = tensor_number(p, w.kind, t.left);
+        if (w.kind == SCALED) left[k] *= scale(memory, w.by_a, row, t.scale_left);
       }
       for (int n = 0; n < t.columns; ++n) {
         u32& to = memory.words[row][(w.d & 0xffff) + n];
@@ -206,7 +254,8 @@ static void do_commit(int block, const Work& w) {
   }
 }
 static void run_work(int block, const Work& w) {
-  w.is_commit ? do_commit(block, w) : multiply(block, w);
+  w.is_commit ? do_commit(block, w) : w.kind == COPY ? copy_scales(block, w)
+                                                     : multiply(block, w);
 }
 static void issue(Work w) {
   const int block = block_of(current);
@@ -272,8 +321,8 @@ void tensor_free(int group, int columns, u32 at) {
   t.allocated = 0;
 }
 void tensor_multiply(int kind, int group, bool in_tensor_memory, u32 d, u64 a, u64 b,
-                     u32 how, bool more) {
-  const Work w = {false, kind, group, in_tensor_memory, more, d, how, 0, 0, a, b, 0, {}};
+                     u32 how, bool more, u32 by_a, u32 by_b) {
+  const Work w = {false, kind, group, in_tensor_memory, more, d, how, 0, 0, a, b, by_a, by_b, 0, {}};
   const Told told = decoded(w);
   const int block = block_of(current), core = core_of(block);
   Clock& knows = knowledge[this_warp()].acquired;
@@ -285,14 +334,27 @@ void tensor_multiply(int kind, int group, bool in_tensor_memory, u32 d, u64 a, u
     for (int quarter = 0; quarter < QUARTERS; ++quarter) {
       if (in_tensor_memory)
         touch(t, a & 0xffff, 8, quarter, core, when, knows, false);
+      if (kind == SCALED) {
+        touch(t, by_a & 0xffff, LANES / 32, quarter, core, when, knows, false);
+        touch(t, by_b & 0xffff, (told.columns + 31) / 32, quarter, core, when, knows, false);
+      }
       touch(t, d & 0xffff, told.columns, quarter, core, when, knows, true);
     }
   }
   issue(w);
 }
+void tensor_copy(u32 to, u64 from) {
+  TensorMemory& t = tensor_memory();
+  check_columns(t, to, 4);
+  const int core = core_of(block_of(current));
+  Clock& knows = knowledge[this_warp()].acquired;
+  for (int quarter = 0; quarter < QUARTERS; ++quarter)
+    touch(t, to & 0xffff, 4, quarter, core, t.products + 1, knows, true);
+  issue({false, COPY, 1, false, false, to, 0, 0, 0, from, 0, 0, 0, 0, {}});
+}
 void tensor_commit(u32 barrier, u32 to) {
-  Work w = {true, 0, 1, false, false, 0, 0, barrier & ((1 << BLOCK_SHIFT) - 1), to, 0, 0, 0,
-            knowledge[this_warp()].acquired};
+  Work w = {true, 0, 1, false, false, 0, 0, barrier & ((1 << BLOCK_SHIFT) - 1), to, 0, 0,
+            0, 0, 0, knowledge[this_warp()].acquired};
   issue(w);
 }
 static int check_lanes(u32 at) {

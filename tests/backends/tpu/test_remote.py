@@ -13,9 +13,9 @@ import pallasite as pl
 from pallasite import config, kernels
 from pallasite import tpu as pltpu
 from pallasite.backends.base import Compiled, get
-from pallasite.backends.tpu.device_numbers import ask_for_device_numbers
 from pallasite.errors import SpecError
 from pallasite.interpret.checked import run_devices
+from pallasite.passes.lower.device_numbers import ask_for_device_numbers
 from pallasite.runtime.aot import Job, compile_all
 from pallasite.sites import calls_in
 from tests.remote import collectives

@@ -12,9 +12,9 @@ from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.normal.normalize import normal_text
 from pallasite.passes.normal.rows_in_place import rows_in_place
 from pallasite.passes.run import run
+from tests.passes.normal_text import normal_text
 
 F32 = jnp.float32
 

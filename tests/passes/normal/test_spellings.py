@@ -9,12 +9,12 @@ import pytest
 from pallasite.autodiff.backward import keeping_plan
 from pallasite.backends.base import Compiled, Options, get
 from pallasite.ir.nodes import Kernel, walk
-from pallasite.passes.normal.normalize import normal_text
 from pallasite.passes.run import run
 from pallasite.sites import kernels_in
 from pallasite.target import GPUS, Machine
 from tests.passes.normal.spellings import MATMULS, STYLES, attention, batched_matmul
 from tests.passes.normal.test_same_meaning import inputs, results
+from tests.passes.normal_text import normal_text
 
 # Those that become the same text, by the first of each group.
 SAME = {

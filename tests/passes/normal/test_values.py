@@ -14,13 +14,13 @@ from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.counted_loops import counted_loops
 from pallasite.passes.normal.known_clamps import known_clamps
 from pallasite.passes.normal.masks import masks
-from pallasite.passes.normal.normalize import nameless
 from pallasite.passes.normal.order import order
 from pallasite.passes.normal.positions import positions
 from pallasite.passes.normal.products import products
 from pallasite.passes.normal.replicated import replicated
 from pallasite.passes.normal.unit_dims import unit_dims
 from tests.passes.normal.test_same_meaning import inputs, results
+from tests.passes.normal_text import nameless
 
 
 def kernel(body: str, *refs: str) -> Kernel:

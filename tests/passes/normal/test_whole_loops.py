@@ -8,10 +8,11 @@ from jax import lax
 
 import pallasite as pl
 from pallasite.ir.nodes import Kernel, walk
-from pallasite.passes.normal.normalize import normal_text, normalize
+from pallasite.passes.normal.normalize import normalize
 from pallasite.passes.normal.whole_loops import whole_loops
 from pallasite.sites import kernels_in
 from tests.passes.normal.meaning import assert_same_meaning, operands, outputs
+from tests.passes.normal_text import normal_text
 
 F32 = jnp.float32
 ROWS, WIDTH, PART = 4, 96, 16

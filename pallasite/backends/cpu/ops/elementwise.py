@@ -17,6 +17,10 @@ from pallasite.ir.nodes import Op, Value
 
 
 def emit_elementwise(e: Emitter, op: Op) -> None:
+    known = e.known.tile(e.f.module, op)
+    if known is not None:
+        e.define(op.result, known)
+        return
     result = op.result.tile
     dtypes = tuple(v.tile.dtype for v in op.operands)
     shape, sources = _before_reshapes(e, op)

@@ -2,17 +2,23 @@
 
 `lax.axis_index` of a device mesh is an operand of the call. A TPU's core knows its
 device's number; an operand would have to be copied to scalar memory before the kernel
-can address a neighbour. The number is the one that copies and signals use, so this is
+can address a neighbour. A GPU's kernel that has the addresses of other devices has its
+device's number with them. The number is the one that copies and signals use, so this is
 for kernels that have some: others take the operand.
 
 Kernel in, Kernel out.
 """
 
-from pallasite.backends.tpu.remote import talks_to_devices
-from pallasite.ir.nodes import Kernel, Op, Value
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, map_ops
 
-MESH_AXIS = "tpu.mesh_axis"  # of a load of `lax.axis_index`: see its import
+MESH_AXIS = "devices.mesh_axis"  # of a load of `lax.axis_index`: see its import
+REMOTE = ("remote_copy_start", "sem_signal_device", "barrier_semaphore", "peer_device")
+
+
+def talks_to_devices(block: Block) -> bool:
+    """Whether all devices have to run the code at the same time."""
+    return any(op.name in REMOTE for op in walk(block))
 
 
 def ask_for_device_numbers(kernel: Kernel) -> Kernel:
