@@ -188,7 +188,7 @@ def test_rows_of_a_program_are_fewer_where_many_tiles_are_live():
         (found,) = calls_in(call, x)
         made = for_gpu(run(found.kernel), GPUS["h200"])
         verify(made)
-        (blocks,) = {w.shape[0] for op in walk(made.body) for w in windows(op)}
+        (blocks,) = {w.dims[0].size for op in walk(made.body) for w in windows(op)}
         return blocks
 
     windows = lambda op: op.attrs["windows"] if op.name == "pipeline" else ()

@@ -30,6 +30,7 @@ from pallasite.backends.triton.integer_dots import integer_dots
 from pallasite.backends.triton.launch import STAGES, WARPS, schedule_launch
 from pallasite.backends.triton.prints import WORDS, reader, sites_of
 from pallasite.backends.triton.reload_operands import reload_operands
+from pallasite.backends.triton.reshaped_loads import reshaped_loads
 from pallasite.backends.triton.schedule import check_types, is_native
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.lower.filled_slots import filled_slots
@@ -92,6 +93,7 @@ PASSES = (
     Pass("fold_exp2", fold_exp2),
     Pass("sink_loads", sink_loads),
     Pass("fill_in_parts", fill_in_parts),
+    Pass("reshaped_loads", reshaped_loads),
     Pass("early_loads", early_loads),
 )
 

@@ -173,15 +173,15 @@ def _cut_for_traffic(
     while any(dim.size > least for dim in lines):
         sizes = cut(blocks, ((lines, least), (rows, 1)))
         if largest(blocks, sizes) <= most:
-            found.append((_moved(blocks, sizes), sizes))
+            found.append((moved(blocks, sizes), sizes))
         least *= 2
     fewest = min((moved for moved, _ in found), default=inf)
-    if GAIN_OF_PARTS * fewest < _moved(blocks, best):
+    if GAIN_OF_PARTS * fewest < moved(blocks, best):
         best = [sizes for moved, sizes in found if moved <= LONGER_PARTS * fewest][-1]
     return best
 
 
-def _moved(blocks: Blocks, sizes: Sizes) -> float:
+def moved(blocks: Blocks, sizes: Sizes) -> float:
     """Bytes that all programs load and store."""
     accesses = [op for op in walk(blocks.body) if op.name in ("load", "store")]
     tiles = [op.result if op.results else op.operands[1] for op in accesses]
