@@ -5,9 +5,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallasite.emulation.step_order import ordered
@@ -79,23 +81,9 @@ class Reaching:
         low, high = low.min(self.own).ravel(), high.max(self.own).ravel()
         count, size = self.rows
         start = jnp.arange(0, count, size, dtype=jnp.int32)
-        firsts = first_above(high, start)
-        limits = len(low) - first_above(-low[::-1], -(start + size))
-        return {self.firsts: firsts, self.limits: limits}
-
-
-def first_above(values: Any, bounds: Any) -> Any:
-    """The place of the first value above each bound; their number, if none is.
-
-    By the maxima of rows of values: a prefix maximum is dozens of kernels on a GPU.
-    """
-    count = len(values)
-    width = 1 << ((count - 1).bit_length() + 1) // 2
-    least = jnp.iinfo(values.dtype).min
-    rows = jnp.pad(values, (0, -count % width), constant_values=least)
-    rows = rows.reshape(-1, width)
-    above = rows.max(1) > bounds[:, None]
-    row = jnp.argmax(above, axis=1)
-    column = jnp.argmax(rows[row] > bounds[:, None], axis=1)
-    place = jnp.where(above.any(1), row * width + column, count)
-    return place.astype(jnp.int32)
+        # No step before one reaches further than the maximum up to it.
+        most, least = jax.lax.cummax(high), jax.lax.cummin(low, reverse=True)
+        place = partial(jnp.searchsorted, side="right", method="scan_unrolled")
+        firsts, limits = place(most, start), place(least, start + (size - 1))
+        found = {self.firsts: firsts, self.limits: limits}
+        return {ref: x.astype(jnp.int32) for ref, x in found.items()}

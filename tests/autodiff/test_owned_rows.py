@@ -13,7 +13,6 @@ from pallasite import config
 from pallasite import tpu as pltpu
 from pallasite.autodiff import backward, backward_kernels, owned_rows
 from pallasite.autodiff.explain_grad import chosen_plan, full_plan
-from pallasite.autodiff.step_order import first_above
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.run import run as shared_passes
@@ -163,19 +162,3 @@ def test_triton_runs_it(name: str):
         known |= dict(zip(step.results, found, strict=True))
     for n, theirs in zip((1, 2), want, strict=True):
         np.testing.assert_allclose(known[made.targets[n]], theirs, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("count", [1, 2, 17, 300])
-def test_the_first_value_above_a_bound(count: int):
-    rng = np.random.default_rng(count)
-    values = rng.integers(-20, 20, count).astype(np.int32)
-    bounds = np.arange(-25, 25, dtype=np.int32)
-    want = [next((n for n, v in enumerate(values) if v > b), count) for b in bounds]
-    np.testing.assert_array_equal(first_above(jnp.asarray(values), bounds), want)
-
-
-def test_steps_are_found_without_prefixes():
-    """Of XLA's operations: prefix maxima are dozens of kernels on a GPU."""
-    x = jax.ShapeDtypeStruct((8192,), jnp.int32)
-    text = jax.jit(lambda x: first_above(x, x)).lower(x).as_text()
-    assert "reduce_window" not in text and "while" not in text

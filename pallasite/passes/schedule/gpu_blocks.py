@@ -21,11 +21,11 @@ from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.normal.unit_dims import unit_dims
-from pallasite.passes.optimise.product_range import asks_elements
 from pallasite.passes.schedule.choose_blocks import (
     Blocks,
     Sizes,
     adds_in_one_order,
+    asks_elements,
     blocks_of,
     divisible,
     is_last,
