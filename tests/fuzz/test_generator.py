@@ -26,7 +26,7 @@ NOT_GENERATED |= {"remote_copy_start", "sem_signal_device", "barrier_semaphore"}
 NOT_GENERATED |= {"barrier_test", "load_wait", "async_store"}
 NOT_GENERATED |= {"peer_block", "peer_device", "sem_reach"}
 NOT_GENERATED |= {"indexed_copy_start", "indexed_copy_wait", "device_number"}
-NOT_GENERATED |= {"dot_add", "dot_store", "exchange"}  # made of other ops
+NOT_GENERATED |= {"dot_add", "dot_store", "exchange", "scaled"}  # made of other ops
 NOT_GENERATED |= {"matrix_unit"}  # needs scratch that stands for the unit
 NOT_GENERATED |= {"inline_asm", "inline_cuda"}  # mean something on a GPU only
 

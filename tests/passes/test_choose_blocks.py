@@ -21,6 +21,7 @@ from pallasite.passes.run import run
 from pallasite.passes.schedule import tpu_blocks
 from pallasite.passes.schedule.choose_blocks import blocks_of, for_threads
 from pallasite.passes.schedule.gpu_blocks import for_gpu
+from pallasite.passes.schedule.gpu_tiles import largest_tile
 from pallasite.passes.schedule.tpu_blocks import for_tpu
 from pallasite.sites import calls_in
 from pallasite.target import GPUS, TPUS, Memory
@@ -147,6 +148,28 @@ def test_whole_kernels_mean_the_same(chip: str, monkeypatch):
     assert changed > 5
 
 
+@pytest.mark.parametrize("axis, rows", [(1, 32), (0, 128)])
+def test_tiles_of_pairs_are_smaller_than_blocks(axis: int, rows: int):
+    """Each of a block is compared with each of another: 16,384 elements of four rows.
+    What the threads of a warp share stays whole: here the columns."""
+
+    def kernel(x_ref, y_ref, o_ref):
+        x, y = x_ref[...], y_ref[...]
+        gaps = sum(jnp.abs(x[n][:, None] - y[n][None, :]) for n in range(4))
+        o_ref[...] = gaps.min(axis=axis)
+
+    own = pl.BlockSpec((4, 128), lambda i: (0, i))
+    first = pl.BlockSpec((4, 128), lambda i: (0, 0))
+    specs = [own, first] if axis == 1 else [first, own]
+    x, out = Shape((4, 4096), "float32"), Shape((4096,), "float32")
+    result = pl.BlockSpec((128,), lambda i: (i,))
+    call = pl.pallas_call(kernel, out, grid=(32,), in_specs=specs, out_specs=result)
+    (found,) = calls_in(call, x, x)
+    made = for_gpu(run(found.kernel), GPUS["h200"])
+    verify(made)
+    assert largest_tile(made) == rows * 128
+
+
 def test_rows_of_a_program_are_fewer_where_many_tiles_are_live():
     """Eight scans are needed until the last of them; a sum of them is not."""
 
@@ -165,7 +188,7 @@ def test_rows_of_a_program_are_fewer_where_many_tiles_are_live():
         (found,) = calls_in(call, x)
         made = for_gpu(run(found.kernel), GPUS["h200"])
         verify(made)
-        (blocks,) = {w.shape[0] for op in walk(made.body) for w in windows(op)}
+        (blocks,) = {w.dims[0].size for op in walk(made.body) for w in windows(op)}
         return blocks
 
     windows = lambda op: op.attrs["windows"] if op.name == "pipeline" else ()

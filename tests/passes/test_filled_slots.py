@@ -91,7 +91,7 @@ def test_parts_are_loaded_where_they_lie(parts, slots, ahead, dtype):
         {"filled": lambda c: (c * c) % 6},  # the first ones differ
         {"slots": 4, "ahead": 2, "read": lambda c: c + 3},  # read before it is filled
     ],
-    ids=str,
+    ids=["ahead", "is_filled", "early", "filled", "read"],
 )
 def test_what_is_read_is_not_what_was_copied(other):
     kernel = summed(**other)

@@ -98,6 +98,39 @@ def test_what_is_not_the_same_for_each_row_stays(kernel, axis, why):
         join_rows(rows_of_images(kernel=kernel), axis, 2)
 
 
+@pytest.mark.parametrize("factor", [2, 4])
+def test_each_step_names_its_elements_differently(factor):
+    """Reshapes and transposes; rows of the result are apart in memory."""
+
+    def kernel(x_ref, w_ref, o_ref):
+        x = x_ref[...].reshape(3, 5, 2).transpose(1, 0, 2).reshape(5, 6)
+        o_ref[...] = dot(x, w_ref[...]).T.reshape(7, 5).T
+
+    call = pl.pallas_call(
+        kernel,
+        Shape((4, 2, 5, 7), F32),
+        grid=(4, 2),
+        in_specs=[
+            pl.BlockSpec((None, 3, 10), lambda i, j: (i, j, 0)),
+            pl.BlockSpec((6, 7), lambda i, j: (0, 0)),
+        ],
+        out_specs=pl.BlockSpec((None, None, 5, 7), lambda i, j: (i, j, 0, 0)),
+    )
+    (found,) = calls_in(call, Shape((4, 6, 10), F32), Shape((6, 7), F32))
+    before = run(found.kernel)
+    with pytest.raises(CannotReblock, match="apart in memory"):
+        join_rows(before, 0, factor)
+    after = join_rows(before, 0, factor, apart=True)
+    verify(after)
+    assert (
+        f"grid=({4 // factor}, 2)" in after.text and f"[{5 * factor},6]" in after.text
+    )
+    random = np.random.default_rng(3)
+    arrays = [random.integers(-5, 5, p.ref.shape).astype("f4") for p in before.inputs]
+    for want, got in zip(outputs(before, arrays), outputs(after, arrays), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def rows_around(kernel=None, padding=(1, 1), first=0):
     """A program makes a row from three rows around it, of which some are beyond."""
     height, side, width = 6, 4, 8

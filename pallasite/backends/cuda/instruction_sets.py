@@ -99,7 +99,7 @@ BLACKWELL = InstructionSet(
     "sm_100", "sm_100a", "tensor_mma", 128, 16, 16, (*_FLOATS, "i8", "f32"),
     (*_FLOATS, "i8"), _HALVES,
     tensor_columns=512,
-    registers={(1, 1): None, (2, 1): (56, 224), (3, 1): (56, 152)},
+    registers={(1, 1): None, (2, 1): (40, 232), (3, 1): (32, 160)},
     scaled={"f8e4m3fn": ("f8e8m0fnu", 32), "f8e5m2": ("f8e8m0fnu", 32)},
 )  # fmt: skip
 # ptxas has no matmul of integers for these chips.

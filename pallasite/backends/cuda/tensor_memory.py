@@ -468,8 +468,8 @@ class TensorMemory(PeerDevices):
         self.meet_before(op)
         there = f"block_address({self.barriers[barrier]}, "
         there += f"{self.first_peer(op.attrs['axes'])})"
-        for at, number, places in self.boxes(op, self.views[source], target):
-            where = f"maps + {number * MAP_BYTES}, {there}"
+        for at, map_, places in self.boxes(op, self.views[source], target):
+            where = f"{map_}, {there}"
             call = f"copy_for_first_{len(places)}({at}, {where}, {', '.join(places)});"
             self.out.line(self.once + call)
 

@@ -30,6 +30,7 @@ from pallasite.backends.triton.integer_dots import integer_dots
 from pallasite.backends.triton.launch import STAGES, WARPS, schedule_launch
 from pallasite.backends.triton.prints import WORDS, reader, sites_of
 from pallasite.backends.triton.reload_operands import reload_operands
+from pallasite.backends.triton.reshaped_loads import reshaped_loads
 from pallasite.backends.triton.schedule import check_types, is_native
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.lower.filled_slots import filled_slots
@@ -55,7 +56,6 @@ from pallasite.passes.optimise.hoist import hoist
 from pallasite.passes.optimise.known_recurrences import known_recurrences
 from pallasite.passes.optimise.known_scans import known_scans
 from pallasite.passes.optimise.one_hots import one_hot_reads
-from pallasite.passes.optimise.product_range import product_range
 from pallasite.passes.optimise.sink_loads import sink_loads
 from pallasite.passes.optimise.split_accesses import split_accesses
 from pallasite.passes.run import Pass
@@ -88,10 +88,10 @@ PASSES = (
     Pass("canonicalize", canonicalize, if_changed=True),
     Pass("carried_shapes", carried_shapes),
     Pass("guard_range", guard_range),
-    Pass("product_range", product_range),
     Pass("fold_exp2", fold_exp2),
     Pass("sink_loads", sink_loads),
     Pass("fill_in_parts", fill_in_parts),
+    Pass("reshaped_loads", reshaped_loads),
     Pass("early_loads", early_loads),
 )
 

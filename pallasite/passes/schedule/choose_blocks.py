@@ -185,6 +185,15 @@ def loads_less(new: Kernel, old: Kernel) -> bool:
     return loads(old) and not loads(new)
 
 
+def asks_elements(value: Value, made: Mapping[Value, Op]) -> bool:
+    """Whether a number depends on a tile."""
+    op = made.get(value)
+    if op is None or op.name == "load":
+        return False
+    tiles = any(not v.is_ref and v.tile.rank for v in op.operands)
+    return tiles or any(asks_elements(v, made) for v in op.operands if not v.is_ref)
+
+
 def is_loaded(value: Value, made: Mapping[Value, Op]) -> bool:
     """Whether a tile is a load or the transpose of one."""
     op = made.get(value)

@@ -21,11 +21,11 @@ from pallasite.passes.normal.canonicalize import canonicalize
 from pallasite.passes.normal.columns import columns
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.normal.unit_dims import unit_dims
-from pallasite.passes.optimise.product_range import asks_elements
 from pallasite.passes.schedule.choose_blocks import (
     Blocks,
     Sizes,
     adds_in_one_order,
+    asks_elements,
     blocks_of,
     divisible,
     is_last,
@@ -39,6 +39,7 @@ from pallasite.passes.schedule.gpu_tiles import (
     cut,
     is_too_large,
     largest,
+    moved,
     without_products,
 )
 from pallasite.passes.schedule.join_rows import join_rows
@@ -238,7 +239,7 @@ def _joined(products: "_WithProducts") -> "_WithProducts | None":
     """Merged programs, where matmuls have fewer rows than an instruction."""
     blocks, tiles = products.blocks, products.tiles
     rows = max(prod(dot.lhs.sizes(dot.lhs.free)) for dot in blocks.dots)
-    if blocks.endless or rows >= min(SHORT_TILE, tiles.rows):
+    if blocks.endless or rows >= (LEAST_SIDE if tiles.padded else tiles.rows):
         return None
     found = list[_WithProducts]()
     for axis, steps in enumerate(blocks.found.pipeline.grid):
@@ -246,13 +247,20 @@ def _joined(products: "_WithProducts") -> "_WithProducts | None":
             if steps is None or steps % factor:
                 continue
             try:
-                made = blocks.of(join_rows(blocks.kernel, axis, factor))
+                made = join_rows(blocks.kernel, axis, factor, tiles.padded)
             except CannotReblock:
                 break
-            if made is not None:
-                found.append(_WithProducts(made, products.chip, tiles))
-    best = min(found, key=lambda each: each.best(), default=None)
-    return best if best and products.best() > GAIN * best.best() else None
+            joined = blocks.of(canonicalize(made))
+            if joined is not None:
+                found.append(_WithProducts(joined, products.chip, tiles))
+    best = min(found, key=_with_loads, default=None)
+    return best if best and _with_loads(products) > GAIN * _with_loads(best) else None
+
+
+def _with_loads(products: "_WithProducts") -> float:
+    """The least estimated time; in Triton with what all programs load and store."""
+    count = moved(products.blocks, {}) if products.tiles.padded else 0
+    return products.best() + products.machine.reading_cache(count)
 
 
 def _rows_in_loops(blocks: Blocks, least: int = 0) -> Kernel | None:

@@ -32,6 +32,7 @@ LEAST_LINE = 8
 # Of bytes that programs load and store, by which rows in parts are better than whole
 # ones; and how many more may be moved for longer parts.
 GAIN_OF_PARTS, LONGER_PARTS = 1.25, 1.25
+PAIRED, PAIRS = 8, 4096  # times what is loaded; elements of a tile then
 MOST_HELD = 0.3  # of an SM's registers, by the tiles that a program holds at once
 WARP, SCHEDULERS = 32, 4  # of an SM, each of which runs warps of its own
 MOST_CORES = 0.9  # so many are about all
@@ -61,10 +62,27 @@ def without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
                 enough = blocks.programs(new) >= chip.programs_per_core * chip.cores
                 if enough and largest(blocks, new) <= SMALL_TILE:
                     sizes = new
-    sizes = _held_at_once(blocks, rows, sizes, chip)
+    sizes = _held_at_once(blocks, rows, _of_pairs(blocks, sizes), chip)
     if _goes_step_by_step(blocks):
         sizes = _narrow(blocks, lines, SCHEDULERS * chip.cores, sizes)
     return _summed_in_loops(blocks.rewritten(sizes) if sizes else kernel, chip)
+
+
+def _of_pairs(blocks: Blocks, sizes: Sizes) -> Sizes:
+    """Fewer elements of one side, where tiles pair each of them with all of another.
+    Such a tile is many times what is loaded, and computed op by op: all of it is in
+    registers."""
+    loads = [op.result for op in walk(blocks.body) if op.name == "load"]
+    loaded = max((prod(blocks.shape(v, sizes)) for v in loads), default=0)
+    if largest(blocks, sizes) < PAIRED * max(loaded, 1):
+        return sizes
+    wide = max(blocks.tiles, key=lambda v: prod(blocks.shape(v, sizes)))
+    last = wide.tile.rank - 1  # its elements are for the threads of a warp
+    for dim in blocks.free:
+        for n in blocks.parts(dim, WARP) if dim.members.get(wide, last) != last else ():
+            if n < sizes.get(dim, dim.size) and largest(blocks, sizes) > PAIRS:
+                sizes = {**sizes, dim: n}
+    return sizes
 
 
 def _held_at_once(
@@ -155,15 +173,15 @@ def _cut_for_traffic(
     while any(dim.size > least for dim in lines):
         sizes = cut(blocks, ((lines, least), (rows, 1)))
         if largest(blocks, sizes) <= most:
-            found.append((_moved(blocks, sizes), sizes))
+            found.append((moved(blocks, sizes), sizes))
         least *= 2
     fewest = min((moved for moved, _ in found), default=inf)
-    if GAIN_OF_PARTS * fewest < _moved(blocks, best):
+    if GAIN_OF_PARTS * fewest < moved(blocks, best):
         best = [sizes for moved, sizes in found if moved <= LONGER_PARTS * fewest][-1]
     return best
 
 
-def _moved(blocks: Blocks, sizes: Sizes) -> float:
+def moved(blocks: Blocks, sizes: Sizes) -> float:
     """Bytes that all programs load and store."""
     accesses = [op for op in walk(blocks.body) if op.name in ("load", "store")]
     tiles = [op.result if op.results else op.operands[1] for op in accesses]

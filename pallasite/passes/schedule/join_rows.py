@@ -9,7 +9,8 @@ several.
 
 Proof: the steps are independent. A tile that differs between steps is replaced by those
 of the merged steps, one below the other. Ops that are the same for each row (of its
-first dimension) compute the merged tile from merged tiles; anything else is refused.
+first dimension), and those that name elements differently, each step's for itself,
+compute the merged tile from merged tiles; anything else is refused.
 """
 
 from collections.abc import Callable
@@ -36,19 +37,26 @@ from pallasite.passes.analysis.grid import analyze, find_pipeline, with_pipeline
 from pallasite.passes.normal.resized_code import CannotReblock
 
 
-def join_rows(kernel: Kernel, axis: int, factor: int) -> Kernel:
+def join_rows(kernel: Kernel, axis: int, factor: int, apart: bool = False) -> Kernel:
     """Merge `factor` neighbours along an axis.
+
+    Args:
+        kernel: what to rewrite.
+        axis: of its grid.
+        factor: how many of its steps become one.
+        apart: whether rows of a result may be apart in memory.
 
     Raises:
         CannotReblock: a window does not move element by element along the axis, or the
             body does something that is not the same for each row.
     """
-    return _Joining(kernel, axis, factor).kernel()
+    return _Joining(kernel, axis, factor, apart).kernel()
 
 
 class _Joining:
-    def __init__(self, kernel: Kernel, axis: int, factor: int):
+    def __init__(self, kernel: Kernel, axis: int, factor: int, apart: bool):
         self.whole, self.axis, self.factor = kernel, axis, factor
+        self.apart = apart
         self.pipeline = Pipeline.of(find_pipeline(kernel))
         self.info = analyze(kernel)
         steps = self.pipeline.grid[axis]
@@ -107,7 +115,7 @@ class _Joining:
         kind = "blocked" if aligned and not around else "element"
         inner = zip(dims[d + 1 : -1], extents[d + 1 : -1], strict=True)
         apart = any(dim.kind != "blocked" or dim.size != n for dim, n in inner)
-        if moves.written and (kind != "blocked" or apart):
+        if moves.written and (kind != "blocked" or (apart and not self.apart)):
             raise CannotReblock(f"rows of {moves.name} are apart in memory")
         rows = BlockDim(self.factor + more, kind, dims[d].padding)
         wide = replace(shown.window, dims=(*dims[:d], rows, *dims[d + 1 :]))
@@ -205,6 +213,16 @@ class _Joining:
         new = b.broadcast(self.new[x], self.shape(op.result), dims)
         self.new[op.result] = new
 
+    def reshape(self, op: Op, b: Builder) -> None:
+        shape = self.shape(op.result)
+        self.new[op.result] = b.reshape(self.new[op.operands[0]], shape=shape)
+
+    def transpose(self, op: Op, b: Builder) -> None:
+        (x,), perm = op.operands, op.attrs["perm"]
+        tile = b.reshape(self.new[x], shape=(self.factor, *x.tile.shape))
+        tile = b.op("transpose", tile, perm=(0, *(d + 1 for d in perm)))
+        self.new[op.result] = b.reshape(tile, shape=self.shape(op.result))
+
     def reduce(self, op: Op, b: Builder) -> None:
         if 0 in op.attrs["axes"]:
             raise CannotReblock("rows are added up")
@@ -221,6 +239,8 @@ _RULES: dict[str, Callable[[_Joining, Op, Builder], None]] = {
     "load": _Joining.load,
     "store": _Joining.store,
     "broadcast_in_dim": _Joining.broadcast,
+    "reshape": _Joining.reshape,
+    "transpose": _Joining.transpose,
     "reduce": _Joining.reduce,
     "dot": _Joining.dot,
 }

@@ -263,8 +263,13 @@ def test_refusal_names_op_shapes_line_and_fix():
 
 def test_block_too_large_for_triton_says_so():
     tile = TileType((1 << 21,), F32)
-    cumsum = dict(kind="sum", axis=0, reverse=False)  # it cannot be cut
-    kernel = whole_kernel(lambda b, x: b.op("scan", x, **cumsum), [tile], tile)
+
+    def both_ways(b, x):  # cannot be cut
+        for reverse in (False, True):
+            x = b.op("scan", x, kind="sum", axis=0, reverse=reverse)
+        return x
+
+    kernel = whole_kernel(both_ways, [tile], tile)
     with pytest.raises(UnsupportedError, match="Triton's limit is 1048576") as error:
         compiled(kernel)
     assert "use smaller blocks" in str(error.value)

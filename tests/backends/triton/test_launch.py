@@ -487,9 +487,9 @@ def large(kernel, out, *shapes):
 
 
 def summed_along_all(x):
-    """A tile of which no part can be computed alone."""
+    """A tile of which no part can be computed alone, nor one after another."""
     for axis in range(x.ndim):
-        x = jnp.cumsum(x, axis=axis)
+        x = jax.lax.cumsum(jax.lax.cumsum(x, axis=axis), axis=axis, reverse=True)
     return x
 
 
