@@ -22,10 +22,14 @@ inline_cuda_p.def_effectful_abstract_eval(
 )
 # What C++ and the code around the text mean by themselves.
 _TAKEN = """
-asm auto bool break case char class const continue default delete do double else enum
-explicit extern false float for goto if inline int long namespace new operator register
-return short signed sizeof static struct switch template this true typedef typename
-union unsigned using void volatile while DEVICE EACH
+alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t
+char32_t class compl const const_cast constexpr continue decltype default delete do
+double dynamic_cast else enum explicit export extern false float for friend goto if
+inline int long mutable namespace new noexcept not not_eq nullptr operator or or_eq
+private protected public register reinterpret_cast return short signed sizeof static
+static_assert static_cast struct switch template this thread_local throw true try
+typedef typeid typename union unsigned using virtual void volatile wchar_t while xor
+xor_eq DEVICE EACH
 """
 _EXAMPLE = (
     'plgpu.inline_cuda("y = x * x;", dict(x=x), dict(y=jax.ShapeDtypeStruct(x.shape, '

@@ -72,6 +72,8 @@ def test_without_a_reference_it_says_that_it_runs_on_gpus():
         ("f(x, n);", "xn", SAME, SpecError, "does not name its result 'y'"),
         ("x = n;", "xn", dict(x=SAME["y"]), SpecError, "both an operand and a result"),
         ("float = x;", "x", dict(float=SAME["y"]), SpecError, "cannot be a name"),
+        ("not = x;", "x", {"not": SAME["y"]}, SpecError, "cannot be a name"),
+        ("nullptr = x;", "x", dict(nullptr=SAME["y"]), SpecError, "cannot be a name"),
         ("y = x;", "x", dict(y=S((32, 64), F32)), KernelTypeError, "have one shape"),
         ("y = x;", "x", dict(y=S((), F32)), KernelTypeError, "have one shape"),
     ],
