@@ -133,6 +133,25 @@ def test_what_depends_on_the_padding_stays(name: str):
     assert after is before
 
 
+@pytest.mark.parametrize(
+    ("dtype", "n", "size", "most"),
+    [("int8", 200, 256, 100), ("bfloat16", 257, 512, 256)],
+)
+def test_positions_of_types_that_have_not_all_of_them(
+    dtype: str, n: int, size: int, most: int
+):
+    """200 is -56 as an int8, and 257 is 256 in bfloat16."""
+
+    def kernel(x_ref, o_ref):
+        lanes = jnp.arange(size)
+        x = pl.load(x_ref, (lanes,), mask=lanes < n, other=0.0)
+        few = jnp.where(jnp.arange(size, dtype=dtype) <= most, 1.0, x)
+        pl.store(o_ref, (lanes,), x + few.sum(), mask=lanes < n)
+
+    before, after = made(kernel, Shape((n,), jnp.float32), normal(n))
+    assert after is before
+
+
 def test_what_is_stored_elsewhere_from_past_the_end_stays():
     def kernel(x_ref, o_ref, p_ref):
         lanes = jnp.arange(64)

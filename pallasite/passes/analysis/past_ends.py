@@ -88,7 +88,7 @@ class PastEnd:
         return self.of(access.other)
 
     def _compared(self, op: Op) -> Past | None:
-        """A comparison of positions, which are at least `end`."""
+        """A comparison of positions from `end` on."""
         ranges = [self._range(v) for v in op.operands]
         if ranges[0] is None or ranges[1] is None:
             return None
@@ -112,9 +112,12 @@ class PastEnd:
         d = self.dim.members.get(value)
         if op is None or op.name != "iota" or d is None:
             return None
-        if op.attrs["dim"] == d:
-            return self.end, value.tile.shape[d] - 1
-        return None
+        if op.attrs["dim"] != d:
+            return None
+        # Small integers wrap around, and narrow floats are rounded.
+        positions = np.arange(self.end, value.tile.shape[d])
+        numbers = positions.astype(value.tile.dtype.np).astype(float)
+        return numbers.min(), numbers.max()
 
     def _selected(self, op: Op) -> Past | None:
         which, *cases = op.operands
