@@ -79,15 +79,29 @@ class _Masks:
         for op in self.users[shown.block]:
             if op.name not in ("load", "store") or not _is_whole(op):
                 continue
-            asking = [(op, self.conditions_of_access(op, may_fill))]
-            if op.name == "load" and may_fill:
-                users = self.users[op.result]
-                asking += [(user, self.conditions(user, op.result)) for user in users]
-            for each, conditions in asking:
-                stay = [c for c in conditions if not self.is_edge(c, edges)]
-                if len(stay) < len(conditions):
-                    found[each] = stay
+            self.note(found, op, self.conditions_of_access(op, may_fill), edges)
+            if op.name == "load" and may_fill and self.is_filled(op, found.get(op)):
+                for user in self.users[op.result]:
+                    self.note(found, user, self.conditions(user, op.result), edges)
         return found
+
+    def note(
+        self,
+        found: dict[Op, list[Value]],
+        op: Op,
+        conditions: Sequence[Value],
+        edges: dict[int, tuple[Affine, int]],
+    ) -> None:
+        stay = [c for c in conditions if not self.is_edge(c, edges)]
+        if len(stay) < len(conditions):
+            found[op] = stay
+
+    def is_filled(self, load: Op, stay: Sequence[Value] | None) -> bool:
+        """Whether a load gives zeros past the edges, of whose mask this stays."""
+        access = Access.of(load)
+        if access.mask is None or stay == []:
+            return True
+        return access.other is not None and number_of(self.made, access.other) == 0
 
     def conditions_of_access(self, op: Op, may_fill: bool) -> list[Value]:
         """All of which must hold for an element to be loaded, or stored."""
@@ -174,6 +188,7 @@ def _without(block: Block, kept: dict[Op, list[Value]]) -> Block:
             mask = condition if mask is None else b.and_(mask, condition)
         if op.name == "select_n":
             _, otherwise, chosen = op.operands
+            chosen = replaced.get(chosen, chosen)
             if mask is not None:
                 chosen = b.op("select_n", mask, otherwise, chosen)
             replaced[op.result] = chosen

@@ -105,3 +105,20 @@ def test_the_mask_of_an_edge_is_a_fill(changes: dict[str, str], selects: int):
 def test_other_masks_stay(changes: dict[str, str]):
     before = kernel(**changes)
     assert edge_fills(before) is before
+
+
+@pytest.mark.parametrize("mask", ["%inside", "%both"])
+@pytest.mark.parametrize(("other", "selects"), [("%one", 1), ("%zero", 0)])
+def test_a_load_that_gives_something_else_there_keeps_its_select(
+    mask: str, other: str, selects: int
+):
+    """Past the edge it gives what its mask says, and not the fill."""
+    load = "%loaded: f32[4,7] = load %b[:, :]"
+    one = "%one: f32[4,7] = constant {value=1.0}"
+    before = kernel(**{load: f"{one}\n{load} mask {mask} other {other}"})
+    after = edge_fills(before)
+    verify(after)
+    assert after.text.count("select_n") == selects
+    x = np.random.default_rng(0).standard_normal((10, 7)).astype(np.float32)
+    want, got = outputs(before, [x]), outputs(after, [x])
+    np.testing.assert_array_equal(got[0], want[0])
