@@ -12,6 +12,7 @@ from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Dot
 from pallasite.ir.rule_table import RuleTable
 from pallasite.ir.types import DType
+from pallasite.ops.scaled import unpacked_array
 
 Array = Any
 RULES = RuleTable()
@@ -121,6 +122,13 @@ _SCAN = {
 def _scan(op: Op, x: Array) -> Array:
     a = op.attrs
     return _SCAN[a["kind"]](x, axis=a["axis"], reverse=a["reverse"])
+
+
+@RULES.rule("scaled")
+def _scaled(op: Op, values: Array, scales: Array) -> Array:
+    by = unpacked_array(scales.astype(jnp.float32))
+    factors = jnp.repeat(by, values.shape[1] // by.shape[1], axis=1)
+    return (values.astype(jnp.float32) * factors).astype(op.attrs["dtype"].np)
 
 
 @RULES.rule("dot")

@@ -19,6 +19,7 @@ from pallasite.ir.rule_table import RuleTable
 from pallasite.ir.types import DType
 from pallasite.ops import meaning
 from pallasite.ops.neutral import neutral
+from pallasite.ops.scaled import unpacked_array
 
 Array = Any
 RULES = RuleTable()
@@ -210,6 +211,14 @@ def _scan(op: Op, x: Array) -> Array:
 
 
 # --- dot and sort ---
+
+
+@RULES.rule("scaled")
+def _scaled(op: Op, values: Array, scales: Array) -> Array:
+    by = unpacked_array(np.asarray(scales).astype(np.float32))
+    factors = np.repeat(by, values.shape[1] // by.shape[1], axis=1)
+    product = np.asarray(values).astype(np.float32) * factors
+    return product.astype(op.attrs["dtype"].np)
 
 
 @RULES.rule("dot")

@@ -15,6 +15,7 @@ from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Dot
 from pallasite.ir.types import TileType
 from pallasite.ops import meaning
+from pallasite.ops.scaled import unpacked_array
 
 Array = Any
 
@@ -234,6 +235,12 @@ def _scatter(op: Op, x: Array, indices: Array, updates: Array) -> np.ndarray:
     return np.maximum(codes, _highest([indices]))
 
 
+def _scaled(op: Op, values: Array, scales: Array) -> np.ndarray:
+    by = unpacked_array(codes_or_zeros(scales))
+    factors = np.repeat(by, values.shape[1] // by.shape[1], axis=1)
+    return np.maximum(codes_or_zeros(values), factors)
+
+
 def _bitcast(op: Op, x: Partly) -> np.ndarray:
     old, new = op.operands[0].tile.dtype.bits, op.attrs["dtype"].bits
     if old == new:
@@ -264,6 +271,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "arg_reduce": _arg_reduce,
     "scan": _scan,
     "dot": _dot,
+    "scaled": _scaled,
     "sort": _sort,
     "top_k": _top_k,
     "dynamic_slice": _dynamic_slice,

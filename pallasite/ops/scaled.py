@@ -31,6 +31,13 @@ def unpacked(b: Builder, scales: Value) -> Value:
     return b.op("reshape", x, shape=unpacked_shape(shape))
 
 
+def unpacked_array(scales: Any) -> Any:
+    """`unpacked`, of a numpy or JAX array."""
+    groups, tall, _ = scales.shape
+    x = scales.reshape(groups, tall, ROWS // 4, 4, COLUMNS).transpose(1, 3, 2, 0, 4)
+    return x.reshape(unpacked_shape(scales.shape))
+
+
 def factors(b: Builder, scales: Value, k: int) -> Value:
     """A scale in f32 for each of k elements of the rows of a matrix of scales."""
     rows, columns = scales.tile.shape

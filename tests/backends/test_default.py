@@ -32,7 +32,7 @@ def double_kernel(x_ref, o_ref):
 
 def huge_kernel(x_ref, o_ref):
     """More elements in a block than a Triton tensor may have, and none apart."""
-    o_ref[...] = jnp.cumsum(x_ref[...])
+    o_ref[...] = jnp.sort(x_ref[...])
 
 
 def double(x, **options):

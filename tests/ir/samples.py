@@ -260,6 +260,9 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
     "reduce": lambda b, x: b.reduce(tile(b), kind="sum", axes=(0, 1)),
     "arg_reduce": lambda b, x: b.arg_reduce(tile(b), kind="max", axis=1, dtype=I32),
     "scan": lambda b, x: b.scan(tile(b), kind="sum", axis=1, reverse=True),
+    "scaled": lambda b, x: b.op(
+        "scaled", tile(b, 128, 16), tile(b, 1, 1, 512), dtype=BF16
+    ),
     "dot_add": lambda b, x: b.op(
         "dot_add",
         tile(b),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import config
 from pallasite import mosaic_gpu as plgpu
 from pallasite.errors import CheckError, KernelTypeError, SpecError, UnsupportedError
 from tests.xla import put
@@ -126,8 +127,12 @@ def test_scales_in_shared_memory_are_packed():
 def test_no_backend_has_them():
     a, b, sa, sb = operands(E8M0, 32)
     lowered = pl.lower(called(a, b, sa, sb))(a, b, packed(sa), packed(sb))
-    with pytest.raises(UnsupportedError, match="cannot run tensor_copy"):
+    with pytest.raises(UnsupportedError, match="tensor_mma only on sm_100 or sm_103"):
         lowered.stages(backend="cuda")
+    with config.override(target="gpu:b200"):
+        lowered = pl.lower(called(a, b, sa, sb))(a, b, packed(sa), packed(sb))
+        with pytest.raises(UnsupportedError, match="cannot run alloc on ref<f8e8m0fnu"):
+            lowered.stages(backend="cuda")
 
 
 # --- sparse left operands ---

@@ -57,6 +57,8 @@ def passes_for(host: Host, batch_invariant: bool = False) -> tuple[Pass, ...]:
     strip = host.l1_bytes // 3  # of a tile, so that those of one row's code stay in L1
     blocks = partial(for_threads, threads=host.threads, nanoseconds=nanoseconds)
     same = (Pass("rows_uncounted", rows_uncounted),) if batch_invariant else ()
+    # The last rows of an array would be summed as a block of fewer rows is.
+    exact = () if batch_invariant else (Pass("exact_blocks", exact_blocks),)
     return (
         *same,
         Pass("matrix_units", write_out),
@@ -64,7 +66,7 @@ def passes_for(host: Host, batch_invariant: bool = False) -> tuple[Pass, ...]:
         # Before blocks are chosen: what they are chosen by is what is left of the work.
         Pass("equal_factors", equal_factors),
         Pass("one_hots", one_hots),
-        Pass("exact_blocks", exact_blocks),
+        *exact,
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("choose_blocks", blocks),
         Pass("canonicalize", canonicalize, if_changed=True),

@@ -40,6 +40,7 @@ MISSING |= {"indexed_copy_start", "indexed_copy_wait", "device_number"}
 MISSING |= {"inline_cuda"}
 MISSING |= {"barrier_test", "load_wait", "async_store", "peer_block", "peer_device"}
 MISSING |= {"sem_reach"}  # between roles of a GPU program
+MISSING |= {"scaled"}  # of Blackwell's matmuls
 MISSING |= {"matrix_unit"}  # written out by the first pass
 
 

@@ -166,7 +166,6 @@ def test_blocks_for_which_there_is_no_room_say_how_much_they_need():
             "  needed          1073741824 bytes",
             "  available       134217728 bytes",
             "  x, dimension 0  'scan' runs along it",
-            "  o, dimension 0  'scan' runs along it",
             "  fix             use smaller blocks along the dimensions that are "
             "kept whole",
         ]
