@@ -36,10 +36,18 @@ from pallasite.ir.nodes import (
     full_index,
     walk,
 )
-from pallasite.ir.rewrite import Rewriter, clone, map_ops, producers_of, used_values
+from pallasite.ir.rewrite import (
+    Rewriter,
+    clone,
+    map_ops,
+    producers_of,
+    replace_ops,
+    used_values,
+)
 from pallasite.ir.roles import Cond, Loop, number_of
 from pallasite.passes.analysis.index_code import IndexCode
 from pallasite.passes.analysis.intervals import Facts
+from pallasite.passes.analysis.memory import is_from_memory
 from pallasite.passes.lower.per_program import Program, main_refs
 
 MOST_STEPS = 1 << 24  # that are sorted
@@ -136,18 +144,10 @@ def _row(
         is_block = n % size == facts.of(start).multiple % size == 0
         if isinstance(entry, Gather) or not is_block or start.tile.shape:
             return None
-        if not _is_loaded(start, made):
+        if not is_from_memory(start, made):
             return None
         named += 1
     return places if named == 1 else None
-
-
-def _is_loaded(value: Value, made: Mapping[Value, Op]) -> bool:
-    """Whether a number depends on memory."""
-    op = made.get(value)
-    if op is None or op.regions:
-        return False
-    return op.name == "load" or any(_is_loaded(v, made) for v in op.operands)
 
 
 def named_views(body: Block, loop: Loop) -> set[Value]:
@@ -396,15 +396,7 @@ def _with_block(body: Block, chosen: Sequence[_Chosen], block: Value) -> Block:
                 if same and block_count(dim, n) == first.count:
                     operands[1 + d] = block
             made[op] = op.with_(operands=tuple(operands))
-    return _replaced(body, made)
-
-
-def _replaced(block: Block, made: Mapping[Op, Op]) -> Block:
-    ops = [
-        made.get(op) or op.with_(regions=tuple(_replaced(r, made) for r in op.regions))
-        for op in block.ops
-    ]
-    return Block(block.params, tuple(ops), block.yields)
+    return replace_ops(body, lambda op: (made[op],) if op in made else None)
 
 
 def _depends(op: Op, varies: set[Value]) -> bool:

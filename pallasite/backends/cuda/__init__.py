@@ -107,6 +107,39 @@ STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threa
 NATIVE_OPS = frozenset({"dot", *emit.RULES})
 
 
+def _is_native(op: Op) -> bool:
+    integers = op.operands and not op.operands[0].type.dtype.is_float
+    if op.name == "pow" and integers:
+        return False
+    if op.name == "integer_pow" and integers and op.attrs["y"] < 0:
+        return False
+    return op.name in NATIVE_OPS
+
+
+# From blocks to tiles that loops carry, the same for every chip.
+WITHOUT_BLOCKS = (
+    Pass("place_windows", place_windows),
+    Pass("plain_copies", plain_copies),
+    Pass("without_references", without_references),
+    Pass("device_numbers", ask_for_device_numbers),
+    Pass("stores_at_once", stores_at_once),
+    Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
+    Pass("row_strips", partial(row_strips, most_bytes=STRIP_BYTES)),
+    Pass("canonicalize", canonicalize),
+    Pass("promote", promote),
+    Pass("guard_bounds", guard_bounds),
+    # What a guard kept in the loop can now be hoisted.
+    Pass("hoist", hoist, if_changed=True),
+    Pass("canonicalize", canonicalize, if_changed=True),
+    Pass("fold_exp2", fold_exp2),
+    Pass("scale_after_sum", scale_after_sum),
+    Pass("turn_tiles", turn_tiles),
+    Pass("canonicalize", canonicalize, if_changed=True),
+    Pass("fewer_dims", fewer_dims),
+    Pass("rows_out", rows_out),
+)
+
+
 def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
     same = batch_invariant
@@ -134,25 +167,7 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("columns", columns, if_changed=True),
         Pass("choose_blocks", blocks),
         Pass("canonicalize", canonicalize, if_changed=True),
-        Pass("place_windows", place_windows),
-        Pass("plain_copies", plain_copies),
-        Pass("without_references", without_references),
-        Pass("device_numbers", ask_for_device_numbers),
-        Pass("stores_at_once", stores_at_once),
-        Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
-        Pass("row_strips", partial(row_strips, most_bytes=STRIP_BYTES)),
-        Pass("canonicalize", canonicalize),
-        Pass("promote", promote),
-        Pass("guard_bounds", guard_bounds),
-        # What a guard kept in the loop can now be hoisted.
-        Pass("hoist", hoist, if_changed=True),
-        Pass("canonicalize", canonicalize, if_changed=True),
-        Pass("fold_exp2", fold_exp2),
-        Pass("scale_after_sum", scale_after_sum),
-        Pass("turn_tiles", turn_tiles),
-        Pass("canonicalize", canonicalize, if_changed=True),
-        Pass("fewer_dims", fewer_dims),
-        Pass("rows_out", rows_out),
+        *WITHOUT_BLOCKS,
         Pass("repack", partial(repack, chip=chip, always=same)),
         Pass("scaled_operands", partial(scaled_operands, chip=chip)),
         Pass("overlap", overlap),
@@ -170,15 +185,6 @@ def passes_for(chip: Gpu, batch_invariant: bool = False) -> tuple[Pass, ...]:
         Pass("sink_loads", sink_loads),
         Pass("streams", partial(streams, chip=chip)),
     )
-
-
-def _is_native(op: Op) -> bool:
-    integers = op.operands and not op.operands[0].type.dtype.is_float
-    if op.name == "pow" and integers:
-        return False
-    if op.name == "integer_pow" and integers and op.attrs["y"] < 0:
-        return False
-    return op.name in NATIVE_OPS
 
 
 class CudaBackend:

@@ -55,6 +55,14 @@ def _windowed(op: Op, mode: str) -> tuple[Value, ...]:
     return tuple(each.array for each in shown if each.window.mode == mode)
 
 
+def is_from_memory(value: Value, made: Mapping[Value, Op]) -> bool:
+    """Whether a number depends on memory."""
+    op = made.get(value)
+    if op is None or op.regions:
+        return False
+    return op.name == "load" or any(is_from_memory(v, made) for v in op.operands)
+
+
 def root_among(producers: Mapping[Value, Op], ref: Value) -> Value:
     """The root of a ref, given the ops that made the refs.
 

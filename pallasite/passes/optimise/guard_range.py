@@ -62,12 +62,12 @@ def _test(
     guards = guards_of(loop, made)
     if len(guards) != 1 or not any(op.name in HEAVY for op in walk(guards[0].taken)):
         return None
-    found = code_of(Cond.of(guards[0].op).which, loop, made, given)
+    found = _code_of(Cond.of(guards[0].op).which, loop, made, given)
     reads = any(op.name == "load" and op.result.tile.shape for op in found or ())
     return found if reads else None
 
 
-def code_of(
+def _code_of(
     value: Value, loop: Loop, made: Mapping[Value, Op], given: frozenset[Value]
 ) -> list[Op] | None:
     """What computes a value in an iteration, from operands and the loop's index."""

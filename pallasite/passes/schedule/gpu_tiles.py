@@ -4,7 +4,7 @@ Blocks are divided by rows first, then along rows; those of a few elements grow.
 reduced may be divided into loops. For `gpu_blocks.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import inf, prod
 
 from pallasite.ir.nodes import Kernel, walk
@@ -78,11 +78,9 @@ def _of_pairs(blocks: Blocks, sizes: Sizes) -> Sizes:
         return sizes
     wide = max(blocks.tiles, key=lambda v: prod(blocks.shape(v, sizes)))
     last = wide.tile.rank - 1  # its elements are for the threads of a warp
-    for dim in blocks.free:
-        for n in blocks.parts(dim, WARP) if dim.members.get(wide, last) != last else ():
-            if n < sizes.get(dim, dim.size) and largest(blocks, sizes) > PAIRS:
-                sizes = {**sizes, dim: n}
-    return sizes
+    dims = [d for d in blocks.free if d.members.get(wide, last) != last]
+    is_large = lambda sizes: largest(blocks, sizes) > PAIRS
+    return _smaller(blocks, dims, WARP, sizes, is_large)
 
 
 def _held_at_once(
@@ -91,10 +89,25 @@ def _held_at_once(
     """Fewer rows, where many tiles are live at the same time: their registers are those
     of one program, and some are needed for what computes them."""
     words, own = LiveTiles(blocks.kernel).peak_words(), largest(blocks, {})
-    for dim in rows:
-        for n in blocks.parts(dim, 1):
-            held = words * largest(blocks, sizes) / max(own, 1)
-            if n < sizes.get(dim, dim.size) and held > MOST_HELD * chip.registers:
+
+    def is_much(sizes: Sizes) -> bool:
+        held = words * largest(blocks, sizes) / max(own, 1)
+        return held > MOST_HELD * chip.registers
+
+    return _smaller(blocks, rows, 1, sizes, is_much)
+
+
+def _smaller(
+    blocks: Blocks,
+    dims: Iterable[LoopDim],
+    least: int,
+    sizes: Sizes,
+    goes_on: Callable[[Sizes], bool],
+) -> Sizes:
+    """Smaller sizes of dimensions, one after another, as long as `goes_on` says so."""
+    for dim in dims:
+        for n in blocks.parts(dim, least):
+            if n < sizes.get(dim, dim.size) and goes_on(sizes):
                 sizes = {**sizes, dim: n}
     return sizes
 
@@ -116,13 +129,8 @@ def _narrow(
     blocks: Blocks, lines: list[LoopDim], enough: float, sizes: Sizes | None = None
 ) -> Sizes:
     """So many programs, of a warp or more each; `sizes`: the most elements of them."""
-    sizes = sizes or {}
-    for dim in lines:
-        for n in blocks.parts(dim, WARP):
-            smaller = n < sizes.get(dim, dim.size)
-            if smaller and blocks.programs(sizes) < enough:
-                sizes = {**sizes, dim: n}
-    return sizes
+    is_few = lambda sizes: blocks.programs(sizes) < enough
+    return _smaller(blocks, lines, WARP, sizes or {}, is_few)
 
 
 def narrow_steps(kernel: Kernel, chip: Gpu) -> Kernel:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, BlockDim, Kernel, Op, Value, walk
-from pallasite.ir.rewrite import dead_code, inline, producers_of
+from pallasite.ir.rewrite import dead_code, inline, producers_of, replace_ops
 from pallasite.ir.roles import Shown
 from pallasite.ir.types import INDEX
 from pallasite.ops.neutral import neutral
@@ -536,15 +536,15 @@ class _Grow:
     def _with_quotients(self, index_map: Block, make: Quotient | None = None) -> Block:
         """A map with what is the same for all that are merged: computed by `make` from
         the new index, or by nothing."""
-        index, ops = index_map.params[self.axis], list[Op]()
-        made = producers_of(index_map)
-        for op in index_map.ops:
-            of = merged_quotient(made, op, index, self.factor)
-            if of is None:
-                ops.append(op)
-            elif make is not None:
-                ops += make(op, of)
-        return replace(index_map, ops=tuple(ops))
+        index, made = index_map.params[self.axis], producers_of(index_map)
+
+        def replaced(op: Op) -> Sequence[Op] | None:
+            divisor = merged_quotient(made, op, index, self.factor)
+            if divisor is None:
+                return None
+            return () if make is None else make(op, divisor)
+
+        return replace_ops(index_map, replaced)
 
     @staticmethod
     def _quotient(op: Op, divisor: int) -> Sequence[Op]:

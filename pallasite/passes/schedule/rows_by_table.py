@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pallasite.ir.nodes import Kernel, Op, Value, walk
 from pallasite.ir.rewrite import producers_of
 from pallasite.ir.roles import Dot, Pipeline
+from pallasite.passes.analysis.memory import is_from_memory
 from pallasite.passes.normal.resized_code import CannotReblock
 from pallasite.passes.schedule.choose_blocks import blocks_of, is_last
 from pallasite.passes.schedule.gpu_blocks import SHORT_TILE
@@ -44,15 +45,7 @@ def _names_blocks(kernel: Kernel, made: Made) -> bool:
     indices = [v for p in pipelines for m in p.maps for v in m.yields]
     loads = [op for op in walk(kernel.body) if op.name in ("load", "subview")]
     indices += [v for op in loads if op.results[0].type.shape for v in op.operands[1:]]
-    return any(_is_loaded(v, made) for v in indices)
-
-
-def _is_loaded(value: Value, made: Made) -> bool:
-    """Whether a scalar is computed from one that is loaded."""
-    op = made.get(value)
-    if op is None or op.regions or value.type.shape:
-        return False
-    return op.name == "load" or any(_is_loaded(v, made) for v in op.operands)
+    return any(not v.type.shape and is_from_memory(v, made) for v in indices)
 
 
 def _is_chain(dots: Sequence[Dot], made: Made) -> bool:
